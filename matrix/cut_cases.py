@@ -275,7 +275,7 @@ def _rounding(plain: Any, batch: dict[str, Any]) -> float:
 
 
 def no_cache(model: Any) -> dict[str, Any]:
-    from roundpipe_runtime.huggingface.cutting.example import without_cache
+    from roundpipe_runtime.huggingface.cutting.cut import without_cache
 
     return without_cache(model, {})
 

@@ -92,7 +92,7 @@ _HOMES = (
     "device.protocol",
     "device.virtual",
     "engine.config",
-    "engine.recompute.states",
+    "engine.recomputed",
     "errors",
     "huggingface",
     "optim.step",
@@ -142,7 +142,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     from .engine.config import RoundPipeRunConfig
 
     # inside a layer
-    from .engine.recompute.states import doing_recompute, get_recompute_data, save_for_recompute
+    from .engine.recomputed import doing_recompute, get_recompute_data, save_for_recompute
 
     # what can go wrong
     from .errors import (

@@ -6,11 +6,17 @@ import os
 import sys
 import types
 import warnings
+from collections.abc import Mapping, Sequence
+
+from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
 
 __all__ = [
+    "BatchStructureError",
     "CheckpointError",
     "CheckpointWarning",
     "ConfigError",
+    "CutError",
+    "CutRefusedWarning",
     "DamagedCheckpointError",
     "DeviceError",
     "DeviceMemoryError",
@@ -118,3 +124,156 @@ class DamagedCheckpointError(CheckpointError):
 
 class CheckpointWarning(RoundPipeWarning):
     """A damaged checkpoint was skipped, or a part of a checkpoint was not requested."""
+
+
+class StoppedByRankError(DistributedError):
+    """Ends the work of this rank because another rank failed; it is replaced by the cause afterwards."""
+
+
+class RankStepError(DistributedError):
+    """The step of another rank failed, so this rank gives up its step."""
+
+
+def format_failure(error: BaseException) -> str:
+    """Return an exception in one text for the other ranks: class, message, and where it happened."""
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])
+
+
+def rank_failed(rank: int, failure: str) -> DistributedError:
+    """Return the error to raise on this rank when another rank has failed."""
+    return DistributedError(
+        f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. There:\n"
+        + "\n".join(f"    {line}" for line in failure.splitlines())
+    )
+
+
+def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
+    """Raise the error of this rank, or else the first one of another rank."""
+    # said: what `format_failure` returned on each rank; `None` for one that is well
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(said):
+        if failure is not None:
+            raise rank_failed(rank, failure)
+
+
+def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
+    """Return the error of a rank whose step was given up, since that of another rank failed."""
+    return RankStepError(
+        f"The step function failed on rank {rank}, and other ranks may have stepped their rows: they do not hold one "
+        "model any more. Load the newest checkpoint on all ranks. There:\n"
+        + "\n".join(f"    {line}" for line in failure.splitlines())
+    )
+
+
+def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
+    """Return the error of a rank whose peers do not answer any more."""
+    # stopped: for how many seconds they were stopped before
+    who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
+    what = f"it was stopped (SIGSTOP) or silent for {stopped:.0f} s and given up" if stopped else "the process ended"
+    return DistributedError(
+        f"{who} gone: {what}, or its network did ({cause}). Nothing can be exchanged any more. Start again "
+        "from the newest checkpoint; torchrun does so by itself:\n"
+        "    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts=3 ... train.py\n"
+        "Without the variable, restarted workers read the addresses of those that are gone from torchrun's store."
+    )
+
+
+def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError | None:
+    """Return the error for a rank whose values differ from those of rank 0; ``None`` if all agree."""
+    for rank, stated in enumerate(values):
+        for name in {**values[0], **stated}:
+            first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")
+            if first != other:
+                return DistributedError(
+                    f"The ranks do not train the same: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. "
+                    "All ranks must make the same model, with the same options, and call it in the same way. Start "
+                    "one script, which differs between ranks in its rows only:\n"
+                    "    torchrun --nproc-per-node=2 train.py"
+                )
+    return None
+
+
+REPLACED_FORWARD = (
+    ". Its forward was replaced by a function, which may call the model itself and not its copy. If batches take "
+    "another path, wrap it with an example that does:\n    wrap_model_to_roundpipe(model, example=batch)"
+)
+
+
+class CutError(VersionDependentError, RoundPipeError, ValueError):
+    """A model cannot be split into layers.
+
+    Attributes:
+        reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
+            ``"structure"`` (a value between layers cannot pass between pieces), or ``"values"`` (the cut model computes
+            something else).
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[CutError], tuple[str, str]]:
+        return type(self), (self.reason, without_cause(self))
+
+
+class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
+    """A batch takes another path through the model than the example that the model was split with."""
+
+
+class MissingEmbeddingError(BatchStructureError):
+    """A phase computes with an embedding that only phase 0 has."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model computes with {name} after its layers, which it did not do with the example that it was "
+            "split with. Wrap it with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+        )
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[MissingEmbeddingError], tuple[str]]:
+        return type(self), (self.name,)
+
+
+class CutRefusedWarning(RoundPipeWarning):
+    """A model runs in fewer pieces than it has layers."""
+
+
+def changed_results(layer: str) -> str:
+    """Return the message for a batch for which layers return tensors that they do not return for the example."""
+    return (
+        f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
+        "model was split with, or the reverse. Wrap it with an example like this batch:\n"
+        "    wrap_model_to_roundpipe(model, example=batch)"
+    )
+
+
+def moved_away(device: str) -> ConfigError:
+    """Return the error for moving the parameters of a pipeline."""
+    return ConfigError(
+        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and "
+        f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
+    )
+
+
+def rows_are_mixed(title: str) -> SplitError:
+    """Return the error for layers that mix the rows of a batch of which each process has only its own."""
+    return SplitError(
+        f"{title} computes different values for a whole batch than for its parts, and each process has its own rows "
+        "only. Train in one process, where such a batch runs in one microbatch:\n    wrap_model_to_roundpipe(model)"
+    )
+
+
+def other_loss() -> LossError:
+    """Return the error for a function of a model's loss, which has other weights, in one of several processes."""
+    return LossError(
+        "loss_fn was not found to return a multiple of the loss that the model computed, for labels among its "
+        "arguments: it returns something else, or this process has one row only. Each process has its own rows, so it "
+        "cannot be computed of all rows. Give labels to the loss function only, which is then checked by itself:\n"
+        "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
+    )
+
+
+class FineTuneError(RoundPipeError, ValueError):
+    """A model, text, tokenizer or folder is not usable for the training, or a training cannot continue."""

@@ -36,11 +36,9 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     "yobx_flatten.generate.model_of_files": {"transformers"},
     "yobx_flatten.generate.own_class": {"transformers"},
     "yobx_flatten.model_folder.plain_model": {"transformers"},
-    "roundpipe_runtime.fine_tune.callbacks": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.pipeline_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
-    "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.saving_trainer": {"transformers"},
 }
 

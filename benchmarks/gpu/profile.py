@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from roundpipe_runtime.cli.doctor.checks import train_difference
+from roundpipe_runtime.cli.doctor import train_difference
 from roundpipe_runtime.estimate.device_rates import call_seconds, measure_device
 from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware, save_machine
 

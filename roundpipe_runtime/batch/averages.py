@@ -1,4 +1,4 @@
-"""Count the items that torch's losses average over, as they are computed."""
+"""Observe a loss for rows in one piece and in parts: the items that it averages over, and equal random draws."""
 
 from __future__ import annotations
 

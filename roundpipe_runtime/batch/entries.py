@@ -1,4 +1,4 @@
-"""List the leaves of inputs and labels, with the facts about each that are known before the batch size."""
+"""Flatten a batch once per call, and list its leaves: their batch axis, their size, and the rows of each microbatch."""
 
 from __future__ import annotations
 

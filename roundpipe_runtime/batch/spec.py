@@ -1,4 +1,4 @@
-"""Specs that split a leaf along an axis or pass it whole, and rules that give key paths a spec."""
+"""How a leaf becomes microbatches: split along an axis, passed whole, or packed; and rules by key path."""
 
 from __future__ import annotations
 

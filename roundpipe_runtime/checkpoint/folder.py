@@ -1,4 +1,4 @@
-"""Checkpoint folders: a new checkpoint appears atomically, and old ones are removed.
+"""Checkpoint folders and their manifest: a new checkpoint appears atomically, and old ones are removed.
 
 ::
 

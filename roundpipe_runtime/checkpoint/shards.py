@@ -1,4 +1,4 @@
-"""Tensors that are cut into shards over processes, in a folder that any number of processes reads.
+"""Tensors in shards over processes, and the processes that write or read one checkpoint together.
 
 ::
 
@@ -171,7 +171,7 @@ class CheckpointRanks:
             return [value]
         import torch.distributed as dist
 
-        from ..distributed.ranks.errors import ranks_gone
+        from ..errors import ranks_gone
 
         found: list[Any] = [None] * self.size
         try:

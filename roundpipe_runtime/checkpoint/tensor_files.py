@@ -1,4 +1,4 @@
-"""Read and write safetensors files with the names of transformers: one file, or shards with an index.
+"""Read and write safetensors files with the names of transformers, and nested states as JSON next to their tensors.
 
 ::
 

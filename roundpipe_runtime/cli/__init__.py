@@ -1,1 +1,1 @@
-"""The command line ``roundpipe``: one folder for each command."""
+"""The command line ``roundpipe``: one file for each command."""

@@ -21,11 +21,11 @@ from yobx_flatten.terminal.running import reflow_help, run_app
 from ..distributed.ranks.torchrun import is_one_of_many
 from ..errors import RoundPipeError
 from ..fine_tune.job import Job
-from .demo.command import demo
-from .doctor.command import doctor
-from .plan.command import plan
+from .demo import demo
+from .doctor import doctor
+from .plan import plan
 from .timeline import timeline
-from .train.command import train
+from .train import train
 
 
 def _version(asked: bool) -> None:

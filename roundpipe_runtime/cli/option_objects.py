@@ -1,14 +1,18 @@
-"""Options of a command as dataclasses, one per concern; on the command line, and as keywords, they stay flat."""
+"""Options of a command as dataclasses, one per concern, and numbers with units, such as bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import typer
+
+from yobx_flatten.terminal.failures import UserError
 
 T = TypeVar("T")
 
@@ -66,3 +70,65 @@ def _parameters(concern: type) -> list[inspect.Parameter]:
 def flat_options(*concerns: Any) -> dict[str, Any]:
     """Return the values of all options by name."""
     return {field.name: getattr(concern, field.name) for concern in concerns for field in dataclasses.fields(concern)}
+
+
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},
+}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return a number of bytes.
+
+    >>> parse_bytes("24GiB", "--memory"), parse_bytes("1.5 GB", "--memory")
+    (25769803776, 1500000000)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    factor = _UNITS.get(found[2].lower()) if found else None
+    count = int(float(found[1]) * factor) if found and factor else 0
+    if not count:
+        raise UserError(f"{option} {text!r} is not a size of memory. Write a number and its unit: {option} 24GiB")
+    return count
+
+
+def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
+    """Parse the value of ``keep_parameters``: a number of GB, or ``"auto"``.
+
+    >>> parse_gigabytes("1.5", "--keep-parameters"), parse_gigabytes("auto", "--keep-parameters")
+    (1.5, 'auto')
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise UserError(f"{option} is a number of GB of at least 0, or auto, found {text!r}: {option} 2.5")
+    return found
+
+
+def format_count(count: float) -> str:
+    """Write a large number for people.
+
+    >>> format_count(70_553_706_496), format_count(1_500_000), format_count(320)
+    ('70.6 billion', '1.5 million', '320')
+    """
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> format_seconds(0.00042), format_seconds(0.25), format_seconds(126.76), format_seconds(4000)
+    ('420 µs', '250 ms', '127 s', '67 min')
+    """
+    if 0 < seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} µs"
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.0f} min"

@@ -14,7 +14,7 @@ from yobx_flatten.terminal.output import console, printable, say, say_json
 from ..timeline.bubbles import DeviceTotals, StageTotals, device_totals, stage_totals
 from ..timeline.drawing import draw_on, save_page, save_picture
 from ..timeline.record import merge_timelines
-from .quantities import format_seconds
+from .option_objects import format_seconds
 
 
 def timeline(

@@ -1,4 +1,4 @@
-"""Accelerators, any device of ``torch.accelerator``: five streams, so that copies overlap with the computation.
+"""Parse ``devices=``, and accelerators of ``torch.accelerator``: five streams, so that copies overlap with compute.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The interface between the scheduler and a device: memory, copies, a thread and events.
+"""The interface between the scheduler and a device: memory, copies, a thread and events, which are like futures.
 
 Two classes have it, so that one scheduler drives both:
 

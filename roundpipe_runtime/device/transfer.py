@@ -1,4 +1,4 @@
-"""Flatten nested values into a structure and tensors, and copy these tensors to a device and back.
+"""Flatten nested values, block masks included, and copy their tensors to a device and back.
 
 Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value is
 copied once, and is one tensor again in the rebuilt value.

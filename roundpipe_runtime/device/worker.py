@@ -1,4 +1,4 @@
-"""Worker threads, one per device, and the mailbox through which they pass results to each other.
+"""Worker threads, one per device, their mailbox, and what happens to them on an error, on Ctrl-C and after a fork.
 
 A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
 other thread leaves at its next wait, and the caller raises the error itself, with notes that state where it happened.

@@ -39,20 +39,18 @@ from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import check_not_transformed
 from .caller_state import CallerState
+from .checks import is_due
 from .compiled import NOT_COMPILED, CompiledLayers, PipelineProgress
 from .config import RoundPipeRunConfig
-from .looks import is_due
+from .draws import Draws, run_base
 from .one_group import OneGroup
 from .outputs import PinnedCopies, host_value
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import setting_nothing_to_itself
-from .parameters.routed import NOTHING_PARTIAL, PartialPlan, RoutedParameters
+from .parameters.partial_table import NOTHING_PARTIAL, PartialPlan, RoutedParameters
 from .planner import Planner
-from .recompute.draws import Draws, run_base
-from .run import Run, RunSpec
-from .stage.copies import CopyVisit
-from .stage.visit import Visit, run_stage
-from .timer import Timer
+from .run import Run, RunSpec, Timer
+from .stage.visit import CopyVisit, Visit, run_stage
 
 
 class RunLifecycle:

@@ -43,8 +43,8 @@ from ..batch.loss_proof import (
 )
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
+from .checks import Repeats
 from .layer_graph import other_leaves
-from .repeats import Repeats
 from .rows import RowTrial
 
 # Values that are compared when a proof is repeated.

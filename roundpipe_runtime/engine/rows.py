@@ -34,9 +34,9 @@ from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..errors import RoundPipeWarning, SplitError, warn
+from .checks import Repeats
 from .config import RoundPipeRunConfig
-from .recompute.attributes import LayerAttributes
-from .repeats import Repeats
+from .recomputed import LayerAttributes
 from .run import Trial
 
 # Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
@@ -355,9 +355,7 @@ def mixes_rows(
         return False
     columns = list(zip(whole, *parts, strict=True))
     tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
-    return any(
-        _mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, coarsest) for c in tensors
-    )
+    return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, coarsest) for c in tensors)
 
 
 def changes_with_others(

@@ -1,4 +1,4 @@
-"""Measure the speed of an accelerator: copies each way, matrix products, and both together."""
+"""Measure the speed of an accelerator and of a disk."""
 
 from __future__ import annotations
 

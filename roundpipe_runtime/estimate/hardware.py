@@ -1,4 +1,4 @@
-"""Describe the devices and the host of a training: measured if they are here, otherwise given or assumed."""
+"""Describe the devices and the host of a training, measured or assumed, also as a JSON file."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from torch import nn
 from ..device.protocol import NOW, Event
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
-from ..engine.parameters.host_sum import HostSum
-from ..engine.parameters.host_table import HostTable, TableAccess
+from ..engine.parameters.host_table import HostSum, HostTable, TableAccess
 from ..optim.copyable import TableRule
 from ..optim.parameters import LayerContents, scan
 from .footprint import Footprint, device_kernels, storage_bytes

@@ -207,7 +207,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
 # Estimate how many experts of a mixture a step uploads: those that at least one of its tokens is routed to.
 
 
-# The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/routed` has it.
+# The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/partial_table` has it.
 MOST_READ = 0.75
 
 

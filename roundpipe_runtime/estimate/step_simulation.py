@@ -1,4 +1,4 @@
-"""Simulate a training step: seconds, bubbles, bytes per link, peak memory, and what the step waits for.
+"""Simulate a training step: seconds, bubbles, traffic of links and disk, peak memory, and what the step waits for.
 
 ::
 

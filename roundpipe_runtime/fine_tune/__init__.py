@@ -14,21 +14,27 @@
 
 from __future__ import annotations
 
-from .adapters import Lora, add_lora
-from .data.blocks import Blocks, make_blocks, read_blocks
-from .data.chat_rows import ChatRows, make_chat_rows, read_chats
-from .data.chat_tokens import ChatTokens
-from .data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from .errors import FineTuneError
+from ..errors import FineTuneError
+from .adapters import Lora, add_lora, quantize_aware
+from .chat_rows import ChatRows, make_chat_rows, read_chats
+from .chat_tokens import ChatTokens
 from .job import Job, named_error
-from .model_card import check_curve, model_card, replace_card, save_curve, sparkline
-from .models import ModelSource, model_source
-from .quantize_aware import quantize_aware
+from .models import ByteTokenizer, ModelSource, Tokenizer, load_tokenizer, model_source
 from .records import EvalRecord, StepRecord
-from .rows import Rows
 from .run import Outcome, run, timeline_of_rank
-from .saved_model import check_disk, check_output, check_place, save_model
+from .saved_model import (
+    check_curve,
+    check_disk,
+    check_output,
+    check_place,
+    model_card,
+    replace_card,
+    save_curve,
+    save_model,
+    sparkline,
+)
 from .settings import BatchSettings, LearningSettings, Settings
+from .text_files import Blocks, Rows, make_blocks, read_blocks
 from .training import Training, stored_replicas
 
 __all__ = [  # noqa: RUF022 # in the order of use

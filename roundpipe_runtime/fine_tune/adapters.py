@@ -1,11 +1,13 @@
-"""LoRA adapters of PEFT, specified in one word: ``8``, ``8,16`` or ``8,16,q_proj,v_proj``."""
+"""LoRA adapters of PEFT, in one word such as ``8,16,q_proj``, and training in the integers that are shipped."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -13,7 +15,8 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..device.generator import generator_kept
-from .errors import FineTuneError
+from ..errors import ConfigError, FineTuneError
+from ..huggingface.quantize import linear_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,3 +107,159 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated", category=UserWarning)
         yield
+
+
+AwareBits: TypeAlias = Literal["int4", "int8"]
+"""Integers that a model can be trained in."""
+
+_BLOCK = 32
+_LEAST = 2.0**-24  # the smallest number of float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Integers of so many bits with a scale in float16 for each block of a row, without zero points."""
+
+    bits: int
+
+    def integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the integers in blocks and their scales, both in float32; their product is exact."""
+        blocks = weight.detach().float().unflatten(1, (-1, _BLOCK))
+        half = 2 ** (self.bits - 1)
+        scales = blocks.abs().amax(2, keepdim=True).div_(half - 0.5).half().float().clamp_min_(_LEAST)
+        return (blocks / scales).round_().clamp_(-half, half - 1), scales
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight as it is stored."""
+        numbers, scales = self.integers(weight)
+        return numbers.mul_(scales).flatten(1).to(weight.dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return grid.rounded(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer that multiplies its weight as a grid stores it, and learns the weight or adapters of it."""
+
+    def __init__(self, linear: nn.Linear, grid: Grid, lora: Lora | None) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.grid = linear.weight, linear.bias, grid
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
+        self.train(linear.training)
+        if lora is not None:
+            self.scaling = lora.alpha / lora.rank
+            self.lora_a = nn.Parameter(self.weight.new_empty(lora.rank, self.in_features))
+            self.lora_b = nn.Parameter(self.weight.new_zeros(self.out_features, lora.rank))
+            nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def merged(self) -> torch.Tensor:
+        """Return the weight before it is rounded, with its adapter."""
+        if self.lora_a is None or self.lora_b is None:
+            return self.weight
+        return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scaling)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight as it is stored."""
+        rounded: torch.Tensor = _Rounded.apply(self.merged(), self.grid)  # type: ignore[no-untyped-call] # of torch
+        return nn.functional.linear(input, rounded, self.bias)
+
+
+def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
+    """Replace the linear layers of a model, in place, by layers that multiply their weights as integers with scales.
+
+    The layers are those in lists of modules. The embedding and the head are rounded to 8 bits at once, and do not
+    learn. A folder that :func:`save_model` writes holds the integers, and ``quantize="keep"`` exports them.
+
+    Args:
+        model: Hugging Face causal language model in float32.
+        kind: ``"int4"`` or ``"int8"``, with a scale for 32 weights of a row.
+        lora: adapters that are added to the weights before these are rounded, and that alone learn. Default: none, all
+            weights of layers learn.
+        seed: seed of the initial adapters.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: there is no such kind, a weight is not in float32, or no layer has whole blocks of 32 inputs.
+        FineTuneError: no module has the name of a target of the adapters.
+    """
+    if kind not in get_args(AwareBits):
+        raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")
+    others = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
+    if others:
+        raise ConfigError(
+            f"quantize_aware: integers times scales are exact in float32, and {type(model).__name__} has weights of "
+            f"{others[0]}: model.float(), or --dtype float32"
+        )
+    chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
+    if not chosen:
+        raise ConfigError(
+            f"quantize_aware: {type(model).__name__} has no nn.Linear in a list of layers with a multiple of {_BLOCK} "
+            "inputs. Train it without --quantize-aware, and round the file: yobx-flatten export --quantize int4"
+        )
+    targets = () if lora is None else lora.targets
+    check_targets(model, targets)
+    if lora is not None:
+        model.requires_grad_(False)
+    with generator_kept(), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, layer in chosen.items():
+            learns = not targets or f".{name}".endswith(tuple(f".{target}" for target in targets))
+            parent, _, last = name.rpartition(".")
+            made = RoundedLinear(layer, Grid(4 if kind == "int4" else 8), lora if learns else None)
+            setattr(model.get_submodule(parent), last, made)
+        tables = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator] # of transformers
+        for weight in {table.weight for table in tables if table is not None}:  # which is one where they are tied
+            weight.requires_grad_(False)
+            if weight.shape[1] % _BLOCK == 0:
+                weight.copy_(Grid(8).rounded(weight))
+    return model
+
+
+def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
+    """Return the layers that :func:`quantize_aware` made, by their names; none of any other model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
+
+
+def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights of a model as compressed-tensors stores them, and the configuration that states how."""
+    layers, state = rounded_layers(model), model.state_dict()
+    for name, layer in layers.items():
+        for part in ("weight", "lora_a", "lora_b"):
+            state.pop(f"{name}.{part}", None)
+        numbers, scales = layer.grid.integers(layer.merged())
+        numbers = numbers.flatten(1).add_(2 ** (layer.grid.bits - 1)).to(torch.uint8)
+        if layer.grid.bits == 4:
+            numbers = numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+        state[f"{name}.weight_packed"] = numbers.contiguous().view(torch.int32)
+        state[f"{name}.weight_scale"] = scales.squeeze(2).half()
+        state[f"{name}.weight_shape"] = torch.tensor(layer.weight.shape)
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    weights = {"num_bits": next(iter(layers.values())).grid.bits, "type": "int", "symmetric": True}
+    weights |= {"strategy": "group", "group_size": _BLOCK}
+    return state, {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": [name for name in linear if name not in layers],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights with which a model computes, in full, by the names that they have without rounding."""
+    layers, state = rounded_layers(model), model.state_dict()
+    for name, layer in layers.items():
+        for part in ("lora_a", "lora_b"):
+            state.pop(f"{name}.{part}", None)
+        state[f"{name}.weight"] = layer.grid.rounded(layer.merged())
+    return state

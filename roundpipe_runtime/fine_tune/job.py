@@ -1,10 +1,13 @@
-"""The processes that run one training together: this one alone, or those that torchrun has started."""
+"""The processes that run one training together, alone or started by torchrun, and the signals that end it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,10 +17,8 @@ from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import default_store
 
 from ..checkpoint.shards import CheckpointRanks
-from ..distributed.ranks.errors import format_failure, ranks_disagree
 from ..distributed.ranks.torchrun import join_job
-from ..errors import DistributedError, RoundPipeError
-from .errors import FineTuneError
+from ..errors import DistributedError, FineTuneError, RoundPipeError, format_failure, ranks_disagree
 
 T = TypeVar("T")
 
@@ -141,3 +142,48 @@ def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
         return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     return DistributedError(f"Rank {rank} failed. There:\n{lines}")
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interruption:
+    """A context manager in which the first Ctrl-C or SIGTERM is recorded instead of ending the process.
+
+    ::
+
+        with Interruption() as interruption:
+            while not interruption.status:
+                step()
+
+    Outside of the main thread, the only one that gets signals, the block does nothing.
+    """
+
+    # is_silent: whether a first signal is recorded without a message, in one of several processes
+
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self.status = 0
+        self.is_silent = is_silent
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.status:  # at once: no thread is waited for, and no file that is half written counts
+            if os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+            os.write(2, b"\nleft at once; nothing more was saved\n")
+            os._exit(128 + number)
+        if not self.is_silent:
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to quit now\n")
+        self.status = 128 + number

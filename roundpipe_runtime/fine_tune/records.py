@@ -24,7 +24,7 @@ from yobx_flatten.files.scratch import write_text
 
 from ..device.accelerator import AcceleratorDevice
 from ..device.protocol import Device
-from .errors import FineTuneError
+from ..errors import FineTuneError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

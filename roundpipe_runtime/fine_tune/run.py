@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from yobx_flatten.errors.failures import result_or
 
 from ..device.worker import on_error
-from .interruption import Interruption
+from .job import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training
 
 if TYPE_CHECKING:  # it imports transformers
-    from .callbacks import RunCallback
+    from .trainer import RunCallback
 
 # The first steps are spent on finding out what a layer costs; the plan is settled after them.
 _RECORDED_STEP = 5
@@ -77,13 +77,13 @@ def run(
         FineTuneError: the training cannot continue.
         OSError: a file could not be written.
     """
-    from .callbacks import RunCallback
+    from .trainer import RunCallback
 
     if checkpoints is not None:
         training.save_into(checkpoints, keep=keep)
     with Interruption(is_silent=training.job.size > 1) as interruption, contextlib.ExitStack() as stack:
         callback = RunCallback(
-            training,
+            training.trainer,
             interruption,
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,

@@ -18,18 +18,17 @@ from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
 from ..device.accelerator import parse_devices
-from ..errors import ConfigError
+from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import wrap_model_to_roundpipe
 from ..huggingface.wrapped_model import WrappedModel
-from .data.chat_rows import ChatRows, check_packing
-from .errors import FineTuneError
+from .adapters import rounded_layers
+from .chat_rows import ChatRows, check_packing
 from .job import Job
-from .quantize_aware import rounded_layers
 from .records import EvalRecord, StepRecord, record_of
-from .rows import Rows
 from .saved_model import check_place
 from .settings import Settings
+from .text_files import Rows
 
 # Settings that each process may have its own of.
 _OF_PROCESS = ("devices", "keep_parameters", "host", "report_to")
@@ -224,7 +223,7 @@ class Training:
             FineTuneError: the checkpoint is of another text, or of other batches.
             CheckpointError: the checkpoint is for a different model.
         """
-        from ..huggingface.trainer.checkpoints import newest_whole
+        from ..huggingface.trainer.pipeline_trainer import newest_whole
         from .trainer import read_notes
 
         path = pathlib.Path(folder).absolute()

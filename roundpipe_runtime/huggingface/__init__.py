@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..errors import BatchStructureError, CutError, CutRefusedWarning
 from .cutting.activations import PassedTensor, passed_tensors
+from .cutting.check import CutReport, Equivalence
 from .cutting.cut import Cut, cut
-from .cutting.report import CutReport, Equivalence
-from .errors import BatchStructureError, CutError, CutRefusedWarning
 from .long_rows import LongRows
 from .loss.label_smoothing import SmoothedLoss
 from .loss.sliced import chunked_cross_entropy

@@ -1,4 +1,4 @@
-"""Handle samples that are not rows along axis 0: packed images as input, flattened rows as output.
+"""Split and merge what is not rows along axis 0: packed images, lists per row, outputs and losses of a model.
 
 ::
 
@@ -11,19 +11,34 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
+import math
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from yobx_flatten import leaves
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
+from ..batch.loss import WeightedLoss
 from ..batch.spec import TensorChunkSpec, sizes
-from ..batch.splitting import split
+from ..batch.splitting import infer_batch_size, split
+from ..device.transfer import Static
 from ..errors import ConfigError, JoinError, SplitError
+from ..pipeline.live import with_own_forwards
+from .adapters import model_inside
+from .cutting.caches import is_held, join_held, swapped
+from .cutting.check import evaluating
+from .loss.call_options import gives_share, is_proven
+from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
+from .loss.weights import check_weights, has_labels, loss_of, loss_of_batch, with_loss
 
 # images of all rows in one tensor, the size of each image, and the token that is the placeholder of a part of one
 _PACKED = (
@@ -253,3 +268,217 @@ def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[i
             "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     return torch.cat(list(tensors), dim=axis)
+
+
+SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
+
+
+def split_lists(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
+) -> SplitFunction | None:
+    """Return a split function for a call with lists of rows."""
+    # inner: split function for the other arguments; `None` cuts them along the batch
+    lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
+    if not lists:
+        return inner
+    others = {name: value for name, value in kwargs.items() if name not in lists}
+    try:
+        rows = infer_batch_size(args, others)
+    except SplitError:  # the split states why
+        rows = None
+    names = {name for name, value in lists.items() if len(value) == rows and _has_rows(model, name, value)}
+    if rows is None or not names:
+        return inner
+
+    def split_input(given_args: Any, given: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
+        rest = {name: value for name, value in given.items() if name not in names}
+        if inner is None:
+            parts = [(part.args, part.kwargs) for part in split(given_args, rest, None, num_microbatch)]
+        else:
+            parts = list(zip(*inner(given_args, rest, num_microbatch), strict=True))
+        stops = list(itertools.accumulate(sizes(rows, num_microbatch)))
+        made = [dict(part) for _, part in parts]
+        for part, start, stop in zip(made, [0, *stops], stops, strict=False):
+            part |= {name: given[name][start:stop] for name in names}
+        return [part for part, _ in parts], made
+
+    split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function
+    return split_input
+
+
+def _may_have_rows(value: Any) -> bool:
+    """Whether a value is a list of dictionaries or of tensors."""
+    kinds = (Mapping, torch.Tensor)
+    return type(value) is list and bool(value) and any(all(isinstance(v, k) for v in value) for k in kinds)
+
+
+def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
+    """Whether the entries of a list with as many entries as the batch has rows are its rows.
+
+    They are, unless each of them may be a batch itself: then the model has to state that it takes a list of labels.
+    """
+    held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
+    tensors = [value for value in held if isinstance(value, torch.Tensor)]
+    if any(t.dim() == 0 or t.shape[0] != len(values) for t in tensors):
+        return True
+    if "label" not in name:
+        return False
+    if _takes_list(model, name):
+        return True
+    raise SplitError(
+        f"kwargs[{name!r}] is a list of {len(values)} entries, each with {len(values)} rows, and the batch has as "
+        "many. It is not clear whether entry i belongs to row i of the batch, or row i of every entry does. Split it "
+        "with a function:\n"
+        "    RoundPipeRunConfig(split_input=lambda args, kwargs, count: (args_of_parts, kwargs_of_parts))"
+    )
+
+
+def _takes_list(model: nn.Module, name: str) -> bool:
+    """Whether the signature of the model's forward states that an argument is a list."""
+    forward = type(model_inside(model)).forward
+    found = inspect.signature(forward).parameters.get(name)
+    try:
+        stated = typing.get_type_hints(forward).get(name) if found is not None else None
+    except (NameError, TypeError):  # of names that are imported for type checkers only
+        stated = None
+    return any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated)))
+
+
+# Packed rows: several texts in one row, whose positions begin again. Some models let a text see the one before it.
+
+
+# What a text may differ by next to another one, relative to its numbers.
+_ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
+
+
+def is_packed(kwargs: Mapping[str, Any]) -> bool:
+    """Report whether positions of a call begin again within a row, which is not masked as padding is.
+
+    >>> is_packed({"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}), is_packed({"position_ids": torch.arange(5)[None]})
+    (True, False)
+    """
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() < 2 or positions.shape[-1] < 3:
+        return False
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        return False
+    begins = (positions[..., 1:-1] == 0) & (positions[..., :-2] != 0) & (positions[..., 2:] == 1)
+    return bool(begins.any())
+
+
+def keeps_texts_apart(model: nn.Module) -> bool | None:
+    """Return whether a text gives the same results alone and packed after another text in one row.
+
+    It is called with both, on the host. Models with recurrent states carry them on, whatever the positions are.
+    ``None`` if the model does not run on tokens alone.
+    """
+    one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
+
+    def is_apart() -> bool:
+        try:
+            alone = model(input_ids=other, position_ids=positions[:, 5:])[0]
+            packed = model(input_ids=torch.cat([one, other], 1), position_ids=positions, use_cache=False)[0][:, 5:]
+        except TypeError:  # it takes no positions, without which nothing states where a text begins
+            return False
+        rounding = _ROUNDING_16 if alone.dtype.itemsize < 4 else _ROUNDING
+        return bool((alone - packed).float().norm() <= rounding * alone.float().norm())
+
+    with with_own_forwards(model), evaluating(model), torch.no_grad():
+        return result_or(is_apart, lambda error: None)  # a model raises what it likes for what it does not take
+
+
+def loss_fn_with_weight(
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Callable[[], int] | None,
+    *,
+    is_share: bool = False,
+    is_proven: bool = True,
+) -> Callable[[Any, Any], Any]:
+    """Return a loss function for outputs that carry the weight of their loss."""
+    # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
+
+    def weighted_loss(outputs: PyTree, labels: Any) -> Any:
+        output, count, rows = outputs
+        result = loss_fn(output, labels)
+        if batch is None or not isinstance(result, torch.Tensor):
+            return result
+        if rows < batch():
+            check_weights([count, count], is_share=is_share, is_proven=is_proven)
+        elif not 0 < count < math.inf:  # the whole batch
+            return WeightedLoss(result, 1.0)
+        if count < 0:  # already a share of the batch's loss: shares are added
+            return WeightedLoss(result, rows / batch())
+        return WeightedLoss(result * count, count)
+
+    # The loss of the model was checked before. A loss function of the caller is checked here.
+    weighted_loss.has_proven_weights = batch is not None  # type: ignore[attr-defined] # an attribute of a function
+    weighted_loss.__wrapped__ = loss_fn  # type: ignore[attr-defined] # an attribute of a function
+    return weighted_loss
+
+
+def _merged(outputs: list[PyTree]) -> PyTree:
+    """Merge the outputs of microbatches with the weights of their losses."""
+    rows = [count for _, _, count in outputs]
+    return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
+
+
+def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
+    """Merge outputs that hold caches, and update the caller's cache."""
+    # cache: cache of the caller. It then holds what all microbatches wrote.
+    # merge: merge function for outputs without caches
+    # outputs: `(output, items, rows)` of each microbatch
+    rows = [count for _, _, count in outputs]
+    held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
+    mark = Static()  # a leaf without tensors, which `merge` passes on: it marks the place of the cache in the output
+    parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
+    joined = merge(parts)
+    found = [one for one in held if one is not None]
+    if len(found) == len(parts):
+        join_held(cache, found, rows)
+    return swapped(joined, {id(mark): cache})
+
+
+def _items(output: PyTree) -> list[Any]:
+    return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
+
+
+def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
+    """Merge outputs as the ``merge_output`` of the caller states."""
+    # outputs: `(output, items, rows)` of each microbatch
+    rows = [count for _, _, count in outputs]
+    return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
+
+
+def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
+    """Merge outputs so that their loss is the loss of the whole batch."""
+    # outputs: `(output, items, rows)` of each microbatch
+    parts = [output for output, _, _ in outputs]
+    losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or _named_loss(parts[0]))
+    items = [count for _, count, _ in outputs]
+    if has_loss:
+        check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
+    joined = _merged(outputs)
+    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
+    if aux is not None:
+        joined["aux_loss"] = aux[0]
+    if not has_loss:
+        return joined
+    adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
+    if adds_auxiliary:
+        losses = [without_auxiliary_loss(model, part) for part in parts]
+    loss = loss_of_batch(losses, items)
+    return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+
+
+def _named_loss(output: PyTree) -> bool:
+    """Whether an output calls something its loss; the first tensor of a tuple is one only where there are labels."""
+    return (output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)) is not None
+
+
+def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
+    """Merge outputs to a tuple, for callers with ``return_dict=False``."""
+    # outputs: `(output, items, rows)` of each microbatch
+    return merge(outputs).to_tuple()

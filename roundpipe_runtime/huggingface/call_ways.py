@@ -15,22 +15,28 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.loss_proof import LossProof, LossWay
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError, RoundPipeWarning, warn
+from ..errors import ConfigError, RoundPipeWarning, other_loss, rows_are_mixed, warn
 from ..pipeline import RoundPipe
 from .adapters import check_adapters, model_inside
-from .batches import check_packed_texts, split_pictures
+from .batches import (
+    check_packed_texts,
+    is_packed,
+    keeps_texts_apart,
+    merge_as_asked,
+    merge_as_tuple,
+    merge_with_cache,
+    merge_with_loss,
+    split_lists,
+    split_pictures,
+)
 from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
 from .cutting.capture import asked_for, install_hooks
-from .cutting.cut import Cut
-from .cutting.example import plain_rows, without_cache
-from .errors import other_loss, rows_are_mixed
+from .cutting.cut import Cut, plain_rows, without_cache
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import has_router_logits, wants_tuple
 from .loss.weights import UnprovenLossError, has_labels, rows_of_call
 from .loss_proof import LossOfModel, LossWays
-from .merge_outputs import merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 from .piece_rows import PieceRows
-from .row_lists import is_packed, keeps_texts_apart, split_lists
 
 
 class CutModel(RoundPipe):

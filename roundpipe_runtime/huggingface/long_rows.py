@@ -1,4 +1,4 @@
-"""Cut rows along their tokens over several processes, for rows that are too long for one device.
+"""Cut rows along their tokens over several processes, which exchange tokens for heads for attention.
 
 ::
 
@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from yobx_flatten.core.compare import relative_difference, tolerance
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..distributed.ranks.errors import ranks_disagree
-from ..distributed.ranks.ranks import check_mesh
-from ..distributed.ranks.token_exchange import TokenExchange
+from ..distributed.ranks.ranks import check_mesh, job_timeout
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ranks_disagree
 from ..schedule.plan import ModelExecutePlan
 from .adapters import model_inside, text_config
 from .cutting.check import evaluating
@@ -286,3 +286,80 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
         raise ConfigError('Rows are padded on the left. LongRows takes padding on the right: padding_side="right".')
     if bool((batch["labels"][padded] != _IGNORED).any()):
         raise ConfigError("Labels of padding count in this batch. Set them to -100: labels[attention_mask == 0] = -100")
+
+
+_PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
+
+
+class TokenExchange:
+    """The exchanges of one model among the ranks of a mesh."""
+
+    # reason: returns why the call under way is to be given up, as another rank has failed; `None` while it continues
+
+    def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
+        self._members: list[int] = mesh.mesh.flatten().tolist()
+        self._reason = reason
+        self.size, self.rank = len(self._members), self._members.index(dist.get_rank())
+        self.sent = 0
+        self._group: Any = None
+
+    def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``(rows, heads / size, all tokens, width)`` of ``(rows, heads, tokens, width)``."""
+        found: torch.Tensor = _Exchanged.apply(tensor, self, True)  # type: ignore[no-untyped-call] # torch has no types for it
+        return found
+
+    def to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``(rows, heads, tokens, width)`` of ``(rows, heads / size, all tokens, width)``."""
+        found: torch.Tensor = _Exchanged.apply(tensor, self, False)  # type: ignore[no-untyped-call] # as above
+        return found
+
+    def swap(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send part i of the first axis to rank i, and return the parts received."""
+        if self._group is None:
+            self._group = dist.new_group(self._members, timeout=job_timeout(), backend="gloo")
+        out = parts.to("cpu").contiguous()
+        into = torch.empty_like(out)
+        work: Any = dist.all_to_all_single(into, out, group=self._group, async_op=True)
+        self.sent += out.nbytes * (self.size - 1) // self.size
+        while not work.is_completed():
+            if (reason := self._reason()) is not None:
+                raise reason
+            time.sleep(_PERIOD)
+        work.wait()  # which raises what went wrong
+        return into.to(parts.device)
+
+    def close(self) -> None:
+        """Close a broken exchange and its process group; all ranks make a new group for the next exchange."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                group.abort()
+                dist.destroy_process_group(group)
+
+
+class _Exchanged(torch.autograd.Function):
+    """The exchange in one direction, whose gradient travels in the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:
+        ctx.exchange, ctx.is_to_heads = exchange, is_to_heads
+        return _to_heads(tensor, exchange) if is_to_heads else _to_tokens(tensor, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        back = _to_tokens if ctx.is_to_heads else _to_heads
+        return back(gradients[0], ctx.exchange), None, None
+
+
+def _to_heads(tensor: torch.Tensor, exchange: TokenExchange) -> torch.Tensor:
+    rows, heads, tokens, width = tensor.shape
+    parts = tensor.reshape(rows, exchange.size, heads // exchange.size, tokens, width).transpose(0, 1)
+    found = exchange.swap(parts)  # by the rank of the tokens
+    return found.permute(1, 2, 0, 3, 4).reshape(rows, heads // exchange.size, exchange.size * tokens, width)
+
+
+def _to_tokens(tensor: torch.Tensor, exchange: TokenExchange) -> torch.Tensor:
+    rows, heads, tokens, width = tensor.shape
+    parts = tensor.reshape(rows, heads, exchange.size, tokens // exchange.size, width).permute(2, 0, 1, 3, 4)
+    found = exchange.swap(parts)  # by the rank of the heads
+    return found.transpose(0, 1).reshape(rows, exchange.size * heads, tokens // exchange.size, width)

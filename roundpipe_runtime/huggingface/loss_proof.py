@@ -28,13 +28,11 @@ from ..batch.loss_proof import LossProof, NotProvenError, Part, Role, Way, in_32
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import ONE_MICROBATCH, LossChecks, Sample, calls_apart, loss_code
 from ..engine.rows import RowTrial
-from ..errors import ConfigError, DeviceMemoryError, RoundPipeError
+from ..errors import BatchStructureError, ConfigError, DeviceMemoryError, RoundPipeError
 from .cutting.check import checking
 from .cutting.cut import Cut
-from .cutting.cut_plan import CutState, drops_layers
-from .cutting.joined_state import CannotJoinError
-from .cutting.placeholder import Key
-from .errors import BatchStructureError
+from .cutting.cut_plan import CannotJoinError, CutState, drops_layers
+from .cutting.stub import Key
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, split_options
 from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import counting, label_names, loss_of, with_loss_weight

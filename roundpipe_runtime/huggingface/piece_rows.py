@@ -17,21 +17,19 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
+from ..engine.checks import Repeats
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.loss_check import kind_of_value
-from ..engine.repeats import Repeats
 from ..engine.rows import CannotTryError, RowTrial, few_rows, first_that_mixes
 from ..errors import SplitError
-from .batches import split_pictures
+from .batches import split_lists, split_pictures
 from .cutting.capture import asked_for
 from .cutting.check import engine_on_host
 from .cutting.cut import Cut
-from .cutting.cut_plan import CutState
-from .cutting.joined_state import CannotJoinError, RowAxes, join_states, state_leaves
+from .cutting.cut_plan import CannotJoinError, CutState, RowAxes, join_states, state_leaves
 from .cutting.pieces import LayerCall
 from .loss.call_options import CALL_OPTIONS, split_options
-from .row_lists import split_lists
 
 # The fewest rows of which two parts have different numbers.
 _ROWS = 3

@@ -13,7 +13,7 @@ from yobx_flatten.errors.messages import first_line
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..engine.planner import FOR_PARAMETERS, stage_limit
-from ..errors import ConfigError
+from ..errors import ConfigError, CutError
 from ..estimate.footprint import device_kernels
 from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
@@ -21,10 +21,8 @@ from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.report import PlanReport, plan_report
 from ..optim.copyable import LargeTables, rule_for
 from ..optim.parameters import Update
-from .cutting.cut import Cut, cut
-from .cutting.example import without_cache
+from .cutting.cut import Cut, cut, without_cache
 from .cutting.pieces import Phase, Whole
-from .errors import CutError
 from .loss.lazy_logits import loss_only, without_logits
 
 

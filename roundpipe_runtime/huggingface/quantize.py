@@ -15,7 +15,7 @@ from yobx_flatten.errors.dependencies import require
 from ..device.composite import is_composite
 from ..device.disk import return_freed
 from ..errors import ConfigError
-from .cutting.layers import candidates
+from .cutting.call_log import candidates
 
 FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
 """``"nf4"`` and ``"fp4"``, 4 bits of bitsandbytes with scales in 8 bits, and ``"int8"``, 8 bits of torchao."""

@@ -9,12 +9,11 @@ from torch import nn
 
 from ..device.composite import stored_bytes
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError, warn
+from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, warn
 from ..optim.copyable import check_copyable
 from ..pipeline import RoundPipe
 from .adapters import model_inside
 from .cutting.cut import Cut, cut, whole
-from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning
 from .wrapped_model import WrappedModel
 
 # Modules below this many bytes gain nothing from microbatches.

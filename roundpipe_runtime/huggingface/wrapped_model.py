@@ -17,15 +17,14 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..batch.loss_proof import LossWay
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import JoinedLossError
-from ..errors import ConfigError
+from ..errors import ConfigError, moved_away
 from ..optim.parameters import resized_late
 from ..pipeline.call_types import back_from, forward_backward_method
-from .batches import join_outputs
+from .batches import join_outputs, loss_fn_with_weight
 from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole
-from .cutting.joined_state import CannotJoinError
-from .errors import moved_away
-from .generate.generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
+from .cutting.cut_plan import CannotJoinError
+from .generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import auxiliary_loss_of, has_auxiliary_loss, wants_tuple, without_auxiliary_loss
@@ -41,7 +40,6 @@ from .loss.weights import (
     with_loss,
 )
 from .loss_proof import LossOfModel
-from .merge_outputs import loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
 

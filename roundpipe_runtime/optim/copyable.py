@@ -1,4 +1,4 @@
-"""Check that each parameter can be copied to a device, also frozen quantized weights; refuse others.
+"""Check that each parameter can be copied to a device, and choose the large tables that stay on the host.
 
 A weight that holds several tensors is rebuilt from copies of these, one weight of each kind: then the tensors must be
 equal, nothing of the host may be left in the copy, and its layer must compute the same bits with it.

@@ -1,4 +1,4 @@
-"""Run an optimizer's step in parts, some parameters at a time, bitwise identical to the whole step.
+"""Run an optimizer's step in parts, bitwise identical to the whole step, with tensors in memory or in a store.
 
 Most optimizers update one parameter after the other, from its value, its gradient and its own state. Then a step of
 all parameters is the same as steps of some of them, in any order. Each part is an optimizer of the same class, with

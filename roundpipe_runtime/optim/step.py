@@ -1,4 +1,4 @@
-"""Optimizer steps: which parameters the optimizer gets, and when its step runs.
+"""Optimizer steps: which parameters the optimizer gets, when its step runs, and the gradient scaler.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Count the steps of torch's optimizers through their hooks, and let a pipeline take a step over.
+"""Count or take over the steps of torch's optimizers, and refuse to clip gradients that have moved to master weights.
 
 torch calls hooks around the step of every optimizer, of any class and from any caller. They are
 registered with the first pipeline, since an import changes nothing of torch.

@@ -175,7 +175,7 @@ class OptimizedModel(EngineHandle):
             ConfigError: an exponent that is not positive.
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
-        from ..distributed.weights.gradient_norm import clip_grad_norm  # torch's DTensor takes a while to load
+        from ..distributed.weights.shards import clip_grad_norm  # torch's DTensor takes a while to load
 
         targets = list(self.optim_parameters())
         check_clipped(targets)

@@ -1,4 +1,4 @@
-"""Record a run as a timeline, draw it as text, and save it for a trace viewer."""
+"""Record a run as a timeline, draw it as text, save it for a trace viewer, and load and check such a file."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ def _read_chats(folder: pathlib.Path) -> None:
 
 
 def _write_options(folder: pathlib.Path) -> None:
-    from roundpipe_runtime.cli.train.options import (
+    from roundpipe_runtime.cli.train_options import (
         FileOptions,
         LearningOptions,
         StepOptions,
@@ -361,7 +361,7 @@ def _read_options(folder: pathlib.Path) -> None:
     import typer
 
     from roundpipe_runtime.cli.app import app
-    from roundpipe_runtime.cli.train.options import read_config_file
+    from roundpipe_runtime.cli.train_options import read_config_file
 
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined] # it is a group
     read_config_file(typer.Context(command), folder / "run.yaml")

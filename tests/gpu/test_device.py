@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline
-from roundpipe_runtime.cli.doctor.checks import train_difference
+from roundpipe_runtime.cli.doctor import train_difference
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from roundpipe_runtime.estimate.device_rates import measure_device
 from roundpipe_runtime.fine_tune.records import device_peak

@@ -1,4 +1,4 @@
-"""Notify the other ranks of a failure through the job's store, while they compute or wait.
+"""Notice that another rank failed, is gone or is stopped, and end the call of this rank.
 
 A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
 looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
@@ -14,14 +14,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import queue
+import signal
+import socket
+import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from .machine import Process, cut_connections
+from ...device.worker import Uninterrupted
+from ...engine.run import Run
+from ...errors import StoppedByRankError
 
 _PERIOD = 0.1  # seconds between two looks: an exception on one rank is to be raised on all within a second
 _LOOK = 0.5  # seconds between two looks at whether a process is stopped
@@ -268,3 +277,141 @@ def _listen(alarm: weakref.ref[Alarm]) -> None:
         found = alarm()
     with contextlib.suppress(RuntimeError, ValueError):
         leave()
+
+
+_ENDED = ("Z", "X")  # states of a process that has ended, of which its parent may not have heard yet
+
+
+def this_machine() -> str:
+    """Return a name that processes share if they run on one machine, and a unique name if that is not known."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+class Process(NamedTuple):
+    """A process of a machine."""
+
+    machine: str  # name of the machine
+    number: int  # number of the process
+    started: str  # when it was started, as the kernel counts: numbers are used again
+
+    @classmethod
+    def here(cls) -> Process:
+        """Return this process."""
+        return cls(this_machine(), os.getpid(), _state(os.getpid())[1])
+
+    def has_ended(self) -> bool:
+        """Report whether the process has ended; it must be one of this machine."""
+        state, started = _state(self.number)
+        return state in _ENDED or started != self.started
+
+    def is_stopped(self) -> bool:
+        """Report whether a signal has stopped the process (SIGSTOP, Ctrl-Z); it must be one of this machine."""
+        return _state(self.number) == ("T", self.started)  # a debugger's is "t"
+
+    def end(self) -> None:
+        """End the process, also one that is stopped; it must be one of this machine."""
+        with contextlib.suppress(OSError):
+            os.kill(self.number, signal.SIGKILL)
+
+
+def _state(number: int) -> tuple[str, str]:
+    """The state of a process, and when it was started; nothing for one that is not there."""
+    with contextlib.suppress(OSError):
+        # the name of the program, in parentheses, may hold anything
+        fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "X" if Path("/proc/self/stat").exists() else "", ""
+
+
+def cut_connections() -> None:
+    """Close all connections of this process (Linux), also those of gloo, so that waiting threads get an error."""
+    for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or one that listens: gloo ends the process with that
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                        one.shutdown(socket.SHUT_RDWR)
+
+
+class _CallNews:
+    """State of one call: its run, and why it stops."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.reason: BaseException | None = None
+        self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
+
+    def stop(self, reason: BaseException) -> None:
+        """Stop the run, and wake up who waits for the sums."""
+        self.reason = reason
+        run = self.run
+        if run is not None:
+            run.mailbox.fail(reason)
+        self.arrived.put(reason)
+
+    def note_sums(self, summed: Future[None]) -> None:
+        """Wake up who waits for the sums; stop the call if they have failed."""
+        if error := summed.exception():
+            self.stop(error)
+        self.arrived.put(summed)
+
+
+class News:
+    """Stops the run that is under way, and wakes up who waits for sums."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        self._alarm = alarm
+        self._call = _CallNews()
+
+    @property
+    def reason(self) -> BaseException | None:
+        """Why the call that is under way stops; ``None`` while it continues."""
+        return self._call.reason
+
+    @contextlib.contextmanager
+    def listening(self, number: int) -> Iterator[None]:
+        """Hear the other ranks during a call."""
+        # number: number of the call; news of others do not concern it
+        # Other threads deliver news, and may do so when the next call has begun: each call has its own object.
+        call = self._call = _CallNews()
+
+        def hear(failed: int | None) -> None:
+            if failed in (None, number):
+                call.stop(StoppedByRankError("Another rank has failed."))
+
+        self._alarm.listen(hear)
+        try:
+            yield
+        finally:
+            self._alarm.listen(None)
+            self._call = _CallNews()
+
+    @contextlib.contextmanager
+    def stopping(self, run: Run) -> Iterator[None]:
+        """Let news stop a run."""
+        call = self._call
+        call.run = run
+        try:
+            if call.reason is not None:
+                raise call.reason
+            yield
+        finally:
+            call.run = None
+
+    def watch(self, summed: Future[None]) -> Future[None]:
+        """Stop the call if the sums fail; return them."""
+        with Uninterrupted():
+            summed.add_done_callback(self._call.note_sums)
+        return summed
+
+    def wait(self, summed: Future[None]) -> None:
+        """Wait for the sums, or for a reason to stop."""
+        arrived = self._call.arrived
+        with Uninterrupted(stop=arrived.put):
+            found = arrived.get()
+            if isinstance(found, BaseException):
+                raise found
+            summed.result()

@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yobx_flatten.private_names.of_torch import backend_options, default_store
 
-from ...errors import ConfigError
+from ...errors import ConfigError, rank_failed_in_step, ranks_gone
 from .alarm import Alarm
-from .errors import rank_failed_in_step, ranks_gone
 
 Channel: TypeAlias = Literal["control", "data", "weights", "step"]
 

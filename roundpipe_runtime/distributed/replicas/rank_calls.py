@@ -25,24 +25,31 @@ from ...batch.loss import Reduction as LossReduction
 from ...device.protocol import NOW
 from ...device.worker import Outcome, Uninterrupted, Worker, on_error
 from ...engine.config import RoundPipeRunConfig
+from ...engine.draws import move_generator, run_base
 from ...engine.driver import Engine
 from ...engine.one_group import OneGroup
 from ...engine.outputs import Call, Cutting, feed_inputs
-from ...engine.recompute.draws import move_generator, run_base
 from ...engine.run import Run
-from ...errors import ConfigError, LossError, RoundPipeWarning, warn
+from ...errors import (
+    ConfigError,
+    LossError,
+    RoundPipeWarning,
+    StoppedByRankError,
+    format_failure,
+    raise_first,
+    ranks_disagree,
+    warn,
+)
 from ...optim.parameters import LayerContents, ParameterStore, scan
 from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
-from ..ranks.errors import StoppedByRankError, format_failure, raise_first, ranks_disagree
-from ..ranks.failure_watch import News
+from ..ranks.alarm import News
 from ..ranks.ranks import Ranks
 from ..weights.shards import RankStore, ShardedStore
 from ..weights.shared_store import SharedStore
 from ..weights.steps import RankSteps
 from .call import Opening, RankCall, Verdict, report_losses, total_contract
-from .groups import groups_of
-from .reduction import Reduction, ReductionPlan
+from .reduction import Reduction, ReductionPlan, groups_of
 
 
 class RankCalls(OneGroup[Engine]):

@@ -29,8 +29,7 @@ from ...engine.layer_graph import other_leaves
 from ...engine.outputs import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
-from ...errors import DistributedError, StageError
-from ..ranks.errors import StoppedByRankError, format_failure, raise_first
+from ...errors import DistributedError, StageError, StoppedByRankError, format_failure, raise_first
 from .call import Halfway, RankCall
 from .rank_calls import RankCalls, with_rows
 

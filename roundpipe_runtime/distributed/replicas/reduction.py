@@ -1,4 +1,4 @@
-"""Sum gradients over the groups of a batch, layer by layer, in one order for every number of ranks.
+"""Cut a batch into groups, and sum their gradients layer by layer, in one order for every number of ranks.
 
 ::
 
@@ -13,6 +13,7 @@ failed gives zeros until all have stopped, so no rank waits for another.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +24,6 @@ from ...engine.parameters.on_device import Gradients
 from ...optim.parameters import LayerContents
 from ..ranks.ranks import Ranks
 from ..weights.shards import RankStore, is_cut, pieces, shards
-from .groups import groups_of, num_turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,3 +224,42 @@ class Reduction:
                 elif (number, index) in had:
                     found[parameter] = rows if scale == 1.0 else rows.mul_(scale)
             yield found
+
+
+def group_sizes(rows: int, replicas: int) -> list[int]:
+    """Return the rows of each group of a batch.
+
+    >>> group_sizes(7, 4)
+    [2, 2, 2, 1]
+    """
+    return [rows // replicas + (group < rows % replicas) for group in range(replicas)]
+
+
+def groups_of(rank: int, size: int, replicas: int) -> range:
+    """Return the groups that a rank runs, ascending.
+
+    >>> list(groups_of(1, 2, 5))
+    [1, 3]
+    """
+    return range(rank, replicas, size)
+
+
+def num_turns(size: int, replicas: int) -> int:
+    """Return how many groups the rank with the most of them runs, one after the other.
+
+    >>> num_turns(2, 5)
+    3
+    """
+    return -(-replicas // size)
+
+
+def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
+    """Return the rows of a global batch for one rank: the rows of its groups, group after group.
+
+    A rank that cuts them again with ``torch.tensor_split`` into its number of groups has these groups.
+
+    >>> rows_of_rank(7, 1, 2, 4)
+    [2, 3, 6]
+    """
+    stops = list(itertools.accumulate(group_sizes(rows, replicas), initial=0))
+    return [row for group in groups_of(rank, size, replicas) for row in range(stops[group], stops[group + 1])]

@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from yobx_flatten.private_names.of_torch import pytree
 
 from ...errors import ConfigError
-from .groups import rows_of_rank
+from .reduction import rows_of_rank
 
 
 class ReplicaBatchSampler(Sampler[list[int]]):

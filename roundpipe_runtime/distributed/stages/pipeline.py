@@ -30,9 +30,8 @@ from yobx_flatten.private_names.of_torch import default_store, pytree
 from ...batch.entries import check_call
 from ...batch.joining import join
 from ...batch.splitting import Microbatch, split
-from ...errors import ConfigError, DistributedError, LossError, SplitError
+from ...errors import ConfigError, DistributedError, LossError, SplitError, format_failure, ranks_gone
 from ..ranks.alarm import Alarm
-from ..ranks.errors import format_failure, ranks_gone
 from ..ranks.ranks import job_timeout
 from .boundaries import Boundary, TensorSizes, agree, call_without_data, share
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...device.worker import Outcome, on_error
 from ...errors import ConfigError, DistributedError
-from ..ranks.machine import this_machine
+from ..ranks.alarm import this_machine
 from ..ranks.ranks import Ranks
 from .shards import ShardedStore, Target, is_cut, shards
 

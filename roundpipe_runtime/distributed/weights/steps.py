@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from ...device.worker import Outcome, Uninterrupted
-from ...errors import DistributedError
+from ...errors import DistributedError, RankStepError, format_failure
 from ...optim.parameters import LayerContents
 from ...optim.readiness import ReadinessTable
 from ...optim.step import OptimizerCtx, StepRunner
 from ...optim.torch_steps import hear_steps
-from ..ranks.errors import RankStepError, format_failure
 from ..ranks.ranks import Ranks
 from .shards import RankStore
 

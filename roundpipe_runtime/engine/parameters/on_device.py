@@ -20,11 +20,11 @@ from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.copyable import same_numbers, weights_kept
 from ...optim.parameters import LayerContents
-from ..looks import HOST_PARAMETER, is_compared, watch_escaped
-from ..recompute.generators import traits_of
+from ..checks import HOST_PARAMETER, is_compared, watch_escaped
+from ..draws import traits_of
 from .host_table import LayerTables
 from .kept import GradientMemory, KeptParameters
-from .routed import NOTHING_PARTIAL, PartialPlan
+from .partial_table import NOTHING_PARTIAL, PartialPlan
 from .rows_on_demand import PartialLayer, RowsOnDemand
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A parameter on a device; only the rows that a layer reads are copied there.
+"""A parameter of which only the rows that a layer reads are copied, such as experts; and which of them these are.
 
 The memory is that of the whole parameter. So every operation computes with the tensor that it would have otherwise, and
 the gradient has the shape that it would have otherwise. What was not copied is never read.
@@ -6,13 +6,17 @@ the gradient has the shape that it would have otherwise. What was not copied is 
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
 from ...device.protocol import Device
+from ...optim.parameters import LayerContents
 
 # Rows that follow each other, as (start, stop).
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -152,3 +156,129 @@ def bytes_present(tensor: torch.Tensor) -> int:
     """Return the bytes of a copy that are on the device."""
     table = table_of(tensor)
     return tensor.nbytes if table is None else len(table.present) * table.row_nbytes
+
+
+# Bytes of a group from which on it is copied on demand: to ask which rows are read takes longer than to copy fewer.
+LEAST_BYTES = 1024**2
+
+# The share of a group up to which a run reads it on demand.
+MOST_READ = 0.75
+
+# What a group is known by: its layer, its name, and whether its rows are read one by one.
+Group: TypeAlias = tuple[int, str, bool]
+Members: TypeAlias = list[nn.Parameter]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialPlan:
+    """The parameters that a run copies when they are read."""
+
+    # by the identity of a parameter: whether its rows are read one by one, or it is read as a whole or not at all
+    by_rows: Mapping[int, bool]
+    is_look: bool  # whether products of groups are compared with and without the other rows
+    note: Callable[[Mapping[int, TableReader]], None]  # function that is given what a visit has read
+
+
+NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
+
+
+class RoutedParameters:
+    """Remembers which share of each group runs have read, and plans the next run by it."""
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[Group, Hashable], float] = {}
+        self._refused: set[Group] = set()
+        self._found: dict[int, tuple[Hashable, dict[str, Members]]] = {}
+        self._lock = threading.Lock()
+
+    def plan(
+        self,
+        contents: Sequence[LayerContents],
+        size: Hashable,
+        source: Callable[[nn.Parameter], torch.Tensor],
+        *,
+        is_look: bool,
+    ) -> PartialPlan:
+        """Return the parameters that a run copies on demand."""
+        # size: kind of the run and size of its inputs, by which runs differ in what they read
+        # source: function that returns what a parameter is copied from
+        by_rows: dict[int, bool] = {}
+        groups: dict[int, Group] = {}
+        for layer in contents:
+            for name, members in self._groups(layer).items():
+                group = self._ways(layer.index, name, members)
+                if group is None or (self._shares.get((group, size), 0.0) > MOST_READ and not is_look):
+                    continue
+                if all(_is_plain(parameter, source(parameter)) for parameter in members):
+                    for parameter in members:
+                        by_rows[id(parameter)] = group[2]
+                        groups[id(parameter)] = group
+        if not by_rows:
+            return NOTHING_PARTIAL
+        return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
+
+    def _ways(self, layer: int, name: str, members: Members) -> Group | None:
+        """How a group is read in part; ``None`` where it cannot be."""
+        if members[0].dim() == 3 and (layer, name, True) not in self._refused:
+            return layer, name, True
+        return (layer, name, False) if len(members) > 1 else None
+
+    def _groups(self, layer: LayerContents) -> dict[str, Members]:
+        """The groups of a layer, which are found again where it holds other parameters than before."""
+        held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
+        known = self._found.get(layer.index)
+        if known is None or known[0] != held:
+            known = self._found[layer.index] = held, find_groups(layer)
+        return known[1]
+
+    def _note(self, tables: Mapping[int, TableReader], groups: Mapping[int, Group], size: Hashable) -> None:
+        read: collections.Counter[Group] = collections.Counter()
+        held: collections.Counter[Group] = collections.Counter()
+        with self._lock:
+            for key, table in tables.items():
+                read[groups[key]] += table.bytes_read
+                held[groups[key]] += table.nbytes
+                if table.by_rows and table.is_read_as_whole:
+                    self._refused.add(groups[key])
+            for group, nbytes in held.items():
+                self._shares[group, size] = read[group] / nbytes
+
+
+def find_groups(layer: LayerContents) -> dict[str, Members]:
+    """Return the parameters of a layer that may be read in part, by name: those with a matrix per row, those of lists.
+
+    The name of those of a list has a ``*`` for their place in it.
+    """
+    names = dict(_names(layer.module, ""))
+    times = collections.Counter(id(slot.parameter) for slot in layer.slots)
+    alike: dict[tuple[Hashable, ...], Members] = {}
+    for slot in layer.slots:
+        parameter = slot.parameter
+        if times[id(parameter)] == 1:  # one that belongs to two modules is read by both
+            place = "*" if isinstance(slot.owner, (nn.ParameterList, nn.ParameterDict)) else slot.name
+            key = f"{names.get(id(slot.owner), '')}{place}", parameter.shape, parameter.dtype
+            alike.setdefault(key, []).append(parameter)
+    count = collections.Counter(key[0] for key in alike)
+    return {
+        str(name): members
+        for (name, *_), members in alike.items()
+        if count[name] == 1  # in a list of modules that differ, each has its own name for its place
+        and (len(members) > 1 or (members[0].dim() == 3 and len(members[0]) > 1))
+        and sum(parameter.nbytes for parameter in members) >= LEAST_BYTES
+    }
+
+
+def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
+    """Prefixes of the names of what modules hold, by the identity of the module, with ``*`` for places in lists."""
+    yield id(module), prefix
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _names(child, f"{prefix}{'*' if is_list else name}.")
+
+
+def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
+    """Whether parts of a parameter can be copied: it has its own numbers, one after the other, on the host."""
+    is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
+    is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
+    return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0

@@ -23,17 +23,14 @@ import torch
 from ...device.protocol import NOW, Device, Event, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
+from ...errors import StageError
 from ...schedule.round_robin import Stage
-from ..collected import Copies, check_writes, passed_on, shared_views
-from ..layer_graph import LayerGraph, Values, plain
-from ..looks import check_leaves, check_repeated, digest, is_digested, watch_escaped
+from ..checks import check_leaves, check_repeated, digest, is_digested, watch_escaped
+from ..layer_graph import LayerGraph, Values, plain, run_backward
 from ..parameters.on_device import LayerOnDevice
-from ..recompute.attributes import LayerAttributes
-from ..recompute.states import VisitGenerator
-from ..run import Run
-from .layer_call import CallKind, LayerCall, MicrobatchLoss, call_layer
-from .layers import Place, StageLayers
-from .nested_checkpoint import run_backward
+from ..recomputed import LayerAttributes, VisitGenerator
+from ..run import Copies, Run, check_writes, passed_on, shared_views
+from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, call_layer
 
 _NO_MODES = contextlib.nullcontext()
 
@@ -389,3 +386,85 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
     for _, complete in copies:
         complete.result()
     return [copy for copy, _ in copies]
+
+
+class CopyVisit(Visit):
+    """A copy of the fused stage on its device. The last one waits for the others, which are dispatched before it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._completes = None  # the sums are, and not what this device computes
+        # Gradients of this device's own microbatches that are not in the sums yet.
+        self._own: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+        self._next = 0
+
+    def _fused(self, microbatch: int) -> None:
+        super()._fused(microbatch)
+        # Not before the next stage has what it waits for.
+        if not self.stage.is_last_copy:
+            self._send_shares()
+        else:  # one's own last ones only now: those of the other devices had the time of a microbatch to come
+            self._add_until(microbatch - self.stage.copies + 1)
+
+    def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
+        if layer not in self.layers.here:
+            return super()._call(layer, microbatch, values, kind)
+        with self.layers.here[layer].contents.lock:  # before time is measured: copies wait for each other
+            return super()._call(layer, microbatch, values, kind)
+
+    def _back_through(
+        self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        with self.layers.here[graph.layer].contents.lock:
+            results = super()._back_through(microbatch, graph, gradients)
+        self._own[graph.layer, microbatch] = self.layers.here[graph.layer].pop_gradients()
+        return results
+
+    # -- gradients of one microbatch ---------------------------------------------------------------------------------
+
+    def _send_shares(self) -> None:
+        """Send what was computed here to the last copy, over the host."""
+        self.place.doing = "the download of the gradients of one microbatch"
+        while self._own:
+            (layer, microbatch), gradients = self._own.popitem()
+            self.place.layer = layer
+            with self.layers.measure("download", layer=layer):
+                share = [[self.device.copy_out(one, last=True, parameter=True) for one in found] for found in gradients]
+            self.run.mailbox.put(("share", layer, microbatch), share)
+
+    def _add_until(self, stop: int) -> None:
+        """Add the gradients of the microbatches before this one to the sums, in their order."""
+        for microbatch in range(self._next, stop):
+            for layer, resident in self.layers.here.items():
+                self.place.doing = "the sum of gradients"
+                self.place.layer = layer
+                self._add(resident, layer, microbatch)
+        self._next = max(self._next, stop)
+
+    def _add(self, resident: LayerOnDevice, layer: int, microbatch: int) -> None:
+        gradients, arrived = self._own.pop((layer, microbatch), None), resident.ready
+        if gradients is None:
+            share: list[list[tuple[torch.Tensor, Event]]] = self.run.mailbox.take(("share", layer, microbatch))
+            with self.layers.measure("upload", layer=layer):
+                gradients = [[self.device.copy_in(*one, parameter=True) for one in found] for found in share]
+            arrived = self.device.arrival()
+        with self.device.computing(arrived):
+            resident.add_gradients(gradients)
+
+    # -- the end of the visit ----------------------------------------------------------------------------------------
+
+    def _download(self) -> None:
+        self.place.doing = "the check of its buffers"
+        for layer, resident in self.layers.here.items():
+            self.place.layer = layer
+            written = resident.download_buffers()
+            if written:
+                names = [resident.contents.buffers[number].name for number in sorted(written)]
+                raise StageError(
+                    f"{resident.title} wrote its buffer {names[0]!r}, and {self.stage.copies} devices run it without "
+                    "seeing each other's writes. Run it on one device:\n    RoundPipeRunConfig(last_stage_copies=1)"
+                )
+        if self.stage.is_last_copy:
+            self._add_until(self.spec.num_microbatch)
+            self.collected.add_loss_gradients(len(self.spec.contents))
+            super()._download()

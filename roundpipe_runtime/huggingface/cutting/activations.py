@@ -15,11 +15,10 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating
-from .cut import Cut
+from .cut import Cut, example_inputs, without_cache
 from .cut_plan import CutPlan, CutState, begin
-from .example import example_inputs, without_cache
 from .pieces import LayerCall
-from .placeholder import Key
+from .stub import Key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Compare a cut model with the reference model on a small batch: outputs and every gradient."""
+"""Compare a cut model with the reference model on a small batch, and report its layers, pieces and errors."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,9 @@ from ...device.protocol import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
+from ...errors import CutError
 from ...optim.copyable import has_few_bits, weights_kept
 from ...optim.parameters import is_watched, scan
-from ..errors import CutError
-from .digest import Digest, digest, distance, typical
-from .report import Equivalence
 
 
 def check_equivalence(
@@ -231,3 +230,226 @@ def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> 
     if place.grad is not None:
         found.add(parameter, place.grad)
         place.grad = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Equivalence:
+    """Differences between the split model and the original on the example; all errors are relative, by norm.
+
+    Attributes:
+        outputs: largest error of the tensors that the model returns, including the loss.
+        gradients: largest error of the gradients of all parameters.
+        worst: parameter with that error.
+        parameters: number of parameters that got a gradient from the reference model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime import cut
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> found = cut(LlamaForCausalLM(config)).report.equivalence
+    >>> found.outputs < 1e-5, found.gradients < 1e-5, found.parameters
+    (True, True, 21)
+    """
+
+    outputs: float
+    gradients: float
+    worst: str
+    parameters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CutReport:
+    """The result of a cut in words and numbers.
+
+    Attributes:
+        model: class of the model.
+        lists: lists of modules whose elements are the layers.
+        pieces: pieces of the pipeline, in order.
+        bytes: bytes of the parameters of each piece.
+        equivalence: differences from the model; ``None`` if they were not checked.
+        refused: reason and message of each cut that was tried before.
+        losses: how the loss of each kind of call is computed, as it was checked at the first one. Default: no call yet.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime import cut
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> report = cut(LlamaForCausalLM(config), check=False).report
+    >>> report.model, report.lists, report.equivalence
+    ('LlamaForCausalLM', ('model.layers',), None)
+    """
+
+    model: str
+    lists: tuple[str, ...]
+    pieces: tuple[str, ...]
+    bytes: tuple[int, ...]
+    equivalence: Equivalence | None
+    refused: tuple[tuple[str, str], ...] = ()
+    losses: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model stayed in one piece."""
+        return not self.lists
+
+    @property
+    def phases(self) -> int:
+        """The number of phases in which the model's own code runs: 2 means before and after the layers."""
+        return sum(piece.startswith("phase ") for piece in self.pieces)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {len(self.pieces)} pieces"]
+        if self.lists:
+            calls = len(self.pieces) - self.phases
+            lines[0] += f", {calls} calls of layers in {', '.join(self.lists)}, {self.phases} phases"
+        largest = max(self.bytes, default=0)
+        lines.append(f"largest piece: {largest / 1e6:.3g} MB of {sum(self.bytes) / 1e6:.3g} MB")
+        if self.equivalence is not None:
+            found = self.equivalence
+            lines.append(
+                f"on the example: outputs differ by {found.outputs:.1e}, the gradients of {found.parameters} "
+                f"parameters by {found.gradients:.1e}"
+            )
+        lines += [f"loss in {one}" for one in self.losses]
+        lines += [f"not cut otherwise, {reason}: {message}" for reason, message in self.refused]
+        return "\n".join(lines)
+
+
+_SUMS = 16
+_COLUMNS = 4096
+_ROWS = 128  # at once: 2 MB of float32, which stay in a cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Digest:
+    """A gradient, or a summary of it for comparisons."""
+
+    shape: torch.Size  # the shape of the gradient
+    values: torch.Tensor  # its numbers, or sums of them with random factors; 0 instead of those that are not finite
+    is_whole: bool  # whether they are the numbers
+    norm: float  # the norm of these numbers; of a sum of large gradients, an estimate
+    # the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; `None` where all are
+    # finite
+    odd: Digest | None = None
+
+    def __add__(self, other: Digest) -> Digest:
+        values, odd = self.values + other.values, _sum_of_odd(self.odd, other.odd)
+        if odd is not None and self.is_whole:
+            values = torch.where(odd.values == 0, values, 0.0)
+        scale = 1.0 if self.is_whole else _SUMS**-0.5
+        return Digest(self.shape, values, self.is_whole, _norm(values) * scale, odd)
+
+
+def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
+    """Return the digest of a gradient.
+
+    >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
+    >>> found.norm, found.values.tolist(), found.odd.values.tolist()
+    (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
+    """
+    # whole: keep all numbers of a gradient of at most so many; `None`, of every one
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    is_whole = whole is None or gradient.numel() <= whole
+    values, norm = (gradient.clone(), _norm(gradient)) if is_whole else _summed(gradient)
+    if math.isfinite(norm):
+        return Digest(gradient.shape, values, is_whole, norm)
+    finite = gradient.isfinite()
+    rest = torch.where(finite, gradient, 0.0).double()  # squares of what is finite, in its dtype, may not be
+    odd = None
+    if not finite.all():
+        infinite = torch.where(gradient > 0, 2.0, 3.0)
+        odd = digest(torch.where(finite, 0.0, torch.where(gradient.isnan(), 1.0, infinite)), whole=whole)
+    values, norm = (rest, _norm(rest)) if is_whole else _summed(rest)
+    return Digest(gradient.shape, values, is_whole, norm, odd)
+
+
+def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> float:
+    """Return the distance between two gradients, relative to the norm of the second.
+
+    A gradient that one of them lacks is the same as one of zeros.
+
+    >>> distance(digest(torch.tensor([3.0, 4.5])), digest(torch.tensor([3.0, 4.0])))
+    0.1
+    """
+    if one is None or other is None:
+        present = other if one is None else one
+        return 0.0 if present is None or _is_zero(present) else math.inf
+    if one.shape != other.shape or _are_odd_apart(one.odd, other.odd):
+        return math.inf
+    scale = 1.0 if one.is_whole else _SUMS**-0.5
+    difference = _norm(one.values.double() - other.values.double()) * scale
+    found = difference / max(other.norm, least * math.prod(other.shape) ** 0.5, 1e-30) if difference else 0.0
+    return math.inf if math.isnan(found) else found
+
+
+def typical(found: Digest) -> float:
+    """Return the root mean square of a gradient's numbers."""
+    root: float = max(math.prod(found.shape), 1) ** 0.5
+    return found.norm / root
+
+
+def _is_zero(found: Digest) -> bool:
+    return found.norm == 0.0 and found.odd is None
+
+
+def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    if one.values.isnan().any() or other.values.isnan().any():  # of sums: that both have some is all that is known
+        return False
+    return not torch.equal(one.values, other.values)
+
+
+def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
+    """The values that are not finite in the sum of two gradients.
+
+    NaN stays NaN, an infinity stays what it is, and two different ones are NaN. Sums of such marks are no marks of the
+    sum; where only sums are kept, the result is marked as unknown, by NaN.
+    """
+    if one is None or other is None:
+        return other if one is None else one
+    a, b = one.values, other.values
+    if not one.is_whole:
+        return dataclasses.replace(one, values=torch.full_like(a, torch.nan))
+    marks = torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, 1.0))
+    return dataclasses.replace(one, values=marks, norm=_norm(marks))
+
+
+def _norm(values: torch.Tensor) -> float:
+    found: float = torch.linalg.vector_norm(values, dtype=torch.float64).item() if values.numel() else 0.0
+    return found
+
+
+def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The sums of a gradient's numbers, and their norm.
+
+    The factor of a number is the product of one for its row and one for its column, where the rows are pieces of 4096
+    numbers: so a sum is two products of matrices, and there are few factors to draw.
+    """
+    flat = gradient.reshape(-1)
+    dtype = torch.float32 if gradient.element_size() < 4 else torch.float64
+    columns = _factors(_COLUMNS).to(dtype)
+    rows = _factors(-(-flat.numel() // _COLUMNS), 1)
+    sums, squares = torch.zeros(_SUMS, dtype=torch.float64), 0.0
+    for row in range(0, len(rows), _ROWS):
+        part = flat[row * _COLUMNS : (row + _ROWS) * _COLUMNS].to(dtype)
+        squares += float(part.dot(part))
+        full = len(part) // _COLUMNS
+        if full:
+            made = part[: full * _COLUMNS].view(full, _COLUMNS) @ columns
+            sums += (made * rows[row : row + full]).sum(0)
+        rest = part[full * _COLUMNS :]
+        if len(rest):
+            sums += (rest @ columns[: len(rest)]) * rows[row + full]
+    return sums, math.sqrt(squares) if squares >= 0 else math.nan
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(count: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers with mean 0 and variance 1, the same ones for ever."""
+    made = torch.rand((count, _SUMS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return made.sub_(0.5).mul_(12**0.5)

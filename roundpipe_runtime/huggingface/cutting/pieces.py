@@ -16,19 +16,28 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...batch.entries import is_cache
-from ...engine.recompute.states import restart_generators
-from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
+from ...engine.recomputed import restart_generators
+from ...errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.lazy_logits import weight_of_head
 from ..loss.weights import rows_of_call
-from .caches import HeldCache, has_layers, is_held, open_caches, swapped
-from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box, live
+from .caches import Entry, HeldCache, MadeCache, entries_read, has_layers, is_held, open_caches, swapped, without_caches
+from .call_log import (
+    BoxUse,
+    CallLog,
+    CallSpec,
+    Embedded,
+    EmptyCache,
+    Tree,
+    box_content,
+    fill_box,
+    is_box,
+    live,
+    tensors_of,
+)
 from .capture import collect_recorded, collected_so_far, collecting, extend_collected
 from .cut_plan import CutPlan, CutState, begin, device_of, drops_layers
-from .layers import tensors_of
-from .made_caches import Entry, MadeCache, entries_read, without_caches
-from .placeholder import Key, NeedsValue, Placeholder, holds_placeholder
-from .stub import running
+from .stub import Key, NeedsValue, Placeholder, holds_placeholder, running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

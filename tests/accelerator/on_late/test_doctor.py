@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from roundpipe_runtime.cli.doctor import checks as doctor
-from roundpipe_runtime.cli.doctor import devices as device_checks
+from roundpipe_runtime.cli import doctor
 from roundpipe_runtime.estimate.device_rates import DeviceRates
 from tests import fresh_process
 from tests.accelerator import late
@@ -64,10 +63,8 @@ RATES = DeviceRates(50e9, 40e9, 80e9, 8e9, 6e9, 500e12, 0.95, 1.0)
 )
 def test_what_was_measured_is_judged(monkeypatch, changed, what, status, words):
     rates = dataclasses.replace(RATES, **changed)
-    monkeypatch.setattr(device_checks, "measure_device", lambda device: rates)
-    (found,) = (
-        check for check in device_checks.device_checks(torch.device("late:0")) if check.name == f"{what} late:0"
-    )
+    monkeypatch.setattr(doctor, "measure_device", lambda device: rates)
+    (found,) = (check for check in doctor.device_checks(torch.device("late:0")) if check.name == f"{what} late:0")
     assert found.status == status
     assert words in found.found
     assert bool(found.remedy) is (status != "ok")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import VirtualDevice
-from roundpipe_runtime.engine.parameters import routed
+from roundpipe_runtime.engine.parameters import partial_table
 from tests.accelerator import late
 from tests.runtime.engine.test_routed import BATCHES, KINDS, gradients, model_of, pipe_of, squares
 
@@ -26,7 +26,7 @@ def results(kind, devices, experts):
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_have_the_bits_of_a_virtual_device(kind, order, monkeypatch):
     """Rows arrive before they are read, and gradients come down next to zeros."""
-    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     late.set_order(*order)
     ours = results(kind, ["late:0", "late:1"], "routed")
     theirs = results(kind, [VirtualDevice("here")], "all")

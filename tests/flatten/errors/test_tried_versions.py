@@ -129,7 +129,7 @@ def test_the_report_of_a_failed_proof_has_the_line_at_its_end_only(newer):
 
 def test_an_error_of_the_other_package_has_it_also_after_it_was_sent(newer):
     """A process hands the text to another one, which adds the line itself."""
-    from roundpipe_runtime.huggingface.errors import BatchStructureError, CutError
+    from roundpipe_runtime.errors import BatchStructureError, CutError
 
     error = pickle.loads(pickle.dumps(CutError("layers", "none found")))
     assert (error.reason, error.args[-1], str(error)) == ("layers", "none found", f"none found\n{LINE}")

@@ -28,7 +28,7 @@ import torch.distributed.tensor
 from torch import nn
 
 from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
-from roundpipe_runtime.distributed.replicas.groups import rows_of_rank
+from roundpipe_runtime.distributed.replicas.reduction import rows_of_rank
 
 ROWS, REPLICAS = 13, 6
 # seconds after which the ranks that are left must have ended

@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
 )
 def test_every_error_has_a_line_and_a_status(error, status, words, capsys, monkeypatch):
     """Those of the runtime say all that is needed; those that nobody foresaw are named."""
-    import roundpipe_runtime.cli.demo.command as command
+    import roundpipe_runtime.cli.demo as command
 
     def fail(steps, **options):
         raise error

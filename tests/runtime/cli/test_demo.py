@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roundpipe_runtime.__main__ import main
-from roundpipe_runtime.cli.demo import command as demo
-from roundpipe_runtime.cli.demo.command import Needs
+from roundpipe_runtime.cli import demo
+from roundpipe_runtime.cli.demo import Needs
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import DeviceMemoryError
-from roundpipe_runtime.cli.demo.command import CountingDevice, measure_needs
+from roundpipe_runtime.cli.demo import CountingDevice, measure_needs
 
 WIDTH, LAYERS, ROWS = 64, 12, 6
 MATRIX = WIDTH * WIDTH * 4  # bytes

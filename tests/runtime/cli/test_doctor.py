@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from roundpipe_runtime.cli import doctor
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.doctor import command as doctor_command
-from roundpipe_runtime.cli.doctor.devices import Check
+from roundpipe_runtime.cli.doctor import Check
 from roundpipe_runtime.estimate import Hardware, load_machine
 from roundpipe_runtime.estimate.device_rates import DiskRates
 
@@ -30,12 +30,10 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
         Check("disk", "ok", "1 GB free"),
         Check("peft", "warning", "not installed", "pip install peft"),
     ]
-    monkeypatch.setattr(doctor_command, "examine", lambda disk: findings)
+    monkeypatch.setattr(doctor, "examine", lambda disk: findings)
     assert run(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 warning"
-    monkeypatch.setattr(
-        doctor_command, "examine", lambda disk: [*findings, Check("torch", "fail", "old", "pip install")]
-    )
+    monkeypatch.setattr(doctor, "examine", lambda disk: [*findings, Check("torch", "fail", "old", "pip install")])
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail     torch: old\n         -> pip install\n" in out
@@ -44,7 +42,7 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
 
 def test_json_has_the_same(capsys, monkeypatch):
     """For a script."""
-    monkeypatch.setattr(doctor_command, "examine", lambda disk: [Check("torch", "fail", "old", "pip install")])
+    monkeypatch.setattr(doctor, "examine", lambda disk: [Check("torch", "fail", "old", "pip install")])
     assert run(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
@@ -56,7 +54,7 @@ def test_json_has_the_same(capsys, monkeypatch):
 def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
     """In the width of the terminal."""
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(doctor_command, "examine", lambda disk: [Check("a", "warning", "long " * 30, "do " * 60)])
+    monkeypatch.setattr(doctor, "examine", lambda disk: [Check("a", "warning", "long " * 30, "do " * 60)])
     assert run(["doctor"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)
 
@@ -64,9 +62,9 @@ def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
 def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
     """What the machine has, its disk among it, and what a layer costs its host."""
     here = Hardware(("virtual:0",), "cpu", 1e9, 2e9, None, 10**9, 3e9, {"flops": "measured"})
-    monkeypatch.setattr(doctor_command, "examine", lambda disk: [])
-    monkeypatch.setattr(doctor_command, "describe_hardware", lambda: here)
-    monkeypatch.setattr(doctor_command, "measure_disk", lambda folder: DiskRates(5e8, 4e8))
+    monkeypatch.setattr(doctor, "examine", lambda disk: [])
+    monkeypatch.setattr(doctor, "describe_hardware", lambda: here)
+    monkeypatch.setattr(doctor, "measure_disk", lambda folder: DiskRates(5e8, 4e8))
     assert run(["doctor", "--machine", str(tmp_path / "here.json")]) == 0
     found = load_machine(tmp_path / "here.json")
     assert 0 < found.call < 0.1

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from roundpipe_runtime.cli.doctor import checks as doctor
-from roundpipe_runtime.cli.doctor.checks import examine, train_difference
+from roundpipe_runtime.cli import doctor
+from roundpipe_runtime.cli.doctor import examine, train_difference
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED
 
 

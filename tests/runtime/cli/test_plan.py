@@ -9,7 +9,7 @@ import torch
 
 from matrix.models import make_config
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.quantities import format_count, format_seconds, parse_bytes
+from roundpipe_runtime.cli.option_objects import format_count, format_seconds, parse_bytes
 from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.failures import UserError
 

@@ -164,12 +164,12 @@ def test_the_model_is_the_first_argument_as_in_every_command(here, capsys):
 
 def test_ctrl_c_before_the_first_step_says_that_nothing_was_written(here, capsys, monkeypatch):
     """While weights are drawn: there is no checkpoint to write yet."""
-    from roundpipe_runtime.cli.train import command as train_command
+    from roundpipe_runtime.cli import train
 
     def pressed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_command, "_learner", pressed)
+    monkeypatch.setattr(train, "_learner", pressed)
     before = sorted(here.rglob("*"))
     assert main(["train", "conf", "texts", "-o", "out", *FEW]) == 130
     assert capsys.readouterr().err == "roundpipe: interrupted, nothing was written\n"
@@ -621,7 +621,7 @@ def test_transformers_is_quiet_meanwhile_and_as_before_afterwards(here, capsys):
 
 
 def test_devices_are_those_of_the_runtime():
-    from roundpipe_runtime.cli.train.options import StepOptions
+    from roundpipe_runtime.cli.train_options import StepOptions
 
     for text, devices in (("virtual:3", parse_devices("virtual:3")), ("auto", parse_devices())):
         assert [device.name for device in StepOptions(devices=text).device_objects()] == [

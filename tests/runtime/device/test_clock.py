@@ -7,7 +7,7 @@ from torch import nn
 from roundpipe_runtime import Timeline, VirtualDevice
 from roundpipe_runtime.device.protocol import EventClock
 from roundpipe_runtime.engine.planner import Planner
-from roundpipe_runtime.engine.timer import Timer
+from roundpipe_runtime.engine.run import Timer
 from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint
-from roundpipe_runtime.distributed.replicas.groups import rows_of_rank
+from roundpipe_runtime.distributed.replicas.reduction import rows_of_rank
 
 CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 ROWS = 12
@@ -334,12 +334,12 @@ def killed() -> None:
 
 def stopped(patience: float, is_alone: bool, stopped_rank: int) -> None:
     """A rank is stopped in the middle of a call, and keeps its connections, while the others wait for it."""
-    from roundpipe_runtime.distributed.ranks import machine
+    from roundpipe_runtime.distributed.ranks import alarm
     from roundpipe_runtime.distributed.ranks.alarm import Alarm
 
     Alarm.patience = patience
     if is_alone:
-        machine.this_machine = lambda: str(dist.get_rank() == stopped_rank)
+        alarm.this_machine = lambda: str(dist.get_rank() == stopped_rank)
     rank = dist.get_rank()
     training = Training(dist.get_world_size(), rank, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     training.run(0)

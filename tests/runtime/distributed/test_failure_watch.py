@@ -5,9 +5,8 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.device.worker import Outcome
-from roundpipe_runtime.distributed.ranks.alarm import Alarm
-from roundpipe_runtime.distributed.ranks.errors import StoppedByRankError
-from roundpipe_runtime.distributed.ranks.failure_watch import News
+from roundpipe_runtime.distributed.ranks.alarm import Alarm, News
+from roundpipe_runtime.errors import StoppedByRankError
 from tests.runtime.small import near
 
 CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")

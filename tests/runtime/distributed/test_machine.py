@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe_runtime.distributed.ranks.alarm import Alarm
-from roundpipe_runtime.distributed.ranks.machine import Process
+from roundpipe_runtime.distributed.ranks.alarm import Alarm, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked through /proc")
 

@@ -10,10 +10,15 @@ from torch import nn
 
 from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.distributed.ranks.ranks import Ranks
-from roundpipe_runtime.distributed.replicas.groups import group_sizes, groups_of, num_turns, rows_of_rank
-from roundpipe_runtime.distributed.replicas.reduction import Reduction, ReductionPlan
-from roundpipe_runtime.distributed.weights.gradient_norm import clip_grad_norm
-from roundpipe_runtime.distributed.weights.shards import RankStore, pieces, shards
+from roundpipe_runtime.distributed.replicas.reduction import (
+    Reduction,
+    ReductionPlan,
+    group_sizes,
+    groups_of,
+    num_turns,
+    rows_of_rank,
+)
+from roundpipe_runtime.distributed.weights.shards import RankStore, clip_grad_norm, pieces, shards
 from roundpipe_runtime.optim.parameters import scan
 from tests.cases import examples
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from roundpipe_runtime.distributed.ranks.alarm import Alarm
-from roundpipe_runtime.distributed.ranks.errors import rank_failed_in_step, ranks_gone
 from roundpipe_runtime.distributed.ranks.ranks import Ranks
+from roundpipe_runtime.errors import rank_failed_in_step, ranks_gone
 
 __all__ = ["ThreadRanks", "Wire", "in_threads"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_runtime import OptimizerCtx, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe_runtime.distributed.replicas.groups import rows_of_rank
+from roundpipe_runtime.distributed.replicas.reduction import rows_of_rank
 from tests.models import make_model
 
 __all__ = ["CASES", "Case", "digest", "in_ranks", "train"]

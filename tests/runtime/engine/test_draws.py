@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import roundpipe_runtime
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
-from roundpipe_runtime.engine.recompute.draws import move_generator
-from roundpipe_runtime.engine.recompute.states import VisitGenerator, run_seeded
+from roundpipe_runtime.engine.draws import move_generator
+from roundpipe_runtime.engine.recomputed import VisitGenerator, run_seeded
 
 F = nn.functional
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.device.transfer import flatten_value
+from roundpipe_runtime.engine.draws import traits_of
 from roundpipe_runtime.engine.layer_graph import LayerGraph, Values, enter, is_refused_write
-from roundpipe_runtime.engine.recompute.generators import traits_of
 from tests.runtime.small import batch, gradients, relative_error, without_row_check
 
 F = nn.functional

@@ -15,7 +15,7 @@ from roundpipe_runtime import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe_runtime.engine.looks import check_repeated, digest
+from roundpipe_runtime.engine.checks import check_repeated, digest
 from tests.runtime.small import all_recomputed
 
 F = nn.functional

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.engine import planner
-from roundpipe_runtime.engine.recompute.generators import traits_of
-from roundpipe_runtime.engine.recompute.states import VisitGenerator, run_seeded
-from roundpipe_runtime.engine.stage.nested_checkpoint import run_backward, watch_forward
+from roundpipe_runtime.engine.draws import traits_of
+from roundpipe_runtime.engine.layer_graph import run_backward, watch_forward
+from roundpipe_runtime.engine.recomputed import VisitGenerator, run_seeded
 
 CPU = torch.device("cpu")
 F = nn.functional

@@ -14,8 +14,8 @@ from roundpipe_runtime import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe_runtime.engine.recompute.draws import run_base
-from roundpipe_runtime.engine.recompute.states import VisitGenerator, call_seed, run_seeded
+from roundpipe_runtime.engine.draws import run_base
+from roundpipe_runtime.engine.recomputed import VisitGenerator, call_seed, run_seeded
 from tests.runtime.small import all_recomputed, batch, relative_error, without_row_check
 
 F = nn.functional

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
-from roundpipe_runtime.engine.parameters import routed
-from roundpipe_runtime.engine.parameters.routed import find_groups
+from roundpipe_runtime.engine.parameters import partial_table
+from roundpipe_runtime.engine.parameters.partial_table import find_groups
 from roundpipe_runtime.optim.parameters import scan
 from tests.runtime.small import checked_devices, without_row_check
 
@@ -102,7 +102,7 @@ KINDS = [ByRow, Gathered, Grouped, Listed, Named]
 @pytest.fixture(autouse=True)
 def small_experts_count(monkeypatch):
     """Experts of tests are small."""
-    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
 
 
 def rows_to(*experts, rows=6, seed=1):
@@ -397,9 +397,9 @@ def test_experts_of_few_bytes_are_uploaded_ahead(monkeypatch):
     """Both sides of the size from which on they are uploaded on demand."""
     nbytes = EXPERTS * WIDTH * WIDTH * 4
     contents = scan([ByRow()])[0]
-    monkeypatch.setattr(routed, "LEAST_BYTES", nbytes)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", nbytes)
     assert list(find_groups(contents)) == ["weight"]
-    monkeypatch.setattr(routed, "LEAST_BYTES", nbytes + 1)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", nbytes + 1)
     assert not find_groups(contents)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, StageError, WeightedLoss
-from roundpipe_runtime.engine.recompute.draws import run_base
-from roundpipe_runtime.engine.recompute.states import call_seed
+from roundpipe_runtime.engine.draws import run_base
+from roundpipe_runtime.engine.recomputed import call_seed
 from tests.cases import examples
 from tests.runtime.small import (
     batch,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from roundpipe_runtime.cli.plan.output import write_plan
-from roundpipe_runtime.engine.parameters import routed
+from roundpipe_runtime.cli.plan_output import write_plan
+from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.estimate.hardware import describe_hardware
 from roundpipe_runtime.estimate.step_plan import MOST_READ, expected_share
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining
@@ -33,7 +33,7 @@ def test_uneven_routing_reaches_fewer():
 
 
 def test_plan_and_runtime_upload_all_from_the_same_share_on():
-    assert MOST_READ == routed.MOST_READ
+    assert MOST_READ == partial_table.MOST_READ
 
 
 def planned(rows, length):

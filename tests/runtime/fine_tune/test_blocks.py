@@ -5,10 +5,8 @@ import tracemalloc
 import pytest
 import torch
 
-from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks
-from roundpipe_runtime.fine_tune.data import blocks
-from roundpipe_runtime.fine_tune.data.blocks import pack
-from roundpipe_runtime.fine_tune.data.text_files import END
+from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks, text_files
+from roundpipe_runtime.fine_tune.text_files import END, pack
 
 
 class NoEnd(ByteTokenizer):
@@ -31,7 +29,7 @@ def test_a_tokenizer_without_an_end_leaves_it_out():
 @pytest.mark.parametrize("texts", [1, 2, 3])
 def test_the_size_of_a_group_changes_nothing(monkeypatch, texts):
     """Texts are encoded together; where one group ends is not to be seen."""
-    monkeypatch.setattr(blocks, "_TEXTS", texts)
+    monkeypatch.setattr(text_files, "_TEXTS", texts)
     pieces = ["ab", "c", END, "", END, "d", END, "e", "", "f", END]
     assert pack(pieces, ByteTokenizer()).tolist() == [100, 101, 102, 1, 103, 1, 104, 105, 1]
 

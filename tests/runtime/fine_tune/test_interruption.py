@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roundpipe_runtime.fine_tune.interruption import Interruption
+from roundpipe_runtime.fine_tune.job import Interruption
 from tests import fresh_process
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_the_second_signal_ends_the_process(number, status):
     """Whatever its threads are doing."""
     program = """
 import sys, threading, time
-from roundpipe_runtime.fine_tune.interruption import Interruption
+from roundpipe_runtime.fine_tune.job import Interruption
 threading.Thread(target=time.sleep, args=(60,)).start()
 with Interruption() as interruption:
     print("ready", flush=True)

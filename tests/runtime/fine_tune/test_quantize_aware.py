@@ -23,7 +23,7 @@ from roundpipe_runtime.fine_tune import (
     quantize_aware,
     save_model,
 )
-from roundpipe_runtime.fine_tune.quantize_aware import RoundedLinear, unrounded_state
+from roundpipe_runtime.fine_tune.adapters import RoundedLinear, unrounded_state
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from tests.runtime import tiny_training as tiny
 from yobx_flatten import export_folder, open_generator

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
 from roundpipe_runtime import RoundPipeRunConfig, RoundPipeTrainer, wrap_model_to_roundpipe
-from roundpipe_runtime.engine.parameters import routed
+from roundpipe_runtime.engine.parameters import partial_table
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import known_model
 from tests.transformers_versions import is_older_than
@@ -82,7 +82,7 @@ def plain_steps(plain, count, lr=0.05):
 @pytest.mark.parametrize("name", cases(NAMES, quick=["qwen3_moe", "gpt_oss"]))
 def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, is_cached, monkeypatch):
     """In three microbatches, on two devices, also while another thread has torch keep parametrized tensors."""
-    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     model = adapted(name, way)
     plain = copy.deepcopy(model)
     losses, gradients = plain_steps(plain, 3)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from roundpipe_runtime import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe_runtime.engine.parameters import routed
+from roundpipe_runtime.engine.parameters import partial_table
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import known_model
 from tests.transformers_versions import is_older_than
@@ -66,7 +66,7 @@ def runs_of(pipe, batch, count):
 @pytest.mark.parametrize("name", cases(NAMES, quick=["mixtral", "gpt_oss"]))
 def test_losses_and_gradients_are_those_of_the_plain_model(name, way, monkeypatch):
     """Bitwise, in one microbatch; and skipped bytes, once nothing is proven."""
-    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     plain, batch = model_of(name, way), tokens(1, 2)
     expected = plain(**batch, use_cache=False).loss
     expected.backward()
@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, monkeypatc
 @pytest.mark.parametrize("name", cases(NAMES, quick=["qwen3_moe"]))
 def test_uneven_microbatches_have_the_bits_of_all_experts(name, monkeypatch):
     """Five rows in three microbatches; forward and backward later too."""
-    monkeypatch.setattr(routed, "LEAST_BYTES", 0)
+    monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     found = []
     for experts in ("all", "routed"):
         model = model_of(name, "grouped_mm")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="models are those of transformers")
 
 from roundpipe_runtime import RoundPipeWarning
-from roundpipe_runtime.huggingface.row_lists import is_packed, keeps_texts_apart
+from roundpipe_runtime.huggingface.batches import is_packed, keeps_texts_apart
 from tests.runtime.huggingface.hf_small import known_model, wrapped
 
 pytestmark = pytest.mark.slow

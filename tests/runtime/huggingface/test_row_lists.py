@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.row_lists: labels that are lists with one entry per row."""
+"""Tests of roundpipe_runtime.huggingface.batches: labels that are lists with one entry per row."""
 
 import collections
 import copy
@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Trainer
 
 from roundpipe_runtime import SplitError
-from roundpipe_runtime.huggingface.cutting.example import plain_rows
-from roundpipe_runtime.huggingface.row_lists import split_lists
+from roundpipe_runtime.huggingface.batches import split_lists
+from roundpipe_runtime.huggingface.cutting.cut import plain_rows
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import worst_gradient, wrapped

@@ -10,6 +10,8 @@ from roundpipe_runtime.huggingface.cutting.call_log import (
     BoxUse,
     CallLog,
     CallSpec,
+    Observed,
+    OutputSpec,
     Tree,
     box_content,
     fill_box,
@@ -17,8 +19,7 @@ from roundpipe_runtime.huggingface.cutting.call_log import (
     live,
 )
 from roundpipe_runtime.huggingface.cutting.cut_plan import CutPlan
-from roundpipe_runtime.huggingface.cutting.layers import Observed, OutputSpec
-from roundpipe_runtime.huggingface.cutting.placeholder import Key
+from roundpipe_runtime.huggingface.cutting.stub import Key
 
 A, B, C = Key(-1, 0), Key(0, 0), Key(-1, 1)
 

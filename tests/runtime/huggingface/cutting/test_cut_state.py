@@ -10,7 +10,7 @@ from roundpipe_runtime.huggingface import SmoothedLoss, cut
 from roundpipe_runtime.huggingface.cutting import cut_plan
 from roundpipe_runtime.huggingface.cutting.call_log import CallLog
 from roundpipe_runtime.huggingface.cutting.cut_plan import CutState, begin, device_of
-from roundpipe_runtime.huggingface.cutting.placeholder import Key
+from roundpipe_runtime.huggingface.cutting.stub import Key
 from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 
 from ..hf_small import Toy, hf_batch, hf_model, tokens

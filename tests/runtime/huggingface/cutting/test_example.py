@@ -1,10 +1,10 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.example and .configuration."""
+"""Tests of roundpipe_runtime.huggingface.cutting.cut and .configuration."""
 
 import torch
 from torch import nn
 
 from roundpipe_runtime.huggingface.adapters import text_config
-from roundpipe_runtime.huggingface.cutting.example import example_inputs, without_cache
+from roundpipe_runtime.huggingface.cutting.cut import example_inputs, without_cache
 from tests.runtime.huggingface.hf_small import Toy, hf_model
 
 

@@ -1,8 +1,8 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.layers."""
+"""Tests of roundpipe_runtime.huggingface.cutting.call_log."""
 
 from torch import nn
 
-from roundpipe_runtime.huggingface.cutting.layers import candidates, observe
+from roundpipe_runtime.huggingface.cutting.call_log import candidates, observe
 from tests.runtime.huggingface.hf_small import Block, Toy, tokens
 
 

@@ -1,15 +1,14 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.made_caches: caches that the model's own code makes and fills."""
+"""Tests of roundpipe_runtime.huggingface.cutting.caches: caches that the model's own code makes and fills."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
 
-from roundpipe_runtime.errors import RoundPipeError
+from roundpipe_runtime.errors import BatchStructureError, CutError, RoundPipeError
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.made_caches import MadeCache, check_apart, entries_read, without_caches
-from roundpipe_runtime.huggingface.cutting.placeholder import Key
-from roundpipe_runtime.huggingface.errors import BatchStructureError, CutError
+from roundpipe_runtime.huggingface.cutting.caches import MadeCache, check_apart, entries_read, without_caches
+from roundpipe_runtime.huggingface.cutting.stub import Key
 from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, compare_toy, tokens
 
 

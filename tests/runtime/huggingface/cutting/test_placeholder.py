@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe_runtime.huggingface.cutting.placeholder import Key, NeedsValue, Placeholder, holds_placeholder
+from roundpipe_runtime.huggingface.cutting.stub import Key, NeedsValue, Placeholder, holds_placeholder
 
 KEY = Key(3, 0)
 

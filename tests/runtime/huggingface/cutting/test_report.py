@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.report and .errors."""
+"""Tests of roundpipe_runtime.huggingface.cutting.check and .errors."""
 
 import pickle
 

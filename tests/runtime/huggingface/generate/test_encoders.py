@@ -9,9 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from matrix.models import make_model
+from roundpipe_runtime.huggingface import generation
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
-from roundpipe_runtime.huggingface.generate import generation
-from roundpipe_runtime.huggingface.generate.generation import GenerationPath, generation_paths
+from roundpipe_runtime.huggingface.generation import GenerationPath, generation_paths
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 from yobx_flatten.huggingface.cache_names import argument_of, cache_of

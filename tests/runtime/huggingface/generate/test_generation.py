@@ -11,7 +11,7 @@ from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.errors import ConfigError
 from roundpipe_runtime.huggingface import WrappedModel
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home, join_held, swapped
-from roundpipe_runtime.huggingface.generate.generation import forward_of, reason_for_host
+from roundpipe_runtime.huggingface.generation import forward_of, reason_for_host
 from tests.runtime.huggingface.hf_small import hf_model, wrapped
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.huggingface.cache_names import CACHE, argument_of, cache_of

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional
 
 from roundpipe_runtime import VirtualDevice
-from roundpipe_runtime.engine.parameters.host_sum import HostSum
-from roundpipe_runtime.engine.parameters.host_table import HostTable, TableAccess
+from roundpipe_runtime.engine.parameters.host_table import HostSum, HostTable, TableAccess
 from roundpipe_runtime.huggingface.loss import sliced
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.huggingface.trainer.checkpoints: a kill leaves whole ones, and a run goes on from one."""
+"""Tests of checkpoints of the Trainer: a kill leaves whole ones, and a run goes on from one."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback
 
 from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpointError, load_checkpoint
 from roundpipe_runtime.checkpoint.folder import MANIFEST, write_manifest
-from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from roundpipe_runtime.huggingface.trainer.pipeline_trainer import newest_whole, remove_all_but
 from tests import fresh_process
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
 

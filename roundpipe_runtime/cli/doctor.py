@@ -1,17 +1,22 @@
-"""Check an installation: libraries, speed, and correct results."""
+"""``roundpipe doctor``: check libraries, accelerators, speed and correct results, and print what was found."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import importlib.metadata
 import os
 import pathlib
 import platform
 import shutil
+import textwrap
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated, Literal
 
 import torch
+import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -19,16 +24,18 @@ from torch import nn
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.errors.messages import first_line, format_bytes
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
+from yobx_flatten.terminal.failures import CHECK_FAILED
+from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from ...device.accelerator import DeviceSpec, memory_info
-from ...device.generator import generator_kept
-from ...engine.config import RoundPipeRunConfig
-from ...errors import ConfigError
-from ...estimate.device_rates import measure_disk
-from ...estimate.hardware import cores, host_memory_available, host_memory_rate
-from ...optim.step import OptimizerCtx
-from ...pipeline import RoundPipe
-from .devices import Check, Status, device_checks
+from ..device.accelerator import AcceleratorDevice, DeviceSpec, memory_info
+from ..device.generator import generator_kept
+from ..engine.config import RoundPipeRunConfig
+from ..engine.planner import FOR_PARAMETERS
+from ..errors import ConfigError
+from ..estimate.device_rates import DeviceRates, call_seconds, measure_device, measure_disk
+from ..estimate.hardware import cores, describe_hardware, host_memory_available, host_memory_rate, save_machine
+from ..optim.step import OptimizerCtx
+from ..pipeline import RoundPipe
 
 _PACKAGE = "yobx-flatten"
 
@@ -246,3 +253,120 @@ def train_difference(devices: DeviceSpec) -> float:
         pipeline.close()
     scale = max(float(expected.abs().max()) for _, expected in pairs)
     return max(float((one - expected).abs().max()) for one, expected in pairs) / scale
+
+
+def doctor(
+    machine: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="Also write the measured rates and sizes to this file, for plan --machine."),
+    ] = None,
+    disk: Annotated[
+        pathlib.Path,
+        typer.Option(metavar="DIR", help="Folder whose disk is measured, for --host disk:DIR (default: current)."),
+    ] = HERE,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check this installation: versions, devices, memory, threads, disk, and a short training.
+
+    Each line is ok, a warning or a failure; a warning or failure states what to do.
+
+    Exit status: 0 nothing fails; 1 something fails.
+    """
+    with progress("checking this machine, and training for two steps"):
+        findings = examine(disk)
+        if machine is not None:
+            measured = dataclasses.replace(describe_hardware(), call=call_seconds())
+            with contextlib.suppress(ConfigError):  # a folder that is in memory: one of the findings
+                rates = measure_disk(disk)
+                measured = dataclasses.replace(measured, disk_read=rates.read, disk_write=rates.write)
+            save_machine(measured, machine)
+    failed = any(finding.status == "fail" for finding in findings)
+    if json:
+        say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        say("\n".join(_lines(findings, min(console().width, 100))))
+        if machine is not None:
+            say(f"\nrates and sizes are in {machine}")
+    return CHECK_FAILED if failed else 0
+
+
+def _lines(findings: list[Check], width: int) -> list[str]:
+    lines = []
+    for finding in findings:
+        text = f"{finding.status:<8} {finding.name}: {finding.found}"
+        lines += textwrap.wrap(text, width, subsequent_indent=" " * 9)
+        if finding.remedy:
+            lines += textwrap.wrap(f"-> {finding.remedy}", width, initial_indent=" " * 9, subsequent_indent=" " * 12)
+    counts = {status: sum(f.status == status for f in findings) for status in ("fail", "warning")}
+    states = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
+    return [*lines, "", ", ".join(states) if states else "all is well"]
+
+
+# A link below this keeps any device waiting: PCIe 3 with 8 lanes.
+_SLOW_LINK = 6e9
+
+# A copy next to a computation takes a little of the same memory.
+_OVERLAPS = 0.7
+
+# The clock of the host includes launches, and what else the machine does.
+_CLOCKS_AGREE = 0.5, 1.2
+
+
+def device_checks(device: torch.device) -> list[Check]:
+    """Measure an accelerator and return the findings."""
+    rates = measure_device(device)
+    return [_link(device, rates), _speed_of(device, rates), _streams(device, rates), _events(device, rates),
+            _plan(device, rates, AcceleratorDevice(device).memory)]  # fmt: skip
+
+
+def _link(device: torch.device, rates: DeviceRates) -> Check:
+    up, down, both = (format_bytes(rate) for rate in (rates.up, rates.down, rates.both))
+    pageable = f"{format_bytes(rates.pageable_up)}/s and {format_bytes(rates.pageable_down)}/s"
+    found = f"{up}/s up, {down}/s down, {both}/s both at once; from and to memory that is not pinned {pageable}"
+    slow = min(rates.up, rates.down) < _SLOW_LINK
+    line = "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?" if slow else ""
+    return Check(f"link of {device}", "warning" if slow else "ok", found, line)
+
+
+def _speed_of(device: torch.device, rates: DeviceRates) -> Check:
+    return Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
+
+
+def _streams(device: torch.device, rates: DeviceRates) -> Check:
+    found = f"{rates.overlap:.0%} of a copy overlaps with a computation"
+    if rates.overlap >= _OVERLAPS:
+        return Check(f"streams of {device}", "ok", found)
+    line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and end what else uses the device."
+    return Check(f"streams of {device}", "warning", found, line)
+
+
+def _events(device: torch.device, rates: DeviceRates) -> Check:
+    found = f"its clock shows {rates.clock:.2f} s in a second of the host"
+    least, most = _CLOCKS_AGREE
+    if least <= rates.clock <= most:
+        return Check(f"events of {device}", "ok", found)
+    return Check(f"events of {device}", "warning", found, "Plans are made from the device's clock: measure again.")
+
+
+def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
+    tokens = rates.tokens_to_hide_transfers()
+    found = f"from {tokens:,.0f} tokens in a step on, a forward takes longer than the upload of its parameters"
+    if memory is not None:  # parameters and gradients of 16 bits
+        found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion parameters of 16 bits stay there"
+    return Check(f"plan for {device}", "ok", found)
+
+
+# Result of one check of the doctor.
+
+
+Status = Literal["ok", "warning", "fail"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check of the installation."""
+
+    name: str  # what was looked at
+    status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
+    found: str  # the finding, in words
+    remedy: str = ""  # what to do about it; empty where there is nothing to do

@@ -18,18 +18,18 @@ from yobx_flatten.files.document import read_text
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 from yobx_flatten.terminal.failures import UserError
 
-from ...device.accelerator import parse_devices
-from ...device.disk import HOST_IN_MEMORY, check_host
-from ...device.protocol import Device
-from ...device.virtual import VirtualDevice
-from ...distributed.ranks.torchrun import own_devices
-from ...errors import ConfigError, DeviceError
-from ...fine_tune import Settings, check_curve, check_output, check_place
-from ..option_objects import option
-from ..quantities import parse_bytes, parse_gigabytes
+from ..device.accelerator import parse_devices
+from ..device.disk import HOST_IN_MEMORY, check_host
+from ..device.protocol import Device
+from ..device.virtual import VirtualDevice
+from ..distributed.ranks.torchrun import own_devices
+from ..errors import ConfigError, DeviceError
+from ..fine_tune import Settings, check_curve, check_output, check_place
+from .option_objects import option, parse_bytes, parse_gigabytes
 
 if TYPE_CHECKING:
-    from ...huggingface.quantize import FewBits
+    from ..huggingface.quantize import FewBits
+
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 

@@ -20,13 +20,11 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from ...huggingface.row_lists import keeps_texts_apart
 from ..errors import FineTuneError
-from ..rows import split_rows
-from .chat_tokens import ChatTokens, Encoder
-from .conversations import read_conversations
-from .text_files import find_texts
-from .tokenizer import Tokenizer
+from ..huggingface.batches import keeps_texts_apart
+from .chat_tokens import ChatTokens, Encoder, read_conversations
+from .models import Tokenizer
+from .text_files import find_texts, split_rows
 
 # What the loss of transformers leaves out.
 _IGNORED = -100

@@ -19,13 +19,13 @@ from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...batch.entries import is_cache
-from ...pipeline.live import OtherForward, with_own_forwards
-from ..adapters import model_inside, text_config
-from ..cutting.caches import cache_argument, home
-from ..cutting.check import evaluating
-from ..cutting.cut import Cut, cut
+from ..batch.entries import is_cache
 from ..errors import CutError
+from ..pipeline.live import OtherForward, with_own_forwards
+from .adapters import model_inside, text_config
+from .cutting.caches import cache_argument, home
+from .cutting.check import evaluating
+from .cutting.cut import Cut, cut
 
 _PROMPT, _PADDING = 5, 2
 

@@ -22,16 +22,16 @@ from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ... import fine_tune as tuning
-from ...device.composite import is_composite, stored_bytes
-from ...device.disk import HOST_IN_MEMORY
-from ...distributed.ranks.alarm import Alarm
-from ...errors import PlanError, RoundPipeError
-from ...fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
-from ...huggingface.quantize import count_weights
-from ..models import read_by, source_of
-from ..option_objects import flat_options, takes_options
-from .options import (
+from .. import fine_tune as tuning
+from ..device.composite import is_composite, stored_bytes
+from ..device.disk import HOST_IN_MEMORY
+from ..distributed.ranks.alarm import Alarm
+from ..errors import PlanError, RoundPipeError
+from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
+from ..huggingface.quantize import count_weights
+from .models import read_by, source_of
+from .option_objects import flat_options, takes_options
+from .train_options import (
     FileOptions,
     LearningOptions,
     ModelOptions,

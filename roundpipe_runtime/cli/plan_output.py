@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.messages import format_bytes, table
 
-from ...estimate.memory_estimate import JoinedLoss
-from ...estimate.report import PlanReport
-from ...huggingface.quantize import count_weights
-from ..quantities import format_count, format_seconds
+from ..estimate.memory_estimate import JoinedLoss
+from ..estimate.report import PlanReport
+from ..huggingface.quantize import count_weights
+from .option_objects import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ...estimate.layer_footprint import LayerFootprint
-    from ...estimate.report import Reference
-    from ...huggingface.plan_training import PlannedTraining, SettingsChange
-    from ...schedule.round_robin import Stage
+    from ..estimate.layer_footprint import LayerFootprint
+    from ..estimate.report import Reference
+    from ..huggingface.plan_training import PlannedTraining, SettingsChange
+    from ..schedule.round_robin import Stage
+
 
 _COLUMNS = 78
 

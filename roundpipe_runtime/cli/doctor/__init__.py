@@ -1,1 +1,0 @@
-"""``roundpipe doctor``: check an installation."""

@@ -1,1 +1,0 @@
-"""``roundpipe plan``: estimate the memory and step time of a training."""

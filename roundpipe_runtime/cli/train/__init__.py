@@ -1,1 +1,0 @@
-"""``roundpipe train``: train a language model on text."""

@@ -1,1 +1,0 @@
-"""Compute a layer again with the random numbers of its first run."""

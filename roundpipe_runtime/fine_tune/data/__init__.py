@@ -1,1 +1,0 @@
-"""Read the data of a training: text or conversations, as rows of tokens."""

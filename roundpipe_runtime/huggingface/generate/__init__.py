@@ -1,1 +1,0 @@
-"""Run ``generate`` of transformers through a pipeline."""

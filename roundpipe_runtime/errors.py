@@ -10,31 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
 
-__all__ = [
-    "BatchStructureError",
-    "CheckpointError",
-    "CheckpointWarning",
-    "ConfigError",
-    "CutError",
-    "CutRefusedWarning",
-    "DamagedCheckpointError",
-    "DeviceError",
-    "DeviceMemoryError",
-    "DistributedError",
-    "JoinError",
-    "LossError",
-    "PlanError",
-    "RoundPipeError",
-    "RoundPipeWarning",
-    "SplitError",
-    "StageError",
-    "UnevenSplitWarning",
-    "UnregisteredObjectError",
-    "UseAfterReleaseError",
-    "call_site",
-    "warn",
-]
-
 
 class RoundPipeError(Exception):
     """Base class of the errors of this package."""

@@ -16,7 +16,7 @@ def lazy_names(
     Source: `PEP 562 <https://peps.python.org/pep-0562/>`_.
     """
     # names: the `globals()` of its `__init__`; what was found once is kept there
-    # homes: modules of the package, which state their names in `__all__`; a name is that of the first which has it
+    # homes: modules of the package; a name of its `__all__`, or of theirs, is that of the first which has it
     # special: names that need more than an import, and what makes each of them; none by default
     # returns: the two functions. Folders of the package are also found, and a name that is nowhere is an
     # `AttributeError`.
@@ -30,12 +30,12 @@ def lazy_names(
                 return importlib.import_module(f"{package}.{name}")
             for home in homes:
                 module = importlib.import_module(f"{package}.{home}")
-                if name in module.__all__:
+                if name in getattr(module, "__all__", names["__all__"]) and name in vars(module):
                     return names.setdefault(name, getattr(module, name))
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
 
     def all_names() -> list[str]:
-        known = (importlib.import_module(f"{package}.{home}").__all__ for home in homes)
+        known = (getattr(importlib.import_module(f"{package}.{home}"), "__all__", ()) for home in homes)
         return sorted({*names, *makers, *names["__all__"], *(name for home in known for name in home)})
 
     return find, all_names

@@ -32,9 +32,6 @@ import torch
 
 from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 
-__all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "terms_of_batch", "warn_if_uneven"]
-
-
 # A mean over rows that is stated ("mean") is checked in each microbatch; one that a check found ("rows") is not. A mean
 # over items that torch's loss functions count ("items") was found by a check.
 Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]

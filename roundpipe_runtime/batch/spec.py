@@ -12,19 +12,6 @@ from yobx_flatten import leaves, string_type
 
 from ..errors import ConfigError, RoundPipeError, SplitError
 
-__all__ = [
-    "Replicate",
-    "RoundPipePackedData",
-    "Rule",
-    "Rules",
-    "TensorChunkSpec",
-    "format_value",
-    "is_below",
-    "read_rules",
-    "rule_for",
-    "sizes",
-]
-
 
 class RoundPipePackedData(list[Any]):
     """One leaf of the outputs with one entry per microbatch; ``merge_output=False`` returns these.

@@ -15,7 +15,6 @@ from ..huggingface.quantize import count_weights
 from .option_objects import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ..estimate.layer_footprint import LayerFootprint
     from ..estimate.report import Reference
     from ..huggingface.plan_training import PlannedTraining, SettingsChange
     from ..schedule.round_robin import Stage
@@ -54,7 +53,7 @@ def as_dict(
         ],
         "experts": dict(zip(("bytes", "expected_upload"), report.step.expert_bytes, strict=True)),
         "keep_parameters": report.simulated.keep_parameters,
-        "tables": {layer.name: _way_of_tables(layer) for layer in report.layers if layer.parts_forward},
+        "tables": {one.name: "slices" if one.slice_bytes else "rows" for one in report.layers if one.parts_forward},
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
         "disk": None if report.disk is None else dataclasses.asdict(report.disk),
@@ -76,10 +75,6 @@ def as_dict(
         "too_large": report.too_large or None,
         "remedy": None if change is None else dataclasses.asdict(change),
     }
-
-
-def _way_of_tables(layer: LayerFootprint) -> str:
-    return "slices" if layer.slice_bytes else "rows"
 
 
 def write_plan(

@@ -354,8 +354,6 @@ def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> N
 
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 
-__all__ = ["parse_devices"]
-
 # One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
 _ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
 _STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}

@@ -201,7 +201,7 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
     total = left = sum(sizes)
     slabs = []
     while waiting:
-        nbytes = max(_SMALLEST, _power_of_two(sizes[waiting[0]]))
+        nbytes = max(_SMALLEST, 1 << max(sizes[waiting[0]] - 1, 0).bit_length())
         tried = []
         while True:
             placed, used = _fill(waiting, sizes, nbytes)
@@ -225,10 +225,6 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
             placed[number] = used
             used += sizes[number]
     return placed, used
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 class PinnedMemory:

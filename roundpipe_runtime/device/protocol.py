@@ -19,8 +19,6 @@ import torch
 
 from .worker import Worker
 
-__all__ = ["Device", "HasRoom"]
-
 
 @runtime_checkable
 class Device(Protocol):

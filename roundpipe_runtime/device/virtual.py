@@ -18,9 +18,6 @@ from ..errors import DeviceMemoryError, UseAfterReleaseError
 from .protocol import HOST_CLOCK, NOW, Clock, Event
 from .worker import Worker
 
-__all__ = ["VirtualDevice"]
-
-
 _POISON_INTEGER = 0x5A
 
 # It keeps no state, so all threads may be in it at once.

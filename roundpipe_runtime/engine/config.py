@@ -11,8 +11,6 @@ import torch
 from ..errors import ConfigError
 from ..schedule.plan import ModelExecutePlan
 
-__all__ = ["RoundPipeRunConfig"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:

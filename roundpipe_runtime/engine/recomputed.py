@@ -34,18 +34,6 @@ from .draws import (
     traits_of,
 )
 
-__all__ = [
-    "CallState",
-    "VisitGenerator",
-    "call_seed",
-    "doing_recompute",
-    "get_recompute_data",
-    "restart_generators",
-    "run_seeded",
-    "save_for_recompute",
-]
-
-
 T = TypeVar("T")
 
 

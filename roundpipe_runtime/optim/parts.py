@@ -267,14 +267,10 @@ def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return parameters[: _STAND_INS - 1] + list(others.values())
 
 
-def _corner(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(0, _WIDEST) for _ in tensor.shape)
-
-
 def _small(value: Any, parameter: torch.Tensor) -> Any:
     """The part of a parameter's state that belongs to its corner."""
     if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
-        return value[_corner(value)].clone()
+        return value[tuple(slice(0, _WIDEST) for _ in value.shape)].clone()
     return copy.deepcopy(value)
 
 

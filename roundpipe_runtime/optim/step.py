@@ -33,8 +33,6 @@ from .parts import OptimizerParts, can_step_in_parts
 from .readiness import ReadinessTable
 from .torch_steps import Optimizer, install, other_post_hooks, taking_over, under_way
 
-__all__ = ["GradScaler", "OptimizerCtx", "StepRunner", "in_optimizer_ctx", "wait_for_updates"]
-
 
 class GradScaler(_GradScaler):
     """torch's gradient scaler, for gradients on the host and losses on any device.

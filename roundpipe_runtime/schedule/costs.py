@@ -15,9 +15,6 @@ from ..device.composite import parts_of
 from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import PlanError
 
-__all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
-
-
 # Work of a layer without parameters, and of a norm, next to one multiplication per parameter.
 _SMALLEST = 1e3
 

@@ -14,9 +14,6 @@ from .costs import layer_costs
 from .partitioning import partition_and_copy
 from .round_robin import Stage, stages_of
 
-__all__ = ["ModelExecutePlan", "RunType"]
-
-
 RunType: TypeAlias = Literal["infer", "train", "fused"]
 
 

@@ -17,9 +17,6 @@ from yobx_flatten.files.scratch import write_text
 
 from ..errors import RoundPipeError
 
-__all__ = ["KINDS", "Record", "Timeline", "current_timeline"]
-
-
 _CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
 
 # One letter per kind of work in the drawing.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -111,8 +111,8 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
     if name in _VIEWS and first is not None:
         return _view(first, func(*call, **arguments))
-    is_product = _is_product(func)
-    for stand in _stands_in((args, kwargs)):
+    is_product = func in _PRODUCTS or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
+    for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
         tensor, table, known, is_proved = stand._stands_for
         rows = None
         if stand is first:
@@ -131,10 +131,6 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
 
 def _real(stand: RowsOnDemand) -> torch.Tensor:
     return stand._stands_for[0]
-
-
-def _stands_in(nested: Any) -> Iterable[RowsOnDemand]:
-    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, RowsOnDemand)]
 
 
 def _name_of(func: Any) -> str:
@@ -203,10 +199,6 @@ def _rows_of_product(
 
 def _not_empty(ends: Sequence[int]) -> list[int]:
     return [group for group, end in enumerate(ends) if end > (ends[group - 1] if group else 0)]
-
-
-def _is_product(func: Any) -> bool:
-    return func in _PRODUCTS or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
 
 
 # -- a proof -----------------------------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
     """
     if one is None or other is None:
         present = other if one is None else one
-        return 0.0 if present is None or _is_zero(present) else math.inf
+        return 0.0 if present is None or (present.norm == 0.0 and present.odd is None) else math.inf
     if one.shape != other.shape or _are_odd_apart(one.odd, other.odd):
         return math.inf
     scale = 1.0 if one.is_whole else _SUMS**-0.5
@@ -390,10 +390,6 @@ def typical(found: Digest) -> float:
     """Return the root mean square of a gradient's numbers."""
     root: float = max(math.prod(found.shape), 1) ** 0.5
     return found.norm / root
-
-
-def _is_zero(found: Digest) -> bool:
-    return found.norm == 0.0 and found.odd is None
 
 
 def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:

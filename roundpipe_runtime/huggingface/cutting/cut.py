@@ -218,7 +218,15 @@ def _reason(error: Exception) -> tuple[str, str]:
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     """Return a model as one piece."""
     # refused: reason and message of each cut that was tried before
-    report = CutReport(type(model).__name__, (), (type(model).__name__,), (_bytes(model),), None, tuple(refused))
+    size = sum(map(stored_bytes, model.parameters()))
+    report = CutReport(
+        type(model).__name__,
+        (),
+        (type(model).__name__,),
+        (size,),
+        None,
+        tuple(refused),
+    )
     return Cut.of(model, [Whole(model)], report, {})
 
 
@@ -299,10 +307,6 @@ def _report(
         None,
         tuple(refused),
     )
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(map(stored_bytes, module.parameters()))
 
 
 # Add labels to an example, so that a cut is checked as it will be trained.

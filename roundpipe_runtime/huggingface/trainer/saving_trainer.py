@@ -34,14 +34,9 @@ from .pipeline_trainer import PipelineTrainer
 _PROGRESS = "roundpipe"
 
 
-def _is_sharded(pipeline: RoundPipe) -> bool:
-    """Report whether each process has a part of what the optimizer works on."""
-    return pipeline.ranks.num_shards > 1
-
-
 def _saves_by_name(pipeline: RoundPipe) -> bool:
     """Report whether the optimizer is saved by name: in shards, or from a disk, of which memory never holds all."""
-    return _is_sharded(pipeline) or pipeline.host != HOST_IN_MEMORY
+    return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
 
 
 def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:

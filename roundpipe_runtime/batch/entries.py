@@ -143,6 +143,12 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, module.Cache)
 
 
+# Flatten a batch once per call, for the checks, the search for the batch axis, and the split.
+#
+#     args, kwargs     args[0]['x']  args[0]['mask']  kwargs['scale']   and the structure of (args, kwargs)
+#     label            label[0]  label[1]                               and the structure of the labels
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
     """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`."""
@@ -250,6 +256,14 @@ def check_labels(label: FlatTree) -> None:
 
 
 Rows = tuple[int, ...]
+
+
+# Count the rows of each microbatch: of packed data, of a function's parts, or of even parts.
+#
+#     packed by a pipeline       rows [3, 2, 2]        all else is cut along with them
+#     packed by hand             (2, 8), (1, 8)        2 and 1 are counted
+#     parts of a function        x: (1, 4), (2, 4)     the table is one object in both parts: it was not cut
+#                                table: (5, 6)         rows 1 and 2
 
 
 def check_packed_counts(entries: Sequence[Entry]) -> None:

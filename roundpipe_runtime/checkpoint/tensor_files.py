@@ -89,6 +89,14 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
     return shards
 
 
+# Encode nested states as JSON and separate tensors. No pickle: only data can be read back.
+#
+#     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
+#         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "path.exp_avg"}}    and the tensor
+#
+# A tensor that is made of others, such as a moment in 8 bits, is stored as these, with the name of its class.
+
+
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
     """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.
 

@@ -453,6 +453,11 @@ _PAGE_OUT, _POPULATE_READ = 21, 22
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
+# Pages of mapped memory: read ahead, release from this process, write to the disk, and drop from the page cache.
+#
+# Each call changes where pages are and never what they hold, so it is right at any time and in any thread.
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)

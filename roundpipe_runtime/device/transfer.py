@@ -232,6 +232,15 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             parameter.__dict__.pop(_SENT_AS, None)
 
 
+# Block masks of flex attention: split along the batch, and flattened for copies to a device.
+#
+# A `BlockMask` states which blocks count, row by row of the batch, and holds a function that states it for each place:
+# `mask_mod(b, h, q, kv)`. A part of it begins at a later row, so its function is asked for `b` rows later. Registered
+# with torch or not, a mask is one leaf here: its tensors alone can be split, the function would still count from row 0.
+#
+# The idea is that of `torch.distributed.pipelining`, whose microbatches get their masks in this way.
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
     """Holds a mask so that it is not flattened."""

@@ -153,6 +153,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 T = TypeVar("T")
 
 
+# Activation checkpointing inside a layer or a loss (`torch.utils.checkpoint`): backward calls forward code again.
+#
+# It puts the generator of the CPU, which all threads share, into the state from before its forward, calls the part
+# again, and puts it back, on any device. In between, no other thread may draw.
+#
+# Which layers do so is seen once, by a profiler: on the CPU in the first backward. That of an accelerator runs in a
+# thread of autograd's, which no profiler of ours reaches, so there it is seen in the first forward.
+
+
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Return ``call()``; the CPU's random generator is locked if the call repeats forward code.
 

@@ -353,6 +353,15 @@ _LIBRARIES = frozenset({"torch", "transformers", "roundpipe_runtime", "yobx_flat
 _DEPTH = 3
 
 
+# Restore a layer's Python attributes, such as a queue of features, before its recomputation.
+#
+#     forward 0        queue []         -> [a]
+#     forward 1        queue [a]        -> [a, b]
+#     recomputation 0  queue [] (kept)  -> [a], and [a, b] is put back
+#
+# Buffers are copied with the layer and handled elsewhere, and parameters may not be written.
+
+
 class LayerAttributes:
     """The attributes of a layer and of what they hold, as they are now."""
 

@@ -340,6 +340,17 @@ def _mixes(layer: nn.Module, number: int) -> SplitError:
 _CHOSEN = 0.02
 
 
+# Compare the results for some rows at once with the results for parts of these rows.
+#
+#     rows 0 to 2        hidden (3, 7, 8)    similarity (3, 3)    loss ()      scale (8,)
+#     rows 0 and 1              (2, 7, 8)               (2, 2)         ()            (8,)
+#     row 2                     (1, 7, 8)               (1, 1)         ()            (8,)
+#     is it the same     joined, yes         no: pairs        a mean, a sum    equal, or a mean
+#
+# Which axis has the rows is the one whose sizes add up. A tensor for which none does is left out: nothing is known of
+# it.
+
+
 def mixes_rows(
     whole: Sequence[object], parts: Sequence[Sequence[object]], rows: Sequence[int], coarsest: torch.dtype | None = None
 ) -> bool:

@@ -164,6 +164,13 @@ _OWN = {
 _ATTENTION = functional.scaled_dot_product_attention
 
 
+# Kernels for `meta` tensors that match devices: same sizes of results, and of tensors saved for backward.
+#
+#     attention      on meta torch writes out the scores of every pair of tokens; kernels of devices do not
+#     grouped_mm     products of groups of rows, as experts do: on meta torch has them for bfloat16 only
+#     bool(tensor)   not known on meta; here True: models ask whether a mask hides nothing
+
+
 @contextlib.contextmanager
 def device_kernels(kind: str = "cuda") -> Iterator[None]:
     """Make operations on ``meta`` behave as on devices, in this block and thread.

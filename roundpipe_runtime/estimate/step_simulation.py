@@ -286,6 +286,14 @@ _BACKLOG = 256 * 2**20
 _AT_HAND = 2
 
 
+# Estimate the disk traffic and the optimizer time of a step with its state on a disk.
+#
+#     run     a stage's parameters are read before its upload, its gradients are written after their download
+#     clip    gradients are read once, for their norm
+#     step    layer 0: read | update | write      the reads of a layer run next to the update of the one before it,
+#                     layer 1: read | update | write        and to the writes of those before that
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
     """The bytes that a step keeps on a disk, and those that it reads and writes there."""

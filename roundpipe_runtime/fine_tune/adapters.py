@@ -116,6 +116,15 @@ _BLOCK = 32
 _LEAST = 2.0**-24  # the smallest number of float16
 
 
+# Train a model in the integers that are shipped, and save these integers.
+#
+#     weight (+ B A of LoRA) ──> blocks of 32: integers, and a scale in float16 ──> integers x scales ──> product
+#               gradient     <────────────────── as if nothing were rounded ────────────────────────────────┘
+#
+# The layers of torchao have no adapters inside the rounding, and scales in float32, whose products with integers
+# are rounded once more: the file would not get the integers and the scales of the training.
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Integers of so many bits with a scale in float16 for each block of a row, without zero points."""

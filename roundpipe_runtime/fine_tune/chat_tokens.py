@@ -264,6 +264,17 @@ _FORMS = (
 )
 
 
+# Read conversations from JSON, in any of four common forms.
+#
+#     messages            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+#     ShareGPT            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+#     Alpaca              {"instruction": "Greet", "input": "", "output": "Hello"}
+#     prompt, completion  {"prompt": "Hi", "completion": " Hello"}: text without a template; or two lists of messages
+#
+# Each may have `system`, `tools` (a list, or one as JSON text) and `chat_template_kwargs` next to it. Any other
+# field is given to the chat template, and refused where that does not read it: `chat_tokens` knows the template.
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """One row of conversations."""

@@ -269,6 +269,12 @@ def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tenso
 _CHARACTERS, _TEXTS = 2**20, 1000
 
 
+# Tokenized text in rows of one length, split into training rows and held-out rows.
+#
+#     document, end, document, end, doc|ument, end, ...     all tokens in a line, cut every `length` tokens
+#     row 0                            |row 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tokenized text in rows of one length.

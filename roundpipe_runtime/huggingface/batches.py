@@ -273,6 +273,14 @@ def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[i
 SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 
 
+# Split arguments that are lists with one entry per row, such as the labels of object detection.
+#
+#     pixel_values   (4, 3, 64, 64)
+#     labels         [{"class_labels": (2,), "boxes": (2, 4)}, {(1,), (1, 4)}, ...]    4 entries: cut between rows
+#     mask_labels    [(2, 64, 64), (1, 64, 64), ...]                                   likewise
+#     features       [(4, 32), (4, 64)]                                              a list of batches, each cut itself
+
+
 def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:

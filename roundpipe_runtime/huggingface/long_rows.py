@@ -291,6 +291,16 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
 _PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
 
 
+# Exchange tokens for heads between ranks, so that attention sees all tokens of some heads (sequence parallelism).
+#
+#     projections   rank 0: tokens 0 1 | heads a b        rank 1: tokens 2 3 | heads a b
+#     attention     rank 0: tokens 0 1 2 3 | heads a      rank 1: tokens 0 1 2 3 | heads b
+#     output        rank 0: tokens 0 1 | heads a b        rank 1: tokens 2 3 | heads a b
+#
+# The exchange is one all-to-all of its own group, called by the thread of the only device of each rank, so that
+# every rank calls in the same order (Jacobs et al., *DeepSpeed Ulysses*, 2023).
+
+
 class TokenExchange:
     """The exchanges of one model among the ranks of a mesh."""
 

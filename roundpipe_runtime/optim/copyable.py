@@ -238,6 +238,15 @@ _HEAD = "_rp_head_weight"
 _TO_COMPILE = "_rp_to_compile"
 
 
+# Choose the tables of large vocabularies that do not travel to a device whole.
+#
+#     embedding   the rows that occur in a microbatch go up, their gradients come down
+#     head        slices of the vocabulary go up one after the other, their gradients come down
+#
+# Rows change no bit, so they travel alone wherever a table is large. Slices add up in another order than a whole
+# product, so they are taken where a table does not fit, or where they are asked for.
+
+
 def check_large_tables(value: Any) -> None:
     """Check the option ``large_tables``."""
     if value not in ("auto", "whole", "slices"):

@@ -170,6 +170,12 @@ def _wait(optimizer: Optimizer, *_: Any) -> None:
         ended.wait()
 
 
+# Refuse to clip or step parameters whose gradients are on master weights: it would do nothing.
+#
+# torch's clipping would return 0, and an optimizer made of `model.parameters()` would change no weight. Both are
+# checked where they are called, by any class.
+
+
 class HasMasters(Protocol):
     """An object that knows the master weights of parameters."""
 

@@ -280,6 +280,13 @@ class SavedModel(EngineHandle):
 _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 
 
+# Bind the names that a step function reads, as a thread runs it when the caller may have bound them anew.
+#
+#     for step in range(100):
+#         optimizer = first if step % 2 else second            # the lambda below would read the next one
+#         model.step(lambda: optimizer.step(), is_async="exact")
+
+
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with the values that the names of its closure and its module have now.
 

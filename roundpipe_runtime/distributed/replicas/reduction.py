@@ -226,6 +226,13 @@ class Reduction:
             yield found
 
 
+# Cut a batch into groups, whatever the number of ranks. No process is involved here.
+#
+#     batch of 7 rows, 4 groups      rows 0, 1 | 2, 3 | 4, 5 | 6       the sizes of torch.tensor_split
+#     2 ranks                      rank 0 runs groups 0 and 2: rows 0, 1, 4, 5; rank 1 runs groups 1 and 3: rows 2, 3, 6
+#     3 ranks                        rank 0 runs groups 0 and 3, ranks 1 and 2 one each
+
+
 def group_sizes(rows: int, replicas: int) -> list[int]:
     """Return the rows of each group of a batch.
 

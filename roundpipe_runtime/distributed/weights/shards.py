@@ -303,6 +303,12 @@ def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[t
     return [parts[shard][copy] for copy in range(num_copies) for shard in range(num_shards)]
 
 
+# Compute the norm of all gradients, bitwise identical for every number of ranks.
+#
+# Powers are summed over rows, which no shard cuts, in float64. The sums of all rows are put together on every rank and
+# added in one order.
+
+
 @torch.no_grad()
 def clip_grad_norm(
     targets: Iterable[torch.Tensor],

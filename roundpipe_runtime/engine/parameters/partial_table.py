@@ -169,6 +169,17 @@ Group: TypeAlias = tuple[int, str, bool]
 Members: TypeAlias = list[nn.Parameter]
 
 
+# Decide which parameters of a run are copied only when they are read: those of experts.
+#
+# Two kinds of parameters may be read in part, and what a layer reads is observed:
+#
+#     experts.down_proj [8, 64, 32]          one matrix per expert in one parameter: rows are copied
+#     experts.*.down_proj.weight             the same parameter in each module of a list: those that are read are copied
+#
+# A group of parameters is copied on demand where the last run of its size read less than most of it, and otherwise
+# ahead, while the device computes something else. Each run that looks (the first, second, fourth...) observes again.
+
+
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
     """The parameters that a run copies when they are read."""

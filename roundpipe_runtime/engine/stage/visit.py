@@ -388,6 +388,15 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
     return [copy for copy, _ in copies]
 
 
+# Run one of several copies of the last stage, each on its own device, for its share of the microbatches.
+#
+# A copy computes the gradients of one microbatch at a time, and the last copy adds them up in the order of the
+# microbatches, just as autograd does where one device runs the stage: the bits are the same for any number of copies.
+#
+#     device 1   m0 ──┐      m2 ──┐      m4 ──┐         ──  the gradients of one microbatch, over the host
+#     device 2   m1   └▶ +0  m3   └▶ +1 +2    └▶ +3 +4      are added while the next microbatch is computed
+
+
 class CopyVisit(Visit):
     """A copy of the fused stage on its device. The last one waits for the others, which are dispatched before it."""
 

@@ -271,6 +271,16 @@ Entry: TypeAlias = tuple[int, int]
 _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 
+# Caches that the model's own code makes and fills, such as the keys and values of a learned prefix.
+#
+#     phase 0     makes the cache: the tensors in it are values of the state, through which gradients flow back
+#     layer       gets a cache with the entries that it reads; what it writes into them is dropped after the call
+#     phase 1     makes the cache again
+#
+# That is exact if no layer reads an entry that another one has written. Which entries a layer reads is observed when
+# the plan is made; others are not there.
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
     """A cache among the arguments of a call, without tensors."""

@@ -131,6 +131,16 @@ def _generator(call: Any) -> Any:
     return torch.default_generator if is_host else torch.get_device_module(device)
 
 
+# Join the states of microbatches before the last phase, so that the model's own code runs once for the whole batch.
+#
+#     microbatch 0    layers ... --> state: hidden (2, 8, 16)
+#                                                              --> state: hidden (3, 8, 16) --> last phase
+#     microbatch 1    layers ... --> state: hidden (1, 8, 16)
+#
+# Which axis of a tensor holds the rows is read off two states with different numbers of rows: it is the one whose size
+# differs. A tensor of the same shape in both belongs to all rows, such as the position bias of T5.
+
+
 class CannotJoinError(Exception):
     """States of microbatches cannot be joined; the message states why, for a warning."""
 

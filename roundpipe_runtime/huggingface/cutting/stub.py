@@ -214,6 +214,13 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
     return cell if new is held else types.CellType(new)
 
 
+# Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
+#
+# While the forward of a model is recorded, its layers do not run, and placeholders stand for their outputs. A model
+# that passes them from layer to layer runs through. A model that computes with one has its own code between two layers:
+# the first operation on a placeholder leaves the forward by `NeedsValue`.
+
+
 class Key(NamedTuple):
     """Name of a tensor: output ``leaf`` of call ``call``; tensors that phase p computed have the call ``-1 - p``."""
 

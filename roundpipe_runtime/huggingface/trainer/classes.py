@@ -44,6 +44,14 @@ from ..wrapped_model import WrappedModel
 from .pipeline_trainer import PipelineTrainer, check_overrides
 from .saving_trainer import SavingTrainer
 
+# A Trainer whose reference, reward and teacher models also run through pipelines.
+#
+# Trainers of preferences compare the model with others that do not learn, and give each of those to accelerate. One
+# that trains adapters calls its own model instead, with the adapters off:
+#
+#     accelerator.prepare_model(reference, evaluation_mode=True)     its own pipeline, on the same devices
+#     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model, which holds the weights
+
 
 class FrozenModelTrainer(PipelineTrainer):
     """A Trainer that also runs its frozen models through pipelines."""

@@ -45,6 +45,13 @@ _STATE = "trainer_state.json"  # what a Trainer writes last
 _SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts next to a checkpoint that a signal has asked for
 
 
+# Crash-safe checkpoints of the Trainer: they appear when they are complete, and a run resumes from the newest one.
+#
+#     output_dir/checkpoint-6/                            complete: transformers' files and a manifest
+#     output_dir/.checkpoint-9.writing/checkpoint-9/      what the Trainer is writing to
+#     output_dir/.checkpoint-3.leaving/                   no more
+
+
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
     """A ``transformers.Trainer`` whose checkpoints stay complete when the process is killed.
 

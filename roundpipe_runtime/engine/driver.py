@@ -33,8 +33,7 @@ from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .lifecycle import RunLifecycle
 from .loss_check import LossChecks, Sample, on_host
-from .one_group import OneGroup
-from .outputs import Call, Cutting, host_value, merge_outputs, outputs_of
+from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
 from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run, Trial
 

@@ -43,8 +43,7 @@ from .checks import is_due
 from .compiled import NOT_COMPILED, CompiledLayers, PipelineProgress
 from .config import RoundPipeRunConfig
 from .draws import Draws, run_base
-from .one_group import OneGroup
-from .outputs import PinnedCopies, host_value
+from .one_group import OneGroup, PinnedCopies, host_value
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import setting_nothing_to_itself
 from .parameters.partial_table import NOTHING_PARTIAL, PartialPlan, RoutedParameters

@@ -10,7 +10,7 @@ import torch
 
 from ...batch.loss import BackwardTerm, LossContract, LossValue, Reduction
 from ...device.transfer import HostValue
-from ...engine.outputs import Call
+from ...engine.one_group import Call
 from ...engine.run import Run
 from ...errors import DistributedError
 from .reduction import ReductionPlan

@@ -27,8 +27,7 @@ from ...device.worker import Outcome, Uninterrupted, Worker, on_error
 from ...engine.config import RoundPipeRunConfig
 from ...engine.draws import move_generator, run_base
 from ...engine.driver import Engine
-from ...engine.one_group import OneGroup
-from ...engine.outputs import Call, Cutting, feed_inputs
+from ...engine.one_group import Call, Cutting, OneGroup, feed_inputs
 from ...engine.run import Run
 from ...errors import (
     ConfigError,

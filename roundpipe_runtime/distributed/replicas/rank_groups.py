@@ -26,7 +26,7 @@ from ...engine.autograd import arrived, return_outputs
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.layer_graph import other_leaves
-from ...engine.outputs import Cutting, merge_outputs
+from ...engine.one_group import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
 from ...errors import DistributedError, StageError, StoppedByRankError, format_failure, raise_first

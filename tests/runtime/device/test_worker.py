@@ -170,10 +170,10 @@ def test_a_child_has_every_lock_of_the_process_free():
     code = (
         "import os, signal, threading, torch\n"
         "import roundpipe_runtime.checkpoint.save\n"
-        "from roundpipe_runtime.device import forking\n"
+        "from roundpipe_runtime.device import worker\n"
         "from roundpipe_runtime.optim import parameters\n"
         "layer = torch.nn.Linear(2, 2)\n"
-        "locks = lambda: [*forking._LOCKS, parameters.scan([layer])[0].lock]\n"
+        "locks = lambda: [*worker._LOCKS, parameters.scan([layer])[0].lock]\n"
         "held, over = threading.Event(), threading.Event()\n"
         "def hold():\n"
         "    for lock in reversed(locks()):\n"
@@ -189,6 +189,6 @@ def test_a_child_has_every_lock_of_the_process_free():
         "    os._exit(sum(lock.acquire(timeout=1) for lock in locks()))\n"
         "over.set()\n"
         "thread.join()\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(forking._LOCKS) + 1 == 6\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(worker._LOCKS) + 1 == 6\n"
     )
     fresh_process.run("-c", code, timeout=60)

@@ -45,7 +45,7 @@ class GenaiTrial:
     @functools.cached_property
     def model(self) -> Any:
         """The model, in float32."""
-        from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
+        from yobx_flatten.model_folder.source.classes import small_config, small_model
 
         if self.name != "whisper":
             return small_model(self.name)
@@ -90,7 +90,7 @@ class GenaiTrial:
 
     def _given(self) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The tokens of a prompt, the arguments of the model, and what the library is handed over besides."""
-        from yobx_flatten.model_folder.pieces.genai_pictures import image_token_of
+        from yobx_flatten.model_folder.pieces.genai import image_token_of
         from yobx_flatten.model_folder.pieces.text import encoder_input
         from yobx_flatten.model_folder.pieces.vision_language import images_for, vision_encoder
 

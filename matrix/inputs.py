@@ -15,7 +15,7 @@ import torch
 
 from yobx_flatten import DecodeSizes, decode_inputs
 from yobx_flatten.huggingface.cache_names import argument_of, cache_of, installed_name, name_in
-from yobx_flatten.huggingface.state_decoder import has_states_alone
+from yobx_flatten.huggingface.decoders import has_states_alone
 
 from .media import IMAGE_TOKEN, encoder_inputs, picture_of, reads_media
 from .particular import PARTICULAR, NoCacheError, carried

@@ -51,7 +51,7 @@ def unknown_classes(known: Iterable[str]) -> dict[str, list[str]]:
     import transformers.cache_utils as cache_utils
     from transformers.utils.generic import ModelOutput
 
-    from yobx_flatten.huggingface.loaded import subclasses_of
+    from yobx_flatten.huggingface.outputs import subclasses_of
 
     layers = [getattr(cache_utils, name) for name in sorted(_BASES) if name != "Cache" and hasattr(cache_utils, name)]
     held = set(known)

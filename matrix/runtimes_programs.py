@@ -132,7 +132,7 @@ def _refused(runner: Any, source: Any, case: Any) -> int:
     mask without the column of a token excludes it, as padding: where it sees nothing, it is a softmax over nothing.
     """
     from yobx_flatten import FlattenError
-    from yobx_flatten.export.proof.padding import Padding
+    from yobx_flatten.export.proof.replay import Padding
 
     leaves, spec = pytree.tree_flatten(dict(case.kwargs))
     count = 0
@@ -176,7 +176,7 @@ def _tensors(runner: Any, source: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 def _logits(source: Any, kwargs: Any) -> torch.Tensor:
     """What the model itself computes."""
-    from yobx_flatten.export.proof.case import clone
+    from yobx_flatten.export.proof.eager_runs import clone
 
     with torch.no_grad():
         found = source.example.module(**clone(dict(kwargs)))

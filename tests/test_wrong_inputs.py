@@ -254,8 +254,8 @@ def interrupted_import(*_arguments, **_options):
 )
 def test_ctrl_c_that_a_library_renames_is_an_interruption(main, command, program, monkeypatch, capsys):
     """It was an error of the model with status 2, two seconds after the start."""
-    from yobx_flatten.model_folder.source import tiny_models
+    from yobx_flatten.model_folder.source import classes
 
-    monkeypatch.setattr(tiny_models, "_shrunk", interrupted_import)
+    monkeypatch.setattr(classes, "_shrunk", interrupted_import)
     assert main(command) == 130
     assert capsys.readouterr().err.endswith(f"{program}: interrupted, nothing was written\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.records import Records
 from benchmarks.gpu.rows import ROWS, Row
-from yobx_flatten.errors.messages import format_bytes, table
+from yobx_flatten.errors.failures import format_bytes, table
 
 __all__ = ["DATA", "Day", "row_lines", "store", "write_page"]
 

@@ -25,7 +25,7 @@ import torch
 import typer
 from torch import nn
 
-from yobx_flatten.errors.messages import format_bytes, table
+from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
 from yobx_flatten.terminal.output import say_json
 

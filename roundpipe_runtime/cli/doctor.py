@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from yobx_flatten.errors.failures import result_or
-from yobx_flatten.errors.messages import first_line, format_bytes
+from yobx_flatten.errors.failures import first_line, format_bytes, result_or
 from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json

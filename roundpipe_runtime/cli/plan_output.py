@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from yobx_flatten.errors.messages import format_bytes, table
+from yobx_flatten.errors.failures import format_bytes, table
 
 from ..estimate.memory_estimate import JoinedLoss
 from ..estimate.report import PlanReport

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from yobx_flatten.errors.messages import format_bytes, table
+from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
 from ..timeline.bubbles import DeviceTotals, StageTotals, device_totals, stage_totals

@@ -17,8 +17,7 @@ from typing import Any
 import typer
 from torch import nn
 
-from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.failures import format_bytes, raised_as
 from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import console, printable, say, say_json
 

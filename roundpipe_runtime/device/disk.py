@@ -31,7 +31,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.failures import format_bytes
 
 from ..errors import ConfigError
 from .worker import Worker

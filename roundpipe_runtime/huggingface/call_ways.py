@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.failures import format_bytes
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 

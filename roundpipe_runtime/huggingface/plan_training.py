@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from yobx_flatten.errors.messages import first_line
+from yobx_flatten.errors.failures import first_line
 from yobx_flatten.recipe.aliases import Kwargs
 
 from ..engine.planner import FOR_PARAMETERS, stage_limit

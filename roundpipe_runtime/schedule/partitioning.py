@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.failures import format_bytes
 
 from ..errors import PlanError
 from .costs import LayerCost

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.failures import format_bytes
 
 from ..errors import ConfigError
 from .round_robin import RoundRobin, Step

@@ -56,7 +56,7 @@ def _values() -> dict[str, Any]:
 
 
 def _llama() -> Any:
-    from yobx_flatten.model_folder.source.tiny_models import small_model
+    from yobx_flatten.model_folder.source.classes import small_model
 
     return small_model("llama")
 
@@ -145,7 +145,7 @@ def _write_model(folder: pathlib.Path) -> None:
 def _read_streamed(folder: pathlib.Path) -> None:
     """Whole, and layer by layer."""
     from yobx_flatten.model_folder.source.find import find_model
-    from yobx_flatten.model_folder.source.streamed import open_checkpoint
+    from yobx_flatten.model_folder.source.open import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
     for name in checkpoint.files if checkpoint else ():
@@ -179,8 +179,8 @@ def _write_peft(folder: pathlib.Path) -> None:
 
 def _read_peft(folder: pathlib.Path) -> None:
     """Merged, and as one that calls switch."""
+    from yobx_flatten.model_folder.source.adapter import read_adapters
     from yobx_flatten.model_folder.source.find import find_model
-    from yobx_flatten.model_folder.source.switched import read_adapters
 
     read_adapters(find_model(str(folder / "base")).load(), {"one": folder / "adapter"})
     find_model(str(folder / "adapter")).load()

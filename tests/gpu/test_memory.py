@@ -12,7 +12,7 @@ from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.errors import RoundPipeError
 from tests.gpu.models import CASES, mlp
 from tests.gpu.place import MODES, on_a_device
-from yobx_flatten.errors.messages import first_line
+from yobx_flatten.errors.failures import first_line
 
 pytestmark = on_a_device
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..model_folder.adapters.add import add_adapter
+from ..model_folder.added_adapters import add_adapter
 from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 from .options import Folder

@@ -26,8 +26,8 @@ import torch
 
 from ..errors import ReplayError
 from ..errors.dependencies import require
-from ..export.onnx_export import export_onnx
-from ..export.proof.case import Case
+from ..export.calls import export_onnx
+from ..export.proof.eager_runs import Case
 from ..export.proof.report import ExportReport
 from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of

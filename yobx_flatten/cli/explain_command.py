@@ -15,8 +15,7 @@ from ..record.calls import RecordedCalls
 from ..record.files import call_files
 from ..runners.onnx_session import open_session
 from ..runners.program_runner import ProgramRunner, open_program
-from ..storage.cases import load_case
-from ..storage.nested import load_nested
+from ..storage.nested import load_case, load_nested
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 from .targets import call_of, is_object_name, object_of

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..export.quantization.options import Quantization
+from ..export.quantization import Quantization
 from ..model_folder.pieces.tasks import TASKS
 from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder

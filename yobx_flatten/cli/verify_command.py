@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..model_folder.explain import FolderExplanation, explain_folder
 from ..model_folder.verify import verify_folder
-from ..model_folder.with_model.explain import FolderExplanation, explain_folder
 from ..terminal.failures import CHECK_FAILED, REFUSED, UserError
 from ..terminal.output import progress, say, say_json
 from ..verify.verify_file import verify_file

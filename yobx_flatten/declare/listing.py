@@ -103,7 +103,7 @@ def _layers() -> Iterator[FlatteningRow]:
     import transformers.cache_utils as cache_utils
 
     from ..huggingface.caches.layers import LETTERS, OTHER_LETTERS
-    from ..huggingface.loaded import ModelClasses
+    from ..huggingface.outputs import ModelClasses
 
     letters = {**LETTERS, **OTHER_LETTERS}
     for cls in vars(cache_utils).values():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .conformance import check_recipe
 from .drawing import Drawing, DrawingRow, explain
-from .explanation import Explanation
 from .export_errors import explain_error
 from .inputs import Finding, Findings, check_inputs
 from .opaque import Unregistered, find_unregistered
+from .size_errors import Explanation
 from .spec_diff import Difference, compare_specs
 
 __all__ = [

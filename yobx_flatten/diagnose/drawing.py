@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..core.contents import Layouts
-from ..errors.failures import result_or
-from ..errors.messages import format_bytes
+from ..errors.failures import format_bytes, result_or
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 from ..trees.walk import children_of, class_name, format_entry

@@ -21,11 +21,18 @@ from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
-from .explanation import Explanation, Failure, Row
-from .opaque import find_unregistered
-from .program_errors import PROGRAM_ROWS, explain_guards
-from .remedies import Remedy, remedy_for
-from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words, place_of
+from .opaque import Remedy, find_unregistered, remedy_for
+from .size_errors import (
+    PROGRAM_ROWS,
+    SIZE_ROWS,
+    Explanation,
+    Failure,
+    Row,
+    explain_guards,
+    explain_misfit,
+    misfit_in_our_words,
+    place_of,
+)
 
 # Explain error messages of tools around ``torch.export``: the old tracer, ``vmap``, stored programs.
 

@@ -29,8 +29,7 @@ from ..trees.dynamic_specs import by_parameter, without_specs
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import class_name, find_cycle, format_cycle, format_path, leaf_places, own_children, torch_leaves
-from .opaque import find_unregistered
-from .remedies import remedy_for
+from .opaque import find_unregistered, remedy_for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

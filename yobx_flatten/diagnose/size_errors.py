@@ -1,20 +1,24 @@
-"""Explain errors about sizes: fixed dynamic axes, and ``dynamic_shapes`` that do not match the inputs."""
+"""Explain errors about sizes, and about programs: fixed axes, ``dynamic_shapes`` or inputs that do not match."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import linecache
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from ..errors import DynamicShapesError
-from ..errors.messages import first_line
+from ..errors.failures import first_line
+from ..trees.arguments import inputs_by_name
 from ..trees.shapes import check_dynamic_shapes
-from .explanation import Explanation, Failure, Row
+from .spec_diff import Difference, compare_spec_texts, compare_specs
 
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
@@ -170,3 +174,140 @@ def place_of(error: BaseException) -> str:
     code, line = own[-1]
     text = linecache.getline(code.co_filename, line).strip()
     return f" in {code.co_name}, {code.co_filename}:{line}{': ' + text if text else ''}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """The explanation of an error. Its ``str`` is the text to read.
+
+    Attributes:
+        text: the meaning of the error.
+        paths: the inputs or outputs it is about, as Python.
+        remedy: the line to type; empty where there is none.
+        known: whether the message is one of those that :func:`explain_error` knows.
+    """
+
+    text: str
+    paths: tuple[str, ...] = ()
+    remedy: str = ""
+    known: bool = True
+
+    def __str__(self) -> str:
+        remedy = self.remedy.replace("\n", "\n    ")
+        return f"{self.text}\n    {remedy}" if remedy else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An error, with the exported or called object."""
+
+    error: BaseException  # the exception that was raised
+    message: str  # the text of the error
+    module: torch.nn.Module | ExportedProgram | None  # the module or program; `None` where it is not known
+    args: tuple[Any, ...]  # positional arguments of the export or the call
+    kwargs: Mapping[str, Any]  # keyword arguments of the export or the call
+    dynamic_shapes: Any  # the shapes as passed to `torch.export.export`
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments by parameter name."""
+        return inputs_by_name(self.module, self.args, self.kwargs)
+
+
+Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
+"""A pattern that a message keeps from version to version, and a function that explains what matches it."""
+
+
+def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    names = ("exported", "called")
+    differences: list[Difference] | None = None
+    if isinstance(failure.module, ExportedProgram) and (failure.args or failure.kwargs):
+        differences = compare_specs(failure.module, (failure.args, dict(failure.kwargs)), names=names)
+    if not differences:
+        differences = compare_spec_texts(found[1], found[2], names)
+    if not differences:
+        return None
+    listed = "\n".join(map(str, differences))
+    return Explanation(
+        f"The program was exported for inputs of another structure:\n{listed}",
+        tuple(difference.path for difference in differences),
+        "",
+    )
+
+
+def _other_keywords(failure: Failure, found: re.Match[str]) -> Explanation:
+    given, expected = (re.findall(r"'([^']+)'", names) for names in (found[1], found[2]))
+    paths = tuple(f"kwargs[{name!r}]" for name in given if name not in expected)
+    missing = [name for name in expected if name not in given]
+    text = [f"{', '.join(paths)} was not passed by keyword when the program was exported."] if paths else []
+    text += [f"{', '.join(missing)} is missing: it was passed by keyword then."] if missing else []
+    return Explanation(" ".join(text) + " Call the program as it was exported:", paths, _call(expected))
+
+
+def _call(keywords: list[str]) -> str:
+    return (
+        f"program.module()(..., {', '.join(f'{name}=...' for name in keywords)})"
+        if keywords
+        else "program.module()(...)"
+    )
+
+
+def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
+    guard = found[1].strip()
+    sized = re.match(r"(.+?)\.(size|stride)\(\)\[(\d+)\] (==|!=|<=|>=|<|>) (.+)$", guard)
+    if sized is None:
+        path = re.split(r" (?:==|!=|<=|>=|<|>) ", guard)[0]
+        return Explanation(
+            f"The program is valid only for {guard}: a number, string or None among the inputs is part of the program. "
+            "Pass a tensor, or let the number vary when you export:",
+            (path,),
+            f"dynamic_shapes={{{path!r}: Dim.AUTO, ...}}",
+        )
+    path, what, axis, operator, value = sized.groups()
+    if what == "stride":
+        return Explanation(
+            f"The program is valid only for {guard}: the example was a slice of a larger tensor. Export with a "
+            "contiguous one:",
+            (path,),
+            f"{path}.contiguous()",
+        )
+    if value.isdigit() and operator == "==":
+        return Explanation(
+            f"{path} has another size along axis {axis} than {value}, which the program was exported for: the axis "
+            "was not dynamic, or the code fixed it. Export again with:",
+            (path,),
+            f"dynamic_shapes={{{_root(path)!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
+        )
+    return Explanation(
+        f"The program is valid only for {format_size(guard)}: the code branches on it, or bounds= or a Dim set the "
+        "range. Remove the branch, export with a larger bound, or export one program for each branch and choose "
+        "before the call.",
+        (path,),
+        "",
+    )
+
+
+def _root(path: str) -> str:
+    return re.split(r"[\[.]", path)[0]
+
+
+def explain_guards(failure: Failure) -> Explanation | None:
+    """Explain an error raised by the code that torch generates to check the inputs of a program, in a nameless file."""
+    frames = traceback.extract_tb(failure.error.__traceback__)
+    if not frames or (frames[-1].filename, frames[-1].name) != ("<string>", "_"):
+        return None
+    return Explanation(
+        "The program could not check its inputs. Known causes: None where the example had a tensor, or an example that "
+        "is a slice of a larger tensor. Pass what the example had, and export with contiguous examples:",
+        (),
+        "example.contiguous()",
+    )
+
+
+PROGRAM_ROWS: list[Row] = [
+    (
+        r"exported input tree spec: *\n(.*?)\nbut actually got inputs with tree spec of: *\n(.*?)\.\nPlease check",
+        _other_structure,
+    ),
+    (r"kwarg keyword mismatch: Got the following keywords (\[.*?\]) but expected (\[.*?\])", _other_keywords),
+    (r"^Guard failed: (.+)$", _guard),
+]

@@ -1,12 +1,16 @@
-"""Catch errors of any class from code of users and other libraries.
+"""Catch errors of any class from code of users and other libraries; format, and log, what is stated about them.
 
-These are the only places that do so. Elsewhere an ``except`` names the expected errors.
+These are the only places that catch any error. Elsewhere an ``except`` names the expected ones.
+``verbose=`` raises the level of the logger ``yobx_flatten`` for one call and its thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import contextvars
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 _T = TypeVar("_T")
@@ -84,3 +88,105 @@ def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:  # also Ctrl-C and the end of the process; it is raised again
         undo()
         raise
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's message that is not blank; the name of its class if there is none.
+
+    >>> first_line(ValueError("\n  cannot open model.onnx \nat line 3")), first_line(KeyboardInterrupt())
+    ('cannot open model.onnx', 'KeyboardInterrupt')
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with the units of SI: 1 kB is 1000 bytes.
+
+    >>> format_bytes(40), format_bytes(2300), format_bytes(8e9), format_bytes(1.38e12)
+    ('40 bytes', '2.3 kB', '8 GB', '1.38 TB')
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ", width: int | None = None) -> list[str]:
+    """Align rows of cells in columns.
+
+    >>> for line in table([["case", "steps", "worst"], ["batch 3", "2", "logits"], ["batch 12", "why"]], indent="| "):
+    ...     print(line)
+    | case      steps  worst
+    | batch 3   2      logits
+    | batch 12  why
+    >>> for line in table([["model.layers.0", "9 MB"], ["head", "12.5 MB"]], align="<>", indent="| ", width=20):
+    ...     print(line)
+    | ...yers.0     9 MB
+    | head       12.5 MB
+    """
+    # rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
+    # can end early with a sentence.
+    # align: one sign per column, `"<"` for the left and `">"` for the right. Default: all to the left.
+    # indent: what every line begins with; two spaces by default
+    # width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
+    cells = [list(row) for row in rows]
+    signs = align.ljust(max(map(len, cells), default=0), "<")
+    widths = [0] * len(signs)
+    for row in cells:
+        for column, cell in enumerate(row):
+            if column < len(row) - 1 or signs[column] == ">":
+                widths[column] = max(widths[column], len(cell))
+    if width is not None:
+        widths[0] = min(widths[0], width - len(indent) - sum(2 + other for other in widths[1:]))
+        for row in cells:
+            if len(row[0]) > widths[0]:
+                row[0] = "..." + row[0][3 - widths[0] :]
+    lines = ("  ".join(f"{c:{sign}{wide}}" for c, sign, wide in zip(row, signs, widths, strict=False)) for row in cells)
+    return [f"{indent}{line}".rstrip() for line in lines]
+
+
+# `extra=` of a record that begins a step of a long call, which progress bars show.
+STEP = {"step": True}
+
+_LOGGER = logging.getLogger("yobx_flatten")
+# The level from which the caller wants to hear, whatever that of the logger is: all threads share the logger.
+_WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verbose", default=sys.maxsize)
+
+
+@contextlib.contextmanager
+def verbosity(verbose: int) -> Iterator[None]:
+    """Pass this thread's log records in the block to the handlers: 1 for ``INFO``, 2 for ``DEBUG``."""
+    level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
+    before = _WANTED.set(min(level, _WANTED.get()))
+    try:
+        yield
+    finally:
+        _WANTED.reset(before)
+
+
+def say(level: int, message: str, *args: object) -> None:
+    """Log a message; with `verbosity` and without configured logging it goes to stderr."""
+    if _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, message, *args, stacklevel=2)
+    elif level >= _WANTED.get():
+        file, line, function, _ = _LOGGER.findCaller(stacklevel=2)
+        record = _LOGGER.makeRecord(_LOGGER.name, level, file, line, message, args, None, function)
+        (_LOGGER if _LOGGER.hasHandlers() else logging.StreamHandler()).handle(record)
+
+
+@contextlib.contextmanager
+def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
+    """Keep records off the terminal whose text begins as stated, by the name of the logger."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(unwanted[record.name])
+
+    logs = [logging.getLogger(name) for name in unwanted]
+    for log in logs:
+        log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(is_news)

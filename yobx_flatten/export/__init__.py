@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from .calls import export_onnx, export_program, prove_program
 from .exported_model import ExportedModel
-from .foreign_program import prove_program
-from .onnx_export import export_onnx
-from .program_export import export_program
-from .proof.case import Case
+from .proof.eager_runs import Case
 from .proof.quality import Quality
 from .proof.replay import CaseResult
 from .proof.report import ExportReport
-from .quantization.options import Quantization
+from .quantization import Quantization
 
 __all__ = [
     "Case",

@@ -17,9 +17,9 @@ from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import file_for_torch
 from ..runners.program_runner import ProgramRunner
-from .example.example import Example
+from .example import Example
 from .proof.report import ExportReport
-from .quantization.options import Quantization, WeightBits
+from .quantization import Quantization, WeightBits
 from .runtimes.executorch import Backend
 from .runtimes.file_options import CacheForm, FileOptions
 from .runtimes.write import write_for

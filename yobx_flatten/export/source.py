@@ -19,28 +19,23 @@ from torch.export import Dim, ExportedProgram
 from ..core.compare import tolerance
 from ..core.effects import undisturbed
 from ..errors import FlattenError
-from ..errors.log import STEP
-from ..errors.messages import first_line
+from ..errors.failures import STEP, first_line
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
+from ..runners.adapters import Adapter
 from ..runners.program_runner import ProgramRunner
 from ..runners.signature import MISFIT
-from ..storage.matching import leaves_of
 from ..trace.program_inputs import traced_inputs
-from ..trees.naming import leaf_names
+from ..trees.naming import leaf_names, leaves_of
 from ..trees.shapes import shapes_of_leaves
-from .example.example import Example
+from .example import Example
 from .model_facts import ModelFacts
-from .program.traced import Traced, calm, trace
-from .proof.case import Case, Proof, check_cases, choose_proof, sampled
+from .proof.eager_runs import Case, Proof, check_cases, choose_proof, sampled
 from .proof.exported_call import Nested
-from .proof.fitting import fitting
-from .proof.left import note_on_lost
-from .proof.module_state import written_parameters
+from .proof.left import note_on_lost, written_parameters
 from .proof.replay import CaseResult, Side, replay
-from .proof.report import ExportReport
-from .proof.yardstick import Yardstick
-from .room import Adapter
+from .proof.report import ExportReport, Yardstick
+from .traced import Traced, calm, trace
 from .varied import INFINITIES, dependence_on_padding, rounding_changes, varied_cases
 
 logger = logging.getLogger("yobx_flatten")
@@ -391,3 +386,32 @@ def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]])
     except _REFUSALS:
         return False
     return True
+
+
+def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
+    """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""
+    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
+
+
+def fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
+    """The cases whose sizes a program takes; the report names the others."""
+    shapes, kept = shapes_taken(program), []
+    for case in cases:
+        misfit = _misfit(program, shapes, case)
+        if misfit:
+            report.remark(f"{case.name}: not replayed, since {misfit}.")
+        else:
+            kept.append(case)
+    return kept
+
+
+def _misfit(program: ExportedProgram, shapes: list[tuple[Any, ...]], case: Case) -> str:
+    leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
+    for name, shape, leaf in zip(leaf_names(dict(case.kwargs)), shapes, leaves, strict=False):
+        for axis, (size, given) in enumerate(zip(shape, getattr(leaf, "shape", ()), strict=False)):
+            if isinstance(size, int):
+                if size != given:
+                    return f"the program has fixed axis {axis} of {name} at {size}"
+            elif (known := program.range_constraints.get(size.node.expr)) is not None and given > known.upper:
+                return f"the program takes at most {known.upper} in axis {axis} of {name}"
+    return ""

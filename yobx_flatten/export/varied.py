@@ -25,19 +25,16 @@ import torch
 from ..core.compare import largest_difference, share_of_nan
 from ..diagnose.spec_diff import compare_outputs
 from ..errors import InvalidArgumentError, ReplayError
-from ..errors.failures import result_or
-from ..errors.messages import first_line
+from ..errors.failures import first_line, result_or
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from ..runners.relations import holds, names_in
 from ..runners.signature import Signature, place_of_sizes
 from ..trees.naming import output_names
-from .example.example import Example
-from .example.resized import arguments_with, resized_leaves, tensors_of
-from .program.flat_program import signature_of
-from .program.traced import Traced
-from .proof.case import Case, clone
-from .proof.eager_runs import eager_steps
+from .example import Example, arguments_with, resized_leaves, tensors_of
+from .flat_program import signature_of
+from .proof.eager_runs import Case, clone, eager_steps
+from .traced import Traced
 
 _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
 """Operators that return the place of one of several equals."""

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import FlattenError
 from ..errors.dependencies import require
-from ..errors.failures import raised_as, undone_on_failure
-from ..errors.messages import first_line
+from ..errors.failures import first_line, raised_as, undone_on_failure
 
 T = TypeVar("T")
 

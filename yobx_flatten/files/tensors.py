@@ -1,4 +1,4 @@
-"""Write a file of tensors, with errors of the system, and read one of a stranger."""
+"""Write a file of tensors, with errors of the system; read one of a stranger, and the weights next to an ONNX file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from ..errors.messages import first_line
-from .document import damage_as, open_regular
+from ..errors import DamagedFileError
+from ..errors.failures import first_line
+from .document import damage_as, open_regular, read_bytes
+from .scratch import is_data_of
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @contextlib.contextmanager
@@ -78,3 +83,28 @@ class _Lenient(io.FileIO):
         except BaseException as error:  # Ctrl-C in here would also end the process
             self.failure = error
         return len(data)
+
+
+_LARGEST = 2**31  # bytes; protobuf reads no more
+
+
+def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProto:
+    """Read a file that a user or another file names, without its external data."""
+    import onnx
+
+    data = read_bytes(path, failure=failure, most=_LARGEST)
+    with damage_as(failure, str(path)):
+        return onnx.load_model_from_string(data)
+
+
+def data_files_of(path: pathlib.Path) -> set[str]:
+    """Return the names of files of data that an ONNX file refers to, if they are as this package gives them."""
+    # path: the file; one that is not there, or no ONNX file, refers to nothing
+    if not path.is_file():
+        return set()
+    try:
+        graph = read_onnx(path, failure=DamagedFileError).graph
+    except DamagedFileError:  # not an ONNX file
+        return set()
+    stored = [entry for tensor in graph.initializer for entry in tensor.external_data]
+    return {entry.value for entry in stored if entry.key == "location" and is_data_of(entry.value, path)}

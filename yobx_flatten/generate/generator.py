@@ -16,8 +16,7 @@ from ..errors.dependencies import require
 from ..runners.folder_adapters import FolderAdapters
 from ..trees.arguments import did_you_mean
 from .pictures import Pictures
-from .sampling import Sampling, TokenChooser
-from .score_rules import ScoreProcessor, score_rules
+from .sampling import Sampling, ScoreProcessor, TokenChooser, score_rules
 from .settings import GenerationSettings
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState

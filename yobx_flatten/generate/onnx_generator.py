@@ -11,10 +11,17 @@ from torch.export import ExportedProgram
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..export.exported_model import ExportedModel
-from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
+from ..runners.onnx_session import (
+    Providers,
+    choose_providers,
+    mapped_options,
+    only_for_onnxruntime,
+    open_session,
+    require_onnxruntime,
+    session_options,
+)
 from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator

@@ -17,8 +17,7 @@ from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..files.document import damage_as
 from ..huggingface.cache_names import CACHE
-from ..runners.ports import CacheSlot, Port
-from ..runners.runner import Runner
+from ..runners.ports import CacheSlot, Port, Runner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from ..files.document import damage_as, read_configuration, read_document
 from ..huggingface.position_switch import switch_of
 from .layout import MANIFEST
 from .pictures import Pictures, Tiles
-from .sampling import Sampling, sampling_of
-from .score_rules import ScoreProcessor, changes_scores, other_loops
+from .sampling import Sampling, ScoreProcessor, changes_scores, other_loops, sampling_of
 
 # entries of a generation_config.json that Whisper's own loop reads
 _OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")

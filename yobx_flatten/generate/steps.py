@@ -12,9 +12,8 @@ import torch
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE
 from ..runners.folder_adapters import FolderAdapters
-from ..runners.ports import check_cache_outputs, present_of
+from ..runners.ports import Runner, check_cache_outputs, present_of
 from ..runners.rewind import cache_tensors
-from ..runners.runner import Runner
 from .pictures import Pictures, Seen, check_ports, empty_cache, image_positions, typed
 from .settings import GenerationSettings
 

@@ -13,9 +13,9 @@ from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
+from .decoders import has_states_alone, new_dynamic_cache
 from .layer_weights import device_of_inputs
 from .position_switch import switch_of
-from .state_decoder import has_states_alone, new_dynamic_cache
 
 # in addition to the cache
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}

@@ -16,7 +16,7 @@ from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of
 from ..trace.onnx_operators import Translation
-from .loaded import subclasses_of
+from .outputs import subclasses_of
 
 _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
 

@@ -15,13 +15,11 @@ from ..recipe.codegen import builtin_base
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from .caches import functions as caches
 from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
-from .caches.known_state import read_known_state
+from .caches.known_state import read_known_state, read_template
 from .caches.layers import PLACEHOLDERS
 from .caches.layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
 from .caches.state import StateBuilder, follow_state, leaf_paths
-from .caches.stored_templates import read_template
-from .loaded import ModelClasses, classes_of, subclasses_of
-from .outputs import output_recipes, output_recipes_of_module
+from .outputs import ModelClasses, classes_of, output_recipes, output_recipes_of_module, subclasses_of
 
 # Flatten every other cache: subclasses of ``Cache``, and caches that do not inherit it.
 #

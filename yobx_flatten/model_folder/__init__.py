@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .adapters.add import AddedAdapter, add_adapter
+from .added_adapters import AddedAdapter, add_adapter
+from .explain import FolderExplanation, explain_folder
 from .generators import open_generator
 from .manifest import FolderManifest
 from .model_classes import (
@@ -29,7 +30,6 @@ from .model_classes import (
     open_model,
 )
 from .verify import FolderCheck, FolderReport, verify_folder
-from .with_model.explain import FolderExplanation, explain_folder
 from .write import ExportedFolder, export_folder
 
 __all__ = [

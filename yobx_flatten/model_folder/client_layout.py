@@ -24,7 +24,7 @@ import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, ReplayError
 from ..files.document import read_document, read_text
-from ..files.onnx_data import read_onnx
+from ..files.tensors import read_onnx
 from ..generate.layout import SUBFOLDER
 from ..huggingface.cache_names import CACHE, PRESENT
 from .pieces.spoken import spoken_pieces

@@ -18,8 +18,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
-from .pieces.genai_pictures import EMBEDDING, image_token_of, why_not_in_genai
-from .pieces.genai_sound import ALLOWED, FRAMES
+from .pieces.genai import ALLOWED, EMBEDDING, FRAMES, image_token_of, why_not_in_genai
 
 _VERSION = "onnxruntime-genai 0.18"
 

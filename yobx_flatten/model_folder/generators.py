@@ -10,7 +10,7 @@ from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.layout import MANIFEST
 from ..generate.onnx_generator import generator_for
-from ..runners.devices import Providers
+from ..runners.onnx_session import Providers
 from ..runners.open import check_runtime
 from .manifest import check_digests, check_folder, read_manifest
 from .pieces.tasks import GENERATES, SPEAKS

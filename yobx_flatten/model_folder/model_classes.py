@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..generate.layout import MANIFEST, located
-from ..runners.devices import Providers, choose_providers, only_for_onnxruntime
+from ..runners.onnx_session import Providers, choose_providers, only_for_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
 from .chat import chat_tokenizer, reply
 from .generators import open_generator, runtime_of_folder

@@ -18,7 +18,7 @@ from ..generate.generator import Generator
 from ..generate.own_class import ModelWithoutWeights, config_from, named_class
 from ..generate.pictures import typed
 from ..runners.folder_adapters import FolderAdapters
-from ..runners.runner import Runner
+from ..runners.ports import Runner
 
 # what a model assumes where it is not given: nothing is padded, and there is one text
 _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}

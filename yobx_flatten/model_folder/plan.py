@@ -13,30 +13,28 @@ import torch
 from ..core.compare import WEIGHT_TYPES
 from ..core.effects import undisturbed
 from ..errors import InvalidArgumentError
-from ..export.free_space import check_room
 from ..export.model_facts import ModelFacts
-from ..export.onnx.kernels import has_kernels
 from ..export.onnx.stored_matrix import holds_integers
-from ..export.proof.case import Proof, choose_proof
+from ..export.proof.eager_runs import Proof, choose_proof
 from ..export.proof.report import ExportReport
-from ..export.quantization.options import Quantization, WeightBits, choose_quantization
-from ..export.quantization.text_cases import reads_once
-from ..export.room import Adapter
+from ..export.quantization import Quantization, WeightBits, choose_quantization
+from ..export.quantized_answers import reads_once
+from ..export.runtimes.file_options import check_room, has_kernels
 from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
+from ..runners.adapters import Adapter
+from .chat import chat_prompts
 from .client_layout import check_layout
+from .export_piece import FolderFormat, fitting_text
 from .genai_files import check_genai
 from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
 from .pieces.text import Piece
 from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
+from .source.adapter import read_adapters, rooms_of
 from .source.classes import class_of_task, without_peft
 from .source.open import OpenedModel
-from .source.switched import read_adapters, rooms_of
-from .targets import FolderFormat, fitting_text
-from .texts.chat_prompts import chat_prompts
-from .texts.quality_text import encoder_rows, python_text, read_prompts, sentence_case
-from .texts.rounding_text import answered, in_rows, unanswered
+from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
 
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders that PEFT wrote, by the name that an adapter is switched on by."""

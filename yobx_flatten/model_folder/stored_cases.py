@@ -14,23 +14,21 @@ import torch
 
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
-from ..export.proof.case import SAMPLED_FROM, Case, clone
-from ..export.proof.eager_runs import EagerRuns, Texts
-from ..export.proof.memory import weight_bytes
-from ..export.quantization.measure import read_by_model
+from ..export.model_facts import weight_bytes
+from ..export.proof.eager_runs import SAMPLED_FROM, Case, EagerRuns, Texts, clone
+from ..export.quantized_answers import read_by_model
 from ..generate.generator import Generator
 from ..generate.settings import settings_of
 from ..generate.spectrogram import drawn_masks, speak
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
-from ..storage.cases import StoredCase, save_case
+from ..storage.nested import StoredCase, save_case
 from ..trees.naming import leaf_names, output_names
-from .pieces.blockwise_decoder import BlockwiseDecoder
-from .pieces.grid_images import GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
+from .chat import CHATS
+from .pieces.grid_images import BlockwiseDecoder, GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input, input_name
-from .texts.chat_prompts import CHATS
-from .texts.rounding_text import in_own_cache
+from .texts import in_own_cache
 
 CASES = "cases"
 """The folder below an exported one in which cases are stored."""

@@ -13,30 +13,37 @@ import torch
 
 from ..diagnose.report import Report
 from ..errors import DamagedFileError, FlattenError, ReplayError
-from ..errors.messages import first_line, table
-from ..export.proof.padding import Padding
+from ..errors.failures import first_line, table
 from ..export.proof.quality import Distance, Quality, text_losses
-from ..export.proof.yardstick import PART_OF_FLOAT32, explained
-from ..export.quantization.measure import text_scores
-from ..export.quantization.options import CHAT_SHARES, TOKEN_SHARES
+from ..export.proof.replay import Padding
+from ..export.proof.report import PART_OF_FLOAT32, explained
+from ..export.quantization import CHAT_SHARES, TOKEN_SHARES
+from ..export.quantized_answers import text_scores
 from ..files.document import inside
 from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
 from ..generate.onnx_generator import generator_for
 from ..generate.sampling import Sampling
 from ..runners.adapters import ADAPTERS, read_adapter
-from ..runners.devices import Providers, choose_providers, is_on_cpu, only_for_onnxruntime
 from ..runners.folder_adapters import rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import has_mapped_weights, mapped_options, require_onnxruntime
+from ..runners.onnx_session import (
+    Providers,
+    choose_providers,
+    has_mapped_weights,
+    is_on_cpu,
+    mapped_options,
+    only_for_onnxruntime,
+    require_onnxruntime,
+)
 from ..runners.open import open_runner
-from ..runners.runner import Runner
-from ..storage.cases import StoredCase, load_case
+from ..runners.ports import Runner
+from ..storage.nested import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
+from .chat import CHATS
 from .manifest import FolderManifest, StoredAdapter, check_digests, read_manifest
 from .pieces.tasks import SPEAKS
 from .stored_cases import difference_of_speech
-from .texts.chat_prompts import CHATS
 
 _MOST_OF_TOLERANCE = 10
 """How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""

@@ -8,44 +8,49 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Literal
+import shutil
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import torch
 
 from ..core.compare import WEIGHT_TYPES, tolerance
-from ..errors import FolderExistsError, InvalidArgumentError, ReplayError, describe_class
+from ..errors import FolderExistsError, InvalidArgumentError, ModelSourceError, ReplayError, describe_class
 from ..errors.dependencies import is_installed
-from ..errors.log import STEP
+from ..errors.failures import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
-from ..export.proof.case import Proof, sampled
+from ..export.proof.eager_runs import Proof, sampled
 from ..export.proof.quality import Quality
 from ..export.proof.report import ExportReport
-from ..export.quantization.options import Quantization, WeightBits
-from ..export.room import leave_room
+from ..export.quantization import Quantization, WeightBits
+from ..files.document import TEXTS, own_files, read_document
 from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS
-from .adapters.add import write_matrices
+from ..runners.adapters import ADAPTERS, leave_room
+from .added_adapters import write_matrices
+from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
-from .export_piece import export_piece
+from .export_piece import FolderFormat, Target, export_piece, fitting_cases, room_for_tokens
 from .genai_files import decoder_config, picture_config, sound_config, write_genai_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import keeps_more, positions_of
 from .plan import Accuracy, Adapters, FolderPlan, plan_folder
-from .sidecar_files import TOKENIZER_INPUTS, state_tokenizer_inputs, write_companions
+from .sentence import copy_modules
+from .source.adapter import ADAPTER
 from .source.classes import task_of_checkpoint, without_peft
-from .source.find import FoundModel, find_model, require_transformers
+from .source.find import FoundModel, find_model, origin_of, reader_of, require_transformers
+from .source.gguf_file import gguf_tokenizer
 from .source.open import OpenedModel, WeightsIn, open_model
-from .source.origin import origin_of, reader_of
-from .source.stored_weights import UnmatchedWeights, check_unmatched
+from .source.packed_weights import UnmatchedWeights, check_unmatched
 from .stored_cases import (
     CASES,
     FRAMES,
@@ -58,8 +63,6 @@ from .stored_cases import (
     store_speech,
     store_text,
 )
-from .targets import FolderFormat, Target, fitting_cases, room_for_tokens
-from .texts.chat_prompts import CHAT_TOKENS
 from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
@@ -434,3 +437,60 @@ def write_card(
     lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
     lines += ["`yobx-flatten verify FOLDER` measures it again, without the model.", ""]
     (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
+
+
+TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+"""What a tokenizer may return of a text, or of a pair."""
+_OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
+# an adapter is merged: next to the file it would be read as one that is not
+_WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
+
+
+def write_companions(
+    folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
+) -> None:
+    """Write the files that belong next to a model's files."""
+    # source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; `None` where it is not
+    # known
+    # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
+    # trained on no other
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # of a base, the configuration states the class around it
+    config.save_pretrained(folder)
+    # names of classes in Python files: these are not copied, and what is exported needs none
+    stated = read_document(folder / "config.json", dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.pop("auto_map", None) is not None:
+        text = json.dumps(stated, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    if getattr(model, "generation_config", None) is not None:
+        generation = copy.deepcopy(model.generation_config)
+        for name in _OF_CACHES:  # the files have one of their own
+            if getattr(generation, name, None) is not None:
+                setattr(generation, name, None)
+        generation.save_pretrained(folder)
+    if source is None and reads_bytes:
+        from transformers import ByT5Tokenizer
+
+        ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    if source is None:
+        return
+    if source.is_file():
+        gguf_tokenizer(source).save_pretrained(folder)
+    for path in own_files(source, TEXTS, ModelSourceError):
+        if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+            copied = folder / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)
+    copy_modules(source, folder)
+
+
+def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
+    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made."""
+    path = folder / "tokenizer_config.json"
+    if "input_ids" not in names or not path.exists():
+        return
+    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+    if stated.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows this class by its other name only
+        stated["tokenizer_class"] = "PreTrainedTokenizerFast"
+    text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -23,8 +23,7 @@ from torch.export import Dim
 from ..errors import RecordError
 from ..private_names.of_torch import pytree
 from ..trees.shapes import dynamic_shapes
-from .call import Call
-from .snapshot import Fact, same_value
+from .call import Call, Fact, same_value
 
 Place = tuple[str, int | None]
 """The path of a leaf, and an axis of it; ``None`` for an integer."""

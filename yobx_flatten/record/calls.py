@@ -19,8 +19,7 @@ from ..core.compare import shares_of_nan
 from ..diagnose.report import Report
 from ..diagnose.spec_diff import compare_outputs, compare_specs
 from ..errors import RecordError, SpecMismatchError
-from ..errors.failures import result_or
-from ..errors.messages import table
+from ..errors.failures import result_or, table
 from ..export.proof.replay import CaseResult
 from ..files.document import damage_as
 from ..huggingface.cache_names import has_read, is_cache, name_in
@@ -29,9 +28,8 @@ from ..recipe.static_codec import load_static
 from ..runners.program_runner import ProgramRunner
 from ..trees.naming import output_names
 from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
-from .call import About, Call, Callee, callee_of, module_of
+from .call import About, Call, Callee, Fact, callee_of, libraries_in_use, module_of, same_value
 from .files import call_files, read_call
-from .snapshot import Fact, libraries_in_use, same_value
 
 
 class RecordedCalls(Sequence[Call]):

@@ -26,8 +26,7 @@ from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import opened_tensors, write_tensor_file
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import check_spec, dump_static, load_static
-from .call import About
-from .snapshot import Fact, Snapshot, libraries_in_use
+from .call import About, Fact, Snapshot, libraries_in_use
 
 _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
 

@@ -15,17 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
-from ..errors.failures import result_or, undone_on_failure
-from ..errors.messages import first_line
+from ..errors.failures import first_line, result_or, undone_on_failure
 from ..huggingface.cache_names import tokens_in
 from ..recipe.aliases import PyTree
-from ..registry.locking import LOCK
-from ..registry.patches import AttributePatch
+from ..registry.patches import LOCK, AttributePatch
 from ..trees.walk import key_name, node_of
-from .call import Call, Callee, about_call, callee_of
+from .call import Call, Callee, Snapshot, about_call, callee_of, libraries_in_use
 from .calls import RecordedCalls, cache_of, kind_of
 from .files import prepare_folder, write_call
-from .snapshot import Snapshot, libraries_in_use
 
 
 @contextlib.contextmanager

@@ -27,12 +27,10 @@ from ..errors import (
 )
 from ..errors.dependencies import require
 from ..recipe.contract import Recipe
-from .jax import Jax
-from .locking import LOCK
-from .optree import Optree
+from .optional import Jax, Optree
+from .patches import LOCK
 from .torch_cpp import TorchCpp
-from .torch_fx import TorchFx
-from .torch_python import TorchPython
+from .torch_python import TorchFx, TorchPython
 
 TORCH = ("torch",)  # what the documented functions reach when nothing else is asked for
 

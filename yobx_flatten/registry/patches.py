@@ -1,4 +1,4 @@
-"""Patch attributes reversibly, also of modules that are imported later."""
+"""Patch attributes reversibly, also of modules that are imported later, under the one lock of the registry."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
-
-from .locking import LOCK
 
 _MISSING = object()
 
@@ -188,3 +187,9 @@ class ImportedPatch:
                 self._patch = self._make(module)
                 if self._patch is not None:
                     self._patch.acquire()
+
+
+LOCK = threading.RLock()
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where processes are made otherwise
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)

@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
-from ..errors.failures import raised_as
-from ..errors.messages import first_line
+from ..errors.failures import first_line, raised_as
 from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
-from .checked_runner import CheckedRunner
-from .in_place import InPlaceCache, TensorBuffers
+from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .onnx_session import in_huge_pages
 from .signature import KEY, Signature
 

@@ -18,11 +18,9 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, MissingDependencyError
 from ..errors.dependencies import require
-from ..errors.failures import raised_as
-from ..errors.messages import first_line
+from ..errors.failures import first_line, raised_as
 from ..files.document import open_regular, parse_document
-from .checked_runner import CheckedRunner
-from .in_place import InPlaceCache, TensorBuffers
+from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .signature import KEY, Signature
 
 METHOD = "forward"

@@ -10,11 +10,10 @@ import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.onnx_data import read_onnx
+from ..files.tensors import read_onnx
 from .adapters import FIRST, SECOND, adapter_file, adapter_names, read_adapter
 from .onnx_runner import OnnxRunner
-from .ports import Port
-from .runner import Runner
+from .ports import Port, Runner
 
 _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
 

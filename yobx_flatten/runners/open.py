@@ -13,8 +13,8 @@ from .executorch_runner import open_pte
 from .onnx_runner import OnnxRunner
 from .onnx_session import open_session
 from .openvino_runner import open_openvino
+from .ports import Runner
 from .program_runner import ProgramRunner, open_program
-from .runner import Runner
 
 
 def _onnx(path: pathlib.Path, caller: str, failure: type[FlattenError], **options: Any) -> Runner:

@@ -17,8 +17,7 @@ import torch
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
-from .checked_runner import CheckedRunner
-from .in_place import InPlaceCache
+from .in_place import CheckedRunner, InPlaceCache
 from .signature import KEY, Signature, Size
 
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}

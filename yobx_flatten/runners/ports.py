@@ -12,12 +12,14 @@ Any other part of the cache grows. A file that takes it and does not return it w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from ..errors import GenerationError
+from ..errors import FlattenError, GenerationError
+from ..errors.dependencies import require
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 KEPT_SCORES = "num_logits_to_keep"
@@ -138,3 +140,126 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
     """
     # rows: for each new row the place of an old one
     return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf
+
+
+class Runner(Protocol):
+    """One exported file or program, open."""
+
+    runtime: ClassVar[str]  # name of the library that runs it, for reports
+    name: str  # the name of the file or program, for messages
+
+    @property
+    def ports(self) -> Mapping[str, Port]: ...  # noqa: D102 # see the class
+
+    @property
+    def outputs(self) -> Sequence[str]: ...  # noqa: D102 # see the class
+
+    @property
+    def slots(self) -> Sequence[CacheSlot]: ...  # noqa: D102 # see the class
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one call."""
+        # inputs: one value for every input: a tensor, an array, a number or a text. Other entries are left out.
+        ...
+
+    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return a cache for :meth:`step`."""
+        ...
+
+    def step(
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Run one call of a loop."""
+        # last_scores: whether the scores of the last token are enough, which some files return in less time; `False`,
+        # the default, for those of all tokens
+        # returns: the outputs that are not part of the cache, and the cache for the next step. The tensors of `cache`
+        # that have a successor are released as soon as nothing else holds them.
+        ...
+
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        """Return the cache whose rows are those of another, as a beam search needs it."""
+        # cache: what `cache` or `step` returned; it may not be used any more
+        # rows: for each new row the place of an old one, int64; there may be more or fewer than before
+        ...
+
+
+class Element(NamedTuple):
+    """How one type of elements is stored."""
+
+    code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
+    pair: bool = False  # whether each element is stored as two numbers, in its own axis after the others
+    cast: bool = False  # whether the graph returns float32 in its place
+    opset: int = 18  # the first version of ONNX's operators whose `Cast` knows the type
+    packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
+
+    def nbytes(self, count: int, itemsize: int) -> int:
+        """The size of a number of elements."""
+        return count * itemsize if self.packed == 1 else -(-count // self.packed)
+
+
+UINT8, INT64, STRING, BOOL, DOUBLE = Element(2), Element(7), Element(8), Element(9), Element(11)
+
+ELEMENTS: dict[str, Element] = {
+    "float32": Element(1),
+    "uint8": UINT8,
+    "int8": Element(3),
+    "uint16": Element(4),
+    "int16": Element(5),
+    "int32": Element(6),
+    "int64": INT64,
+    "bool": BOOL,
+    "float16": Element(10),
+    "float64": DOUBLE,
+    "uint32": Element(12),
+    "uint64": Element(13),
+    "complex32": Element(10, pair=True),
+    "complex64": Element(1, pair=True),
+    "complex128": Element(11, pair=True),
+    "bfloat16": Element(16, cast=True),
+    "float8_e4m3fn": Element(17, cast=True, opset=19),
+    "float8_e4m3fnuz": Element(18, cast=True, opset=19),
+    "float8_e5m2": Element(19, cast=True, opset=19),
+    "float8_e5m2fnuz": Element(20, cast=True, opset=19),
+    "float8_e8m0fnu": Element(24, cast=True, opset=24),
+    "float4_e2m1fn_x2": UINT8,
+    "uint4": Element(21, cast=True, opset=21, packed=2),
+    "int4": Element(22, cast=True, opset=21, packed=2),
+    "float4_e2m1fn": Element(23, cast=True, opset=23, packed=2),
+    "uint2": Element(25, cast=True, opset=25, packed=4),
+    "int2": Element(26, cast=True, opset=25, packed=4),
+}
+
+
+def pack(codes: Any, packed: int) -> Any:
+    """Pack several numbers into a byte, the first in the lowest bits, as ONNX does.
+
+    >>> import numpy
+    >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()
+    [33, 15]
+    """
+    # codes: a flat array of bytes, one number in each
+    import numpy
+
+    bits = 8 // packed
+    padded = numpy.zeros((-(-codes.size // packed), packed), numpy.uint8)
+    padded.reshape(-1)[: codes.size] = codes & (2**bits - 1)
+    return numpy.bitwise_or.reduce(padded << numpy.arange(0, 8, bits, dtype=numpy.uint8), axis=1, dtype=numpy.uint8)
+
+
+def unpack(data: Any, packed: int, count: int) -> Any:
+    """Undo :func:`pack`: return a flat array of ``count`` bytes."""
+    import numpy
+
+    bits = 8 // packed
+    codes = (data[:, None] >> numpy.arange(0, 8, bits, dtype=numpy.uint8)) & numpy.uint8(2**bits - 1)
+    return codes.reshape(-1)[:count]
+
+
+def require_onnx(function: str) -> Any:
+    """Import onnx, or raise with the line that installs it."""
+    require("onnx", purpose=function, extra="onnx")
+    import onnx
+
+    if sys.byteorder != "little":  # ONNX stores the low byte first, and here bytes are stored as they are in memory
+        raise FlattenError(f"{function} works on machines that store the low byte first; this one does not.")
+    return onnx

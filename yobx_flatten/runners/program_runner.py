@@ -21,8 +21,7 @@ from ..errors import (
     UntrustedFileError,
 )
 from ..errors.dependencies import is_installed
-from ..errors.failures import raised_as
-from ..errors.messages import first_line
+from ..errors.failures import first_line, raised_as
 from ..private_names.of_torch import pytree
 from ..trace.program_inputs import arguments_of, traced_inputs
 from ..trees.naming import leaf_names, output_names

@@ -15,7 +15,7 @@ import torch
 
 from .in_place import InPlaceCache
 from .onnx_runner import from_value
-from .runner import Runner
+from .ports import Runner
 
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:

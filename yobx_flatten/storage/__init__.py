@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .builder import MiniOnnxBuilder, create_input_tensors_from_onnx_model, create_onnx_model_from_input_tensors
-from .cases import StoredCase, load_case, save_case
-from .nested import load_nested, save_nested
+from .nested import StoredCase, load_case, load_nested, save_case, save_nested
 from .replay import CaseReport, OutputDifference, replay_case
 
 __all__ = [

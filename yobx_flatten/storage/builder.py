@@ -15,8 +15,8 @@ import torch
 from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, describe_class
 from ..files.document import damage_as
 from ..recipe.static_codec import is_array
-from ..runners.elements import ELEMENTS, STRING, Element, pack
 from ..runners.onnx_session import open_session
+from ..runners.ports import ELEMENTS, STRING, Element, pack
 from .nested import open_model, read, structure_of
 from .onnx_write import OnnxWriter, check_size
 from .structure import Structure, flatten_tree, unflatten_tree

@@ -1,7 +1,8 @@
-"""Store nested values in a file and read them back, in one call each."""
+"""Store nested values, or a case with inputs and outputs, in a file and read them back, in one call each."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
 from ..files.document import damage_as, open_regular, read_bytes
 from ..recipe.aliases import Device, PyTree
-from ..runners.elements import Element, require_onnx
+from ..runners.ports import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings, save
 from .structure import flatten_tree, unflatten_tree
 
@@ -267,3 +268,79 @@ def _read(file: BinaryIO, view: memoryview) -> int:
         file.readinto(piece)  # type: ignore[attr-defined] # every binary file of Python's has it
         checksum = zlib.crc32(piece, checksum)
     return checksum
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCase:
+    """Inputs and their expected outputs.
+
+    Attributes:
+        inputs: nested inputs: keyword arguments by name, or positional ones.
+        outputs: nested outputs.
+        name: short description of the case; empty by default.
+    """
+
+    inputs: Any
+    outputs: Any
+    name: str = ""
+
+
+def save_case(
+    path: str | os.PathLike[str], inputs: PyTree, outputs: PyTree, *, name: str = "", external_data: bool | None = None
+) -> int:
+    """Store inputs and expected outputs in a file, as :func:`save_nested` stores values.
+
+    Args:
+        path: the file to write.
+        inputs: nested inputs: a dict of keyword arguments, which are found by name in a model, or a tuple.
+        outputs: what a module returned for them.
+        name: short description of the case; empty by default.
+        external_data: see :func:`save_nested`.
+
+    Returns:
+        The number of bytes written.
+
+    Raises:
+        FlattenError: see :func:`save_nested`.
+
+    >>> import tempfile
+    >>> import torch
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> x = torch.ones(4, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_case(f"{folder}/case.onnx", {"input": x}, linear(x).detach(), name="four rows")
+    ...     load_case(f"{folder}/case.onnx").name
+    'four rows'
+    """
+    case = {"inputs": inputs, "outputs": outputs, "name": name}
+    return save(path, flatten_tree(case), function="save_case", content="case", external_data=external_data)
+
+
+def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> StoredCase:
+    """Read what :func:`save_case` stored.
+
+    Args:
+        path: the file.
+        device: device of the tensors; ``"cpu"`` by default.
+
+    Returns:
+        The inputs, the outputs and the name of the case.
+
+    Raises:
+        FlattenError: see :func:`load_nested`.
+
+    >>> import tempfile
+    >>> import torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_case(f"{folder}/case.onnx", {"x": torch.arange(3)}, torch.arange(3) * 2, name="doubled")
+    ...     case = load_case(f"{folder}/case.onnx")
+    >>> case.inputs, case.outputs
+    ({'x': tensor([0, 1, 2])}, tensor([0, 2, 4]))
+    """
+    found = read(path, "load_case", device=device, content="case")
+    if not isinstance(found, dict) or set(found) != {"inputs", "outputs", "name"}:
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: it holds no inputs and outputs.")
+    if not isinstance(found["name"], str):
+        kind = describe_class(found["name"])
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: the name of the case is {kind}.")
+    return StoredCase(**found)

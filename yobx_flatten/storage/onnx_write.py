@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InvalidArgumentError
-from ..files.onnx_data import data_files_of
 from ..files.scratch import data_path, publish_files, scratch_for
-from ..runners.elements import UINT8, require_onnx
+from ..files.tensors import data_files_of
+from ..runners.ports import UINT8, require_onnx
 from .structure import Structure, unique
 from .values import Payload
 

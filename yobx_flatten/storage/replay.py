@@ -13,17 +13,15 @@ import torch
 from ..core.compare import largest_difference, share_of_nan
 from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
-from ..errors.messages import table
+from ..errors.failures import table
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import spellings_of
 from ..recipe.aliases import PyTree
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
-from ..runners.ports import check_cache_outputs, is_present
-from ..runners.runner import Runner
-from ..trees.naming import leaf_names, output_names
-from .cases import StoredCase
-from .matching import leaves_of, match, plain_names
+from ..runners.ports import Runner, check_cache_outputs, is_present
+from ..trees.naming import leaf_names, leaves_of, match, output_names, plain_names
+from .nested import StoredCase
 
 
 @dataclasses.dataclass(frozen=True)

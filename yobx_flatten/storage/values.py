@@ -20,7 +20,7 @@ from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError,
 from ..errors.failures import raised_as
 from ..recipe.aliases import Device, Static
 from ..recipe.static_codec import dump_static, load_static
-from ..runners.elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
+from ..runners.ports import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 
 if TYPE_CHECKING:
     import numpy

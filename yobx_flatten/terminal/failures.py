@@ -11,15 +11,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from ..errors import FlattenError, ReplayError
 from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
 from .output import printable
-from .termination import Terminated
 
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -98,3 +102,30 @@ def _about_files(error: BaseException) -> str:
         return f"the disk is full{f', writing {place}' if place else ''}; nothing was left behind"
     reason = getattr(error, "strerror", None) or str(error)
     return f"{place}: {reason}" if place else str(reason)
+
+
+class Terminated(KeyboardInterrupt):
+    """The process got SIGTERM; a text of it reports what was written by then."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """A block in which SIGTERM raises :class:`Terminated`, unless the process handles it in another way."""
+    # outside of the main thread, the only one that gets signals, it does nothing
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a fork, which its parent ends
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import FlattenError
 from ..errors.dependencies import is_installed
-from .failures import explain_failure, interruption_behind
-from .termination import terminable
+from .failures import explain_failure, interruption_behind, terminable
 
 if TYPE_CHECKING:
     import typer

@@ -4,7 +4,8 @@
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as it does outside of a trace.
-* A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.trace.stored_programs`).
+* A package of AOTInductor gets the strides that it was compiled for (see
+  :mod:`yobx_flatten.trace.remembering_program`).
 * A program remembers which classes it takes and returns. Called where they are not registered it states it; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
@@ -31,10 +32,8 @@ from ..errors.failures import result_or
 from ..private_names.of_torch import pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.claims import REGISTRY
-from ..registry.locking import LOCK
-from ..registry.patches import AttributePatch, ImportedPatch, TracePatch, tracing_here
-from .adapted_shapes import adapted_shapes
-from .dynamic_specs import refuse_specs_of_keys
+from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
+from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
 from .onnx_operators import (
     OPEN,
     TRANSLATIONS,
@@ -46,10 +45,11 @@ from .onnx_operators import (
     remembering_decompositions,
 )
 from .program_inputs import enums_as_texts, members_in_forward
-from .remembering_program import concise, remembering
-from .stored_programs import (
+from .remembering_program import (
     called_contiguous,
+    concise,
     importing_classes,
+    remembering,
     remembering_expressions,
     remembering_hints,
     remembering_strides,

@@ -24,7 +24,7 @@ import torch
 
 from ..private_names.of_torch import operator_names, operators_with_kernel
 from ..recipe.aliases import OnnxValue, PyTree
-from ..registry.locking import LOCK
+from ..registry.patches import LOCK
 from .onnx_repairs import REPAIRS, plain_attention
 
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..private_names.of_torch import DispatchKey, FakeTensor, fx_config, pytree
-from ..registry.locking import LOCK
+from ..registry.patches import LOCK
 
 # The size of what the attention returns in a trace, read off its arguments.
 

@@ -11,7 +11,7 @@
 
 torch 2.15 itself makes sizes without a value of them, with which few models can be traced ("Could not guard on
 data-dependent expression u1 > 1"), and it takes none for a cache. Here the sizes have the values of the example. What
-the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.example.stated_sizes`).
+the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
 from ..recipe.aliases import DynamicShapes
-from ..trace.dynamic_specs import elements_of, opened_spec, spec_classes
+from ..trace.adapted_shapes import elements_of, opened_spec, spec_classes
 from .shapes import builtin_kind, same_container
 from .walk import Node, key_name, node_of
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import FlattenError
-from ..export.proof.case import Case, clone
+from ..export.proof.eager_runs import Case, clone
 from ..huggingface.cache_names import after_cache, cache_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..model_folder.pieces.one_call import plain_pieces
@@ -25,9 +25,8 @@ from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
 from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces, encoder_input, input_name
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
-from ..runners.runner import Runner
-from ..storage.matching import plain_names
-from ..trees.naming import leaf_names
+from ..runners.ports import Runner
+from ..trees.naming import leaf_names, plain_names
 from .file_side import DERIVED
 from .names import matched, place_of
 

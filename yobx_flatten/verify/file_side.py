@@ -9,12 +9,11 @@ import torch
 
 from ..errors import ReplayError
 from ..export.proof.exported_call import ByName
-from ..export.proof.padding import Padding
+from ..export.proof.replay import Padding
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
-from ..runners.ports import Port
-from ..runners.runner import Runner
+from ..runners.ports import Port, Runner
 from .names import place_of
 
 _BRANCH = "use_cache_branch"

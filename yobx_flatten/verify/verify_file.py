@@ -21,24 +21,20 @@ import torch
 from ..core.compare import tolerance
 from ..declare.scopes import register_flattening_functions
 from ..errors import FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
-from ..errors.messages import first_line
+from ..errors.failures import first_line
+from ..export.calls import export_onnx
 from ..export.onnx.compare_nodes import Compared, compare_nodes
-from ..export.onnx_export import export_onnx
-from ..export.proof.case import Case, check_cases
-from ..export.proof.eager_runs import EagerRuns
-from ..export.proof.padding import Padding
+from ..export.proof.eager_runs import Case, EagerRuns, check_cases
 from ..export.proof.quality import SCORES, Distance
-from ..export.proof.replay import CaseResult, replay, side_by_side
-from ..export.proof.report import ExportReport
-from ..export.proof.yardstick import Yardstick
-from ..export.quantization.options import PERPLEXITY_RATIOS
-from ..files.onnx_data import read_onnx
+from ..export.proof.replay import CaseResult, Padding, replay, side_by_side
+from ..export.proof.report import ExportReport, Yardstick
+from ..export.quantization import PERPLEXITY_RATIOS
+from ..files.tensors import read_onnx
 from ..model_folder.source.find import find_model
 from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
-from ..runners.runner import Runner
-from ..storage.matching import plain_names
-from ..trees.naming import output_names
+from ..runners.ports import Runner
+from ..trees.naming import output_names, plain_names
 from .calls import Call, call_of_cases, calls_of
 from .file_side import FileSide
 from .names import matched

@@ -20,7 +20,7 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import env_command, repository
 from yobx_flatten.cli.app import app
 from yobx_flatten.terminal import failures
-from yobx_flatten.terminal.termination import Terminated
+from yobx_flatten.terminal.failures import Terminated
 
 COMMANDS = [
     "demo",

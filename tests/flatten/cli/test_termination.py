@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import fresh_process
-from yobx_flatten.terminal.termination import Terminated, terminable
+from yobx_flatten.terminal.failures import Terminated, terminable
 
 pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")

@@ -15,8 +15,7 @@ from yobx_flatten import unregister_class_flattening
 from yobx_flatten.declare import scopes
 from yobx_flatten.errors import NotRegisteredError
 from yobx_flatten.registry.torch_cpp import TorchCpp
-from yobx_flatten.registry.torch_fx import TorchFx
-from yobx_flatten.registry.torch_python import TorchPython
+from yobx_flatten.registry.torch_python import TorchFx, TorchPython
 
 pytest.importorskip("transformers")
 from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force

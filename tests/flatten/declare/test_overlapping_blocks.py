@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from tests.flatten.declare.blocks import SomethingWrongError, block, enter, in_force
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
-from yobx_flatten.registry.locking import LOCK
+from yobx_flatten.registry.patches import LOCK
 
 
 def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found):

@@ -13,8 +13,8 @@ pytest.importorskip("onnxscript")
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export.proof.quality import Quality
-from yobx_flatten.export.quantization.bit_budget import Budget, Role
-from yobx_flatten.export.quantization.options import Quantization
+from yobx_flatten.export.quantization import Quantization
+from yobx_flatten.export.quantized_answers import Budget, Role
 
 ROLES = {
     "up": Role("up", 2, 100, False),

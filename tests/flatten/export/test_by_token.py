@@ -17,10 +17,10 @@ from yobx_flatten import export_folder, export_onnx, verify_folder
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
-from yobx_flatten.export.onnx.by_token import _channels
-from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
+from yobx_flatten.export.onnx.quantized import _channels
+from yobx_flatten.export.onnx.rounding import round_with_feedback
 from yobx_flatten.export.proof import quality
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 BY_TOKEN = Quantization("int8", activations="token")
 

@@ -14,7 +14,7 @@ from yobx_flatten import (
     register_flattening_functions,
 )
 from yobx_flatten.errors import ReplayError, SpecMismatchError
-from yobx_flatten.export.foreign_program import prove_program
+from yobx_flatten.export.calls import prove_program
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
 

@@ -19,7 +19,7 @@ from yobx_flatten import (
     register_flattening_functions,
 )
 from yobx_flatten.diagnose.inputs import check_inputs
-from yobx_flatten.export.proof.case import Case
+from yobx_flatten.export.proof.eager_runs import Case
 
 specs = pytest.importorskip("torch.fx.experimental.dynamic_spec", reason="an older torch has no dynamic_spec")
 if not hasattr(specs, "SeqSpec"):

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from yobx_flatten.export.onnx.rounding.error_feedback import round_with_feedback
+from yobx_flatten.export.onnx.rounding import round_with_feedback
 
 
 def _inputs(count: int, size: int, rank: int) -> torch.Tensor:

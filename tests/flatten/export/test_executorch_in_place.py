@@ -31,7 +31,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.export import CaseResult
 from yobx_flatten.export.exported_model import source_of
-from yobx_flatten.export.program.flat_program import flat_program, signature_of
+from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import file_options
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers

@@ -14,7 +14,7 @@ from yobx_flatten import (
     register_flattening_functions,
 )
 from yobx_flatten.export.exported_model import source_of
-from yobx_flatten.export.program.flat_program import flat_program, signature_of
+from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.signature import Signature
 

@@ -20,7 +20,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.onnx import attempts as onnx_attempts
-from yobx_flatten.export.proof.yardstick import Yardstick, explained
+from yobx_flatten.export.proof.report import Yardstick, explained
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 

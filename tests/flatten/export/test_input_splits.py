@@ -16,12 +16,10 @@ pytest.importorskip("onnxscript")
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
-from yobx_flatten.export.onnx import quantized
+from yobx_flatten.export.onnx import quantized, rounding
 from yobx_flatten.export.onnx.quantize import products_of, quantize_graph
-from yobx_flatten.export.onnx.rounding import input_moments
-from yobx_flatten.export.onnx.rounding.error_feedback import _large_last, _takes_large, round_with_feedback
-from yobx_flatten.export.onnx.rounding.input_moments import _split
-from yobx_flatten.export.onnx.split_inputs import InputSplit
+from yobx_flatten.export.onnx.rounding import _large_last, _split, _takes_large, round_with_feedback
+from yobx_flatten.export.onnx.stored_matrix import InputSplit
 from yobx_flatten.export.proof.quality import Quality
 
 
@@ -117,7 +115,7 @@ def test_large_channels_apart_are_the_same_product():
     assert torch.allclose(apart.double() @ split.rows(weights).double(), wanted, rtol=1e-5, atol=1e-3)
 
 
-def _rounded(inputs, weights):
+def _rounded_as_inputs(inputs, weights):
     """Weights of shape (inputs, outputs) in 8 bits, by inputs of a text."""
     each = inputs / inputs.square().mean(1, keepdim=True).sqrt()
     return round_with_feedback(weights, each.T @ each / len(each), 32, bits=8)
@@ -132,8 +130,8 @@ def test_a_block_of_columns_is_as_near_as_two_rows(tmp_path):
     with torch.no_grad():
         linear.weight.copy_(torch.randn(40, 288, generator=draw) * 0.05)
     split, weights = _split(text, 32), linear.weight.detach().T
-    whole = _rounded(text, weights)
-    large = _large_last(_rounded(split.apart(text), split.rows(weights)), split.step)
+    whole = _rounded_as_inputs(text, weights)
+    large = _large_last(_rounded_as_inputs(split.apart(text), split.rows(weights)), split.step)
     apart = split.apart(x)
     read = {"one": (x, whole), "rows": (x, whole), "columns": (apart.roll(-32, 1), large)}
     read["columns"][0][:, -32:] /= split.step
@@ -202,7 +200,7 @@ def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch):
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     for name, blocks in (("rows", 100), ("columns", 2)):  # from how many blocks on
-        monkeypatch.setattr(input_moments, "_BLOCKS", blocks)
+        monkeypatch.setattr(rounding, "_BLOCKS", blocks)
         path, how = tmp_path / f"{name}.onnx", Quantization("int8", tokens=tokens)
         report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
         kinds = [node.op_type for node in onnx.load(path).graph.node]

@@ -9,7 +9,7 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.export.test_weight_grid import COLUMNS, ROWS, _made
 from yobx_flatten import InvalidArgumentError, export_onnx
-from yobx_flatten.export.quantization.options import Quantization
+from yobx_flatten.export.quantization import Quantization
 
 FORMS = {
     "8 below": {"levels": 16, "first": -8},

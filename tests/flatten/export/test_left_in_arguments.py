@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import export_onnx, export_program, pytree_dataclass, register_flattening_functions
 from yobx_flatten.errors import GenerationError, RoundTripError
-from yobx_flatten.export.foreign_program import prove_program
+from yobx_flatten.export.calls import prove_program
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.runners.open import open_runner
 

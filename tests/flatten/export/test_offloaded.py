@@ -152,7 +152,7 @@ def test_inputs_are_made_for_an_offloaded_model():
     import accelerate
 
     from yobx_flatten import DecodeSizes, decode_inputs
-    from yobx_flatten.model_folder.source.tiny_models import small_model
+    from yobx_flatten.model_folder.source.classes import small_model
 
     model = small_model("llama")
     expected = decode_inputs(model, DecodeSizes())

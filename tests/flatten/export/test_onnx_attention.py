@@ -12,8 +12,8 @@ import torch
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
+from yobx_flatten.export.onnx import attempts
 from yobx_flatten.export.onnx import attempts as onnx_attempts
-from yobx_flatten.export.onnx import opset as onnx_opset
 
 transformers = pytest.importorskip("transformers")
 
@@ -231,12 +231,12 @@ def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path, monkeypatch)
 @pytest.mark.parametrize("difference", [1e-2, float("inf"), float("nan")])
 def test_an_onnxruntime_that_computes_attention_wrong_gets_the_exporters_choice(difference, monkeypatch):
     """The probe decides by numbers; what it found is kept for the process."""
-    monkeypatch.setattr(onnx_opset, "_difference", lambda: difference)
-    onnx_opset.attention_opset.cache_clear()
+    monkeypatch.setattr(attempts, "_difference", lambda: difference)
+    attempts.attention_opset.cache_clear()
     try:
-        assert onnx_opset.attention_opset() is None
+        assert attempts.attention_opset() is None
     finally:
-        onnx_opset.attention_opset.cache_clear()
+        attempts.attention_opset.cache_clear()
 
 
 def test_an_onnxruntime_without_the_operator_gets_the_exporters_choice(monkeypatch):
@@ -245,9 +245,9 @@ def test_an_onnxruntime_without_the_operator_gets_the_exporters_choice(monkeypat
     def fails():
         raise RuntimeError("Opset 23 is under development and support for this is limited.")
 
-    monkeypatch.setattr(onnx_opset, "_difference", fails)
-    onnx_opset.attention_opset.cache_clear()
+    monkeypatch.setattr(attempts, "_difference", fails)
+    attempts.attention_opset.cache_clear()
     try:
-        assert onnx_opset.attention_opset() is None
+        assert attempts.attention_opset() is None
     finally:
-        onnx_opset.attention_opset.cache_clear()
+        attempts.attention_opset.cache_clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yobx_flatten import export_onnx, export_program
-from yobx_flatten.export.program.traced import _WithoutGraphs, with_relative_origins
+from yobx_flatten.export.traced import _WithoutGraphs, with_relative_origins
 
 CODE = """
 import torch

@@ -98,7 +98,7 @@ def _detection():
 
 
 def _speech_encoder():
-    from yobx_flatten.model_folder.source.tiny_models import small_model
+    from yobx_flatten.model_folder.source.classes import small_model
 
     model = small_model("whisper")
     sizes = (model.config.num_mel_bins, 2 * model.config.max_source_positions)

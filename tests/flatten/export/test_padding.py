@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tests.models import make_model
 from yobx_flatten import Case, ReplayError, export_onnx, export_program
-from yobx_flatten.export.proof.padding import Padding
+from yobx_flatten.export.proof.replay import Padding
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from yobx_flatten import (
     export_program,
     register_flattening_functions,
 )
-from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder
+from yobx_flatten.huggingface.decoders import SlidingDecoder
 from yobx_flatten.runners.open import open_runner
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,10 @@ import torch
 
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, NoRoomError
-from yobx_flatten.export import free_space
-from yobx_flatten.export.model_facts import ModelFacts
-from yobx_flatten.export.proof import case
-from yobx_flatten.export.proof.case import Case
-from yobx_flatten.export.proof.memory import weight_bytes
+from yobx_flatten.export.model_facts import ModelFacts, weight_bytes
+from yobx_flatten.export.proof import eager_runs
+from yobx_flatten.export.proof.eager_runs import Case
+from yobx_flatten.export.runtimes import file_options
 
 pytestmark = pytest.mark.slow
 
@@ -88,13 +87,13 @@ def test_the_size_of_the_weights_decides_by_default(monkeypatch):
     """Full below the first limit, files alone below the second, a sample from there."""
     size = ModelFacts.of(torch.nn.Linear(3, 2)).weight_bytes
     assert size == 32
-    monkeypatch.setattr(case, "STANDARD_FROM", 33)
-    assert case.choose_proof("auto", size) == "full"
-    monkeypatch.setattr(case, "STANDARD_FROM", 32)
-    assert case.choose_proof("auto", size) == "standard"
-    monkeypatch.setattr(case, "SAMPLED_FROM", 32)
-    assert case.choose_proof("auto", size) == "sample"
-    assert case.choose_proof("full", size) == "full"
+    monkeypatch.setattr(eager_runs, "STANDARD_FROM", 33)
+    assert eager_runs.choose_proof("auto", size) == "full"
+    monkeypatch.setattr(eager_runs, "STANDARD_FROM", 32)
+    assert eager_runs.choose_proof("auto", size) == "standard"
+    monkeypatch.setattr(eager_runs, "SAMPLED_FROM", 32)
+    assert eager_runs.choose_proof("auto", size) == "sample"
+    assert eager_runs.choose_proof("full", size) == "full"
 
 
 def test_an_unknown_proof_is_refused():
@@ -121,7 +120,7 @@ def test_tied_weights_are_counted_once():
 
 def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
     """The message names the folder, what is needed and what is free."""
-    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr(file_options.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
     module = torch.nn.Linear(3, 2)
     monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
     with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free in "):
@@ -132,11 +131,11 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     """The message names what is needed, what there is, and the argument that needs less."""
     facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
-    monkeypatch.setattr(free_space, "memory_available", lambda: 2**30)
-    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
+    monkeypatch.setattr(file_options, "memory_available", lambda: 2**30)
+    monkeypatch.setattr(file_options.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
     with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
-        free_space.check_room(facts, pathlib.Path("a.onnx"))
-    free_space.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
+        file_options.check_room(facts, pathlib.Path("a.onnx"))
+    file_options.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
 
 
 def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):

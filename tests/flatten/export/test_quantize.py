@@ -24,10 +24,10 @@ from yobx_flatten import (
     export_onnx,
     export_program,
 )
-from yobx_flatten.export.onnx.kernels import has_kernels
+from yobx_flatten.export import quantization as quantizing
 from yobx_flatten.export.proof.quality import Distance, text_losses
-from yobx_flatten.export.quantization import options as quantizing
-from yobx_flatten.export.quantization.options import Quantization
+from yobx_flatten.export.quantization import Quantization
+from yobx_flatten.export.runtimes.file_options import has_kernels
 
 
 def _held_out(rows: int = 4) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
     """GPT-2: the products with biases are quantised, and the embedding reads the table of the head."""
     import onnx
 
-    from yobx_flatten.model_folder.source.tiny_models import small_model
+    from yobx_flatten.model_folder.source.classes import small_model
 
     model = small_model("gpt2")
     inputs = decode_inputs(model, DecodeSizes())
@@ -237,7 +237,7 @@ def test_an_onnxruntime_without_the_operator_is_named(monkeypatch):
 def test_the_quantizer_leaves_logging_as_it_is():
     """Its module calls basicConfig when it is imported; an application's own handlers stay alone."""
     code = (
-        "import logging; from yobx_flatten.export.quantization.options import Quantization; import numpy;"
+        "import logging; from yobx_flatten.export.quantization import Quantization; import numpy;"
         "Quantization().quantize(numpy.ones((32, 32), numpy.float32));"
         "assert logging.getLogger().handlers == [] and logging.getLogger().level == logging.WARNING"
     )

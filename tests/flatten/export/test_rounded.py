@@ -9,7 +9,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from yobx_flatten import export_onnx
-from yobx_flatten.export.quantization.options import Quantization
+from yobx_flatten.export.quantization import Quantization
 
 
 def _encoder(words=1200, scale=1.0):

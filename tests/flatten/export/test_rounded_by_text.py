@@ -14,10 +14,9 @@ pytest.importorskip("onnxscript")
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, register_flattening_functions
 from yobx_flatten.export.onnx.file import UnprovenFile
-from yobx_flatten.export.onnx.rounding.input_moments import input_moments
-from yobx_flatten.export.quantization.measure import from_the_start
-from yobx_flatten.export.quantization.options import Quantization
-from yobx_flatten.export.quantization.text_cases import text_cases
+from yobx_flatten.export.onnx.rounding import input_moments
+from yobx_flatten.export.quantization import Quantization
+from yobx_flatten.export.quantized_answers import from_the_start, text_cases
 from yobx_flatten.runners.ports import CacheSlot, Port
 
 

@@ -9,7 +9,7 @@ import torch
 
 from yobx_flatten import Case, InvalidArgumentError, MissingDependencyError, Quantization, ReplayError, export_program
 from yobx_flatten.errors import dependencies
-from yobx_flatten.export.quantization.runtimes import blocks_of, quantized_example
+from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("onnxscript")

@@ -11,7 +11,7 @@ pytest.importorskip("onnxscript")
 from tests.cache_words import WORD, cache_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners import onnx_runner
 from yobx_flatten.runners.open import open_runner
 

@@ -16,7 +16,7 @@ from tests.cache_words import cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export.onnx.rewrite.heads import rotate_together
 from yobx_flatten.export.onnx.rewrite.optimize import fuse_skip_norms
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners.open import open_runner
 
 

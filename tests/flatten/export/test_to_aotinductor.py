@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from tests.flatten.export.small_step import inputs, make_step, shapes
 from yobx_flatten import ReplayError, export_program, register_flattening_functions
-from yobx_flatten.export.program.flat_program import flat_program, signature_of
+from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes.aotinductor import refused_when_empty, write_package
 from yobx_flatten.runners.signature import KEY, Signature
 

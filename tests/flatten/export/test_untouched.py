@@ -8,8 +8,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import export_onnx, export_program, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
-from yobx_flatten.export.proof.case import Case
-from yobx_flatten.export.proof.eager_runs import eager_steps
+from yobx_flatten.export.proof.eager_runs import Case, eager_steps
 
 
 class Given:

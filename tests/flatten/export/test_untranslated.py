@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yobx_flatten.export.program.decompositions import decompose_untranslated
+from yobx_flatten.export.flat_program import decompose_untranslated
 
 ATEN = torch.ops.aten
 BATCH = {0: torch.export.Dim.AUTO}

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from yobx_flatten.export.onnx.weight_grid import find_grid
+from yobx_flatten.export.onnx.weights import find_grid
 
 ROWS, COLUMNS = 40, 512
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from yobx_flatten.model_folder.source.tiny_models import small_config
+from yobx_flatten.model_folder.source.classes import small_config
 
 __all__ = ["text_of", "trained_model"]
 

@@ -264,7 +264,7 @@ def test_files_that_are_read_only_are_flushed(tmp_path):
     tmp_path.chmod(0o755)
     program = (
         "import os, pathlib\n"
-        "from yobx_flatten.files.flush import flush_tree\n"
+        "from yobx_flatten.files.scratch import flush_tree\n"
         f"os.chdir({str(tmp_path)!r})\n"  # folders above are the user's own
         "os.getuid() or os.setuid(65534)\n"
         "flush_tree(pathlib.Path('folder'))\n"

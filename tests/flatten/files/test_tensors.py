@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from yobx_flatten.errors import DamagedFileError
-from yobx_flatten.files.onnx_data import read_onnx
-from yobx_flatten.files.tensors import opened_tensors, read_tensors, write_tensor_file
+from yobx_flatten.files.tensors import opened_tensors, read_onnx, read_tensors, write_tensor_file
 
 
 def names_of(path, *, failure):

@@ -21,7 +21,7 @@ from yobx_flatten import (
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.generate.steps import Parts
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 
 @pytest.fixture(scope="module")

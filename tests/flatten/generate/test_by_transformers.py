@@ -18,7 +18,7 @@ from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_gen
 from yobx_flatten.generate.file_cache import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.pieces.grid_images import grid_image
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = pytest.mark.slow
 

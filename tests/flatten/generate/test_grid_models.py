@@ -12,7 +12,7 @@ from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, OnnxGenerator
 from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = [pytest.mark.slow, needs_transformers("5.17", "no small configuration of Qwen2-VL can be made")]
 

@@ -10,7 +10,7 @@ from yobx_flatten import InvalidArgumentError
 from yobx_flatten.generate.pictures import Grids, image_positions
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = needs_transformers("5.17", "no small configuration of Qwen2-VL can be made")
 

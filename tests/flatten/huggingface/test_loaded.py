@@ -4,7 +4,7 @@ import gc
 import sys
 import types
 
-from yobx_flatten.huggingface.loaded import ModelClasses
+from yobx_flatten.huggingface.outputs import ModelClasses
 
 MODELS = "transformers.models.of_this_test"
 

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache
 from tests.cache_words import WORD, cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.cache_names import argument_of
-from yobx_flatten.huggingface.state_decoder import StateDecoder
+from yobx_flatten.huggingface.decoders import StateDecoder
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.trees.naming import leaf_names
 
 pytestmark = pytest.mark.skipif(

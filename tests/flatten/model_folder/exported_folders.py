@@ -13,7 +13,7 @@ import torch
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 __all__ = ["exported", "saved"]
 

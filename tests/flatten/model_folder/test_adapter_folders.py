@@ -18,9 +18,9 @@ from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
 from yobx_flatten.files import limited
+from yobx_flatten.model_folder.source.adapter import read_adapters
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
-from yobx_flatten.model_folder.source.switched import read_adapters
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 import peft
 
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 
 def _adapted():

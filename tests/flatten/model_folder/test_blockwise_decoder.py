@@ -13,8 +13,8 @@ from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.transformers_versions import is_older_than
 from yobx_flatten import OnnxGenerator, export_folder
-from yobx_flatten.model_folder.pieces.blockwise_decoder import BlockwiseDecoder
-from yobx_flatten.model_folder.source.tiny_models import small_config
+from yobx_flatten.model_folder.pieces.grid_images import BlockwiseDecoder
+from yobx_flatten.model_folder.source.classes import small_config
 
 NAMES = ["gemma3", "paligemma", "paligemma2"]
 IMAGE = 3

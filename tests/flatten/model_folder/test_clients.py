@@ -15,7 +15,7 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,9 +6,8 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
-from yobx_flatten.model_folder.pieces.blockwise_decoder import DeepstackDecoder
-from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.pieces.grid_images import DeepstackDecoder, GridVisionEncoder, grid_image
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = needs_transformers("5.17", "no small configuration of Qwen3-VL can be made")
 

@@ -27,14 +27,14 @@ from yobx_flatten import (
     verify_folder,
 )
 from yobx_flatten.__main__ import main
-from yobx_flatten.export.proof.memory import weight_bytes
+from yobx_flatten.export.model_facts import weight_bytes
 from yobx_flatten.model_folder import write
 from yobx_flatten.model_folder.genai_files import decoder_config
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.model_folder.pieces.tasks import task_of
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.model_folder.pieces.vision_language import vision_language_pieces
-from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
+from yobx_flatten.model_folder.source.classes import small_config, small_model
 
 pytestmark = pytest.mark.slow
 

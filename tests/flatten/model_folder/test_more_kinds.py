@@ -11,7 +11,7 @@ import transformers
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
-from yobx_flatten.model_folder.source.tiny_models import small_config, small_model
+from yobx_flatten.model_folder.source.classes import small_config, small_model
 
 pytestmark = pytest.mark.slow
 

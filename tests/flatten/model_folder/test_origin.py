@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source.origin import origin_of
+from yobx_flatten.model_folder.source.find import origin_of
 
 WORDS = {"<unk>": 0, "</s>": 1, "def": 2, "forward": 3, "self": 4}
 

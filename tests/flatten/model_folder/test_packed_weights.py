@@ -12,8 +12,8 @@ pytest.importorskip("onnxscript")
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.model_folder.source.find import find_model
-from yobx_flatten.model_folder.source.tiny_models import small_model
 
 GROUP = 16
 

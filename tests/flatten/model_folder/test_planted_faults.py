@@ -14,8 +14,8 @@ from yobx_flatten import export_folder
 from yobx_flatten.errors import FlattenError
 from yobx_flatten.export.onnx import attempts
 from yobx_flatten.export.onnx import file as onnx_file
-from yobx_flatten.export.onnx.opset import attention_opset
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.export.onnx.attempts import attention_opset
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
-from yobx_flatten.export.quantization.options import Quantization
-from yobx_flatten.model_folder.source.tiny_models import small_model
-from yobx_flatten.model_folder.texts.quality_text import python_text
+from yobx_flatten.export.quantization import Quantization
+from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.texts import python_text
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,10 @@ from yobx_flatten import (
 )
 from yobx_flatten.__main__ import main
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
-from yobx_flatten.model_folder.source import switched
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source import adapter
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners.open import open_runner
-from yobx_flatten.storage.cases import load_case
+from yobx_flatten.storage.nested import load_case
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -359,12 +359,12 @@ def test_layers_without_room_are_named(root, tmp_path):
 
 def test_a_wrong_product_is_not_published(root, tmp_path, monkeypatch):
     """The proof of each adapter is next to PEFT, whose scale is not known to the file."""
-    right = switched._matrices
+    right = adapter._matrices
 
     def wrong(*args):
         return {name: 1.01 * one if name.endswith("lora_B") else one for name, one in right(*args).items()}
 
-    monkeypatch.setattr(switched, "_matrices", wrong)
+    monkeypatch.setattr(adapter, "_matrices", wrong)
     with pytest.raises(ReplayError, match=r"one: (the example|batch)"):
         export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="sample")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import transformers
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
 from yobx_flatten.model_folder.pieces.grid_images import TiledVisionEncoder
-from yobx_flatten.model_folder.source.tiny_models import small_model
+from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.pieces.one_call import has_types, pair_types
-from yobx_flatten.model_folder.source.tiny_models import small_config
+from yobx_flatten.model_folder.source.classes import small_config
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "is", "it", "raining", "no", "the", "sun", "shines", "today"]
 

@@ -10,7 +10,7 @@ pytest.importorskip("onnxruntime")
 import onnxruntime
 
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, MissingDependencyError
-from yobx_flatten.runners.devices import CPU, check_runs_on, choose_providers, is_on_cpu, only_for_onnxruntime
+from yobx_flatten.runners.onnx_session import CPU, check_runs_on, choose_providers, is_on_cpu, only_for_onnxruntime
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
-from yobx_flatten.runners.elements import ELEMENTS
+from yobx_flatten.runners.ports import ELEMENTS
 
 onnx = pytest.importorskip("onnx")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from yobx_flatten import make_dynamic_cache
-from yobx_flatten.storage.matching import leaves_of, match, plain_names
+from yobx_flatten.trees.naming import leaves_of, match, plain_names
 
 
 @pytest.mark.parametrize(

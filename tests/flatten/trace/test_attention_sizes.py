@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from matrix.models import make_model
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
-from yobx_flatten.export.example.example import make_example
+from yobx_flatten.export.example import make_example
 from yobx_flatten.trace import trace_settings
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 

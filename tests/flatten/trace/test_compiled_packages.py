@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from yobx_flatten import dynamic_shapes, register_flattening_functions
-from yobx_flatten.trace.stored_programs import called_contiguous
+from yobx_flatten.trace.remembering_program import called_contiguous
 
 pytest.importorskip("transformers")
 

@@ -1,22 +1,25 @@
-"""Convert a program with the fastest operators that pass the replay in onnxruntime."""
+"""Convert a program with the fastest operators that pass the replay in onnxruntime, or state what cannot be."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
+import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError
-from ...errors.failures import result_or
-from ...errors.log import STEP
-from ...errors.messages import first_line
+from ...errors.failures import STEP, first_line, result_or
 from ...huggingface.cache_names import CACHE, argument_of
 from ...private_names.of_torch import pytree
+from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.relations import (
@@ -28,22 +31,19 @@ from ...runners.relations import (
     names_in,
 )
 from ...runners.signature import KEY, Signature, place_of_sizes
-from ...storage.matching import leaves_of
-from ...trees.naming import leaf_names
-from ..example.example import Example
-from ..program.flat_program import signature_of
-from ..program.traced import Traced
-from ..proof.case import Case
+from ...trace.program_inputs import arguments_of
+from ...trees.naming import leaf_names, leaves_of
+from ..example import Example
+from ..flat_program import signature_of
+from ..proof.eager_runs import Case
 from ..proof.exported_call import ByName, InSharedMemory
 from ..proof.replay import Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
-from ..quantization.options import Quantization
-from ..room import Adapter, rooms_in
+from ..quantization import Quantization
 from ..source import Source, replay_cases, replay_file
+from ..traced import Traced
 from .file import UnprovenFile, convert
-from .opset import ATTENTION_OPSET, attention_opset
 from .quantize import quantize_model, remark_quantized
-from .refused import ConversionRefusedError, refused_conversion
 from .rewrite.attention import count_operators
 from .sizes import OtherSizes, fix_sizes, refuse_sizes
 
@@ -299,3 +299,145 @@ def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
             'float32 (or float16), or keep it for another provider:\n    keep_failed="a folder"'
         )
     return reported
+
+
+# Opset 23 has Attention, RMSNormalization and RotaryEmbedding. Of 24, torch 2.13's exporter writes Attention only: what
+# recognises the other two is bound to 23, and the file is slower.
+ATTENTION_OPSET = 23
+"""The opset of ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding`` that torch's exporter writes."""
+
+_TOLERANCE = 1e-5
+
+
+@functools.cache
+def attention_opset() -> int | None:
+    """Return the opset to write by default: 23, or ``None``, the exporter's own choice, where 23 is not right.
+
+    The probe is one normalisation and one attention with fewer heads of keys than of queries, keys of an earlier call,
+    and a row that sees nothing, compared with PyTorch. It runs once per process, in some hundredths of a second.
+    """
+    # onnxruntime has no base class for its errors; whatever it is, 23 does not work
+    return ATTENTION_OPSET if result_or(_difference, lambda error: float("inf")) <= _TOLERANCE else None
+
+
+def _difference() -> float:
+    """The largest difference between onnxruntime and PyTorch; infinite where one of them is not a number."""
+    import onnxruntime
+
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    query, weight = query[:, :, :2], torch.randn(8, generator=generator)
+    mask = torch.ones(2, 1, 2, 5, dtype=torch.bool).tril(3)
+    mask[0, :, 0] = False
+    normalised = torch.nn.functional.rms_norm(query, (8,), weight, 1e-6)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        normalised, keys, values, attn_mask=mask, scale=0.5, enable_gqa=True
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(_model(), options, providers=["CPUExecutionProvider"])
+    given = {
+        "query": query, "weight": weight, "mask": mask, "key": keys[:, :, 3:], "value": values[:, :, 3:],
+        "past_key": keys[:, :, :3], "past_value": values[:, :, :3],
+    }  # fmt: skip
+    found, present = session.run(None, {name: tensor.contiguous().numpy() for name, tensor in given.items()})
+    differences = (expected - torch.from_numpy(found)).abs().max(), (keys - torch.from_numpy(present)).abs().max()
+    return float(torch.stack(differences).nan_to_num(nan=float("inf")).max())
+
+
+def _model() -> Any:
+    import onnx
+    from onnx import TensorProto, helper
+
+    types = {"weight": 1, "mask": 4, "query": 4, "key": 4, "value": 4, "past_key": 4, "past_value": 4}
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.BOOL if name == "mask" else TensorProto.FLOAT, [None] * rank)
+        for name, rank in types.items()
+    ]
+    taken = ["normalised", "key", "value", "mask", "past_key", "past_value"]
+    nodes = [
+        helper.make_node("RMSNormalization", ["query", "weight"], ["normalised"], epsilon=1e-6),
+        helper.make_node("Attention", taken, ["output", "present_key", "present_value"], scale=0.5),
+    ]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in ("output", "present_key")]
+    graph = helper.make_graph(nodes, "probe", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", ATTENTION_OPSET)], ir_version=10)
+    onnx.checker.check_model(model)
+    return model.SerializeToString()
+
+
+_TORCH = os.path.dirname(torch.__file__)
+
+
+class ConversionRefusedError(InvalidArgumentError):
+    """torch's exporter cannot convert a program to ONNX."""
+
+    def __init__(self, message: str, reason: str, axes: Collection[tuple[str, int]] | None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        # those that vary where it stopped, by name of the input and axis; `None` where no size is the cause
+        self.axes = axes
+
+
+def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception:
+    """Return an error instead of the one that torch's exporter raised; errors of ours stay as they are."""
+    # name: name of the class of the module
+    if isinstance(error, (FlattenError, OSError, MemoryError)):
+        return error
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    text = "\n".join(map(str, causes))
+    missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>", text)
+    failed = re.search(r"Error when translating node %\w+ .*?call_function\[target=torch\.ops\.([\w.]+)\]", text, re.S)
+    of_sizes = missing is None or missing[1].startswith("aten.sym_")
+    if missing is not None:
+        operator, reason = f"{missing[1]}.{missing[2]}", "torch's exporter has no translation for the operator"
+    elif failed is not None:
+        operator, reason = failed[1], f"torch's exporter raises {_shown(causes[-1])} for the operator"
+    else:
+        operator, reason = "", f"torch's exporter raises {_shown(causes[-1])}"
+    reason = f"{reason} {operator}{_place(traced.program, operator)}" if operator else reason
+    fixed = "    dynamic_shapes=None  # or the axes that vary"
+    if not operator or (missing is not None and of_sizes):
+        advice = f"Fix the sizes that it stops at:\n{fixed}"
+    else:
+        advice = (
+            "Use other operators, or pass a function of onnxscript that implements it:\n"
+            f"    translations={{torch.ops.{operator}: function}}"
+        )
+    refused = ConversionRefusedError(
+        f"{name} cannot be exported to ONNX: {reason}. {advice}", reason, _axes(traced, text) if of_sizes else None
+    )
+    refused.__cause__ = error
+    return refused
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
+
+
+def _axes(traced: Traced, text: str) -> set[tuple[str, int]]:
+    """The axes of inputs whose symbols a text names."""
+    symbols = set(re.findall(r"\bs\d+\b", text))
+    values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
+    arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
+    return {
+        (name, axis)
+        for name, argument in zip(traced.input_names, arguments, strict=True)
+        for axis, size in enumerate(getattr(values[argument], "shape", ()))
+        if str(size) in symbols
+    }
+
+
+def _place(program: ExportedProgram, operator: str) -> str:
+    """``" (model.py:12: x.cummax(1))"``, where the program has the operator, or one that is decomposed into it."""
+    short = operator.split(".")[1]
+    for node in program.graph.nodes:
+        own = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]
+        lines = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.*)', node.meta.get("stack_trace") or "")
+        lines = [line for line in lines if not line[0].startswith((_TORCH, "torch/"))]
+        if own and own in short and lines:
+            file, number, code = lines[-1]
+            return f" ({file}:{number}: {code.strip()})"
+    return ""

@@ -21,9 +21,8 @@ import torch
 from ...core.compare import compare
 from ...errors import DamagedFileError
 from ...files.document import damage_as
-from ...files.onnx_data import read_onnx
-from ...runners.one_by_one import row_by_row
-from ...runners.onnx_runner import OnnxRunner
+from ...files.tensors import read_onnx
+from ...runners.onnx_runner import OnnxRunner, row_by_row
 from ...runners.onnx_session import open_session, session_options
 
 if TYPE_CHECKING:

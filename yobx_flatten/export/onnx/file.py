@@ -15,17 +15,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError, ReplayError
-from ...errors.log import without_records
-from ...errors.messages import first_line
-from ...files.onnx_data import data_files_of
+from ...errors.failures import first_line, without_records
 from ...files.scratch import data_path, move_in, publish_files, scratch_for
+from ...files.tensors import data_files_of
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.adapters import FIRST
 from ...runners.onnx_session import open_session
-from ..program.decompositions import decompose_untranslated
-from ..program.flat_program import flat_program
+from ..flat_program import decompose_untranslated, flat_program
 from .rewrite.attention import fuse_attention, slice_windows
 from .rewrite.group_query_attention import share_cache
 from .rewrite.heads import put_tokens_first, rotate_together

@@ -20,14 +20,23 @@ from ...errors import InvalidArgumentError
 from ...errors.failures import result_or
 from ...runners.onnx_session import open_session
 from ..proof.report import ExportReport
-from ..quantization.bit_budget import Bits, Role
-from ..quantization.options import Quantization
+from ..quantization import Quantization
+from ..quantized_answers import Bits, Role
 from .rewrite.repair import attribute
-from .rounding.error_feedback import RoundedMatrices
-from .split_inputs import InputSplits, SplitInputs
-from .stored_matrix import Grids, StoredMatrix, cast_value, keep_integers, new_value, plus, reshaped, take_rows
-from .weight_grid import Floats
-from .weights import unmap
+from .rounding import RoundedMatrices
+from .stored_matrix import (
+    Grids,
+    InputSplits,
+    SplitInputs,
+    StoredMatrix,
+    cast_value,
+    keep_integers,
+    new_value,
+    plus,
+    reshaped,
+    take_rows,
+)
+from .weights import Floats, unmap
 
 _TABLE = 2**16
 """Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""

@@ -26,12 +26,11 @@ from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
-from ...storage.matching import leaves_of
-from ..example.example import Example
-from ..example.resized import arguments_with, resized_leaves
-from ..program.traced import Traced
-from ..proof.case import clone
-from ..proof.module_state import written_parameters
+from ...trees.naming import leaves_of
+from ..example import Example, arguments_with, resized_leaves
+from ..proof.eager_runs import clone
+from ..proof.left import written_parameters
+from ..traced import Traced
 from .rewrite.repair import copy_type
 
 if TYPE_CHECKING:

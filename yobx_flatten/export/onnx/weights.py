@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy
+import numpy.typing as npt
 import torch
 
 from ...errors import FlattenError
-from ...errors.log import STEP
-from ...errors.messages import format_bytes
+from ...errors.failures import STEP, format_bytes
 from ...huggingface.layer_weights import Reader
 from .rewrite.repair import attribute, sizes_of
 
@@ -125,3 +127,210 @@ def unmap(tensor: ir.TensorProtocol) -> None:
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # something else still reads it
             tensor.release()
+
+
+Floats: TypeAlias = npt.NDArray[numpy.floating]
+
+_BLOCKS = (256, 128, 64, 32, 16)
+"""Numbers of weights that may share a scale, as onnxruntime's operators have them."""
+
+_SAMPLE = 8
+"""Blocks that are looked at before all are: of weights without a grid none fits."""
+
+_CHUNK = 2**12
+"""Blocks that are fitted at once, so that what is computed stays in the processor's cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGrid:
+    """A matrix as ``(numbers - zeros) * scales``, or as ``numbers * scales + lowest``."""
+
+    # in blocks along its last axis
+
+    bits: int
+    numbers: Any  # uint8 of shape (rows, blocks, weights of a block), each below `2**bits`
+    scales: Any  # the steps, of shape (rows, blocks); float16 where each of them is one exactly, else float32
+    zeros: Any = None  # uint8 of shape (rows, blocks); `None` where all are half of the numbers, `2**bits / 2`
+    lowest: Any = None  # the weight of number 0, of the shape and type of the scales; `None` where a zero stands for it
+
+    @property
+    def block_size(self) -> int:
+        """Number of weights that share a scale."""
+        return int(self.numbers.shape[2])
+
+    @property
+    def middle(self) -> int:
+        """The integer that represents 0 if there are no zero points."""
+        return int(2 ** (self.bits - 1))
+
+    def packed(self) -> npt.NDArray[numpy.uint8]:
+        """Return the numbers as onnxruntime reads them: those of 4 bits two in a byte, the first in its lower half."""
+        numbers: npt.NDArray[numpy.uint8] = self.numbers
+        return _pairs(numbers) if self.bits == 4 else numbers
+
+    def packed_zeros(self) -> npt.NDArray[numpy.uint8]:
+        """Return the zeros in the same way."""
+        zeros: npt.NDArray[numpy.uint8] = self.zeros
+        return _pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))) if self.bits == 4 else zeros
+
+    def weights(self) -> Floats:
+        """Return the matrix in float32."""
+        scales = self.scales[..., None].astype(numpy.float32)
+        if self.lowest is not None:
+            found = self.numbers * scales + self.lowest[..., None].astype(numpy.float32)
+        else:
+            zeros = self.middle if self.zeros is None else self.zeros[..., None].astype(numpy.int16)
+            found = (self.numbers.astype(numpy.int16) - zeros).astype(numpy.float32) * scales
+        weights: Floats = found.reshape(len(self.numbers), -1)
+        return weights
+
+
+def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
+    """Return integers and scales that reproduce a matrix up to rounding.
+
+    >>> steps = numpy.arange(-8, 8, dtype=numpy.float32).reshape(1, 16)
+    >>> grid = find_grid(steps * numpy.float32(0.5))
+    >>> grid.bits, grid.scales.item(), (grid.numbers - 8.0).flatten().tolist() == steps.flatten().tolist()
+    (4, 0.5, True)
+    """
+    # matrix: float32 or float16 of shape (rows, columns); blocks are parts of a row
+    # returns: `None` where there are none in 4 or 8 bits, for blocks of 16 weights or more. With few levels several
+    # grids give the same weights; one of them is returned.
+    rows, columns = matrix.shape
+    if not rows or columns % _BLOCKS[-1]:
+        return None
+    with numpy.errstate(over="ignore"):
+        short = matrix.astype(numpy.float16)
+    if (short == matrix).all():  # computed in half precision, and converted
+        matrix = short
+    # what fits any form in any block fits this one
+    if _with_lowest(_sample(matrix, _BLOCKS[-1]), most_bits) is None:
+        return None
+    for bits in (4, 8) if most_bits == 8 else (4,):
+        for size in _BLOCKS:
+            if columns % size:
+                continue
+            for form in (_symmetric, _with_zero, _with_lowest):
+                if form(_sample(matrix, size), bits) is None:
+                    continue
+                found = _whole(matrix, size, bits, form)
+                if found is not None and _gives_back(found, matrix):
+                    return found
+    return None
+
+
+def _pairs(numbers: npt.NDArray[numpy.uint8]) -> npt.NDArray[numpy.uint8]:
+    pairs: npt.NDArray[numpy.uint8] = numbers[..., 0::2] | (numbers[..., 1::2] << numpy.uint8(4))
+    return pairs
+
+
+_Parts: TypeAlias = tuple[Floats, Floats, Floats | None, Floats | None]
+"""Of blocks: integers, scales, zeros and the lowest weights."""
+
+_Form: TypeAlias = Callable[[Floats, int], _Parts | None]
+
+
+def _sample(matrix: Floats, size: int) -> Floats:
+    blocks: Floats = matrix.reshape(-1, size)
+    sample: Floats = blocks[numpy.linspace(0, len(blocks) - 1, _SAMPLE).astype(int)]
+    return sample
+
+
+def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
+    """Fit one form to all blocks of a matrix; ``None`` where one does not fit."""
+    blocks, made = matrix.reshape(-1, size), []
+    for start in range(0, len(blocks), _CHUNK):
+        parts = form(blocks[start : start + _CHUNK], bits)
+        if parts is None:
+            return None
+        made.append((parts[0].astype(numpy.uint8), *parts[1:]))
+    joined: list[Any] = [
+        None if chunks[0] is None else numpy.concatenate(chunks).reshape(len(matrix), -1)
+        for chunks in zip(*made, strict=True)
+    ]
+    scales, lowest = _short(joined[1], joined[3])
+    zeros = None if joined[2] is None else joined[2].astype(numpy.uint8)
+    return WeightGrid(bits, joined[0].reshape(len(matrix), -1, size), scales, zeros, lowest)
+
+
+def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None]:
+    """Convert scales to float16 if that is exact, as most formats store them so."""
+    with numpy.errstate(over="ignore"):
+        half = scales.astype(numpy.float16)
+    # a scale is known as well as the weights it was computed from
+    if (numpy.abs(half - scales) > 2.0**-20 * scales).any():
+        half = scales.astype(numpy.float32)
+    if lowest is None:
+        return half, None
+    with numpy.errstate(over="ignore"):
+        low = lowest.astype(numpy.float16)
+    if half.dtype == numpy.float16 and (low == lowest).all():
+        return half, low
+    return half.astype(numpy.float32), lowest.astype(numpy.float32)
+
+
+def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
+    """Whether a grid gives each weight of a matrix back."""
+    apart = numpy.abs(grid.weights() - matrix).reshape(-1, grid.block_size)
+    return bool((apart.max(1) <= _allowed(matrix.reshape(-1, grid.block_size))).all())
+
+
+def _allowed(blocks: Floats) -> Floats:
+    """How far a weight may be off: a product and a sum were rounded, each to the last place of the largest."""
+    last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
+    largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
+    return last * largest
+
+
+def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
+    """Whole steps from zero: -8 to 7 of them."""
+    half = 2 ** (bits - 1)
+    # most formats of 8 bits end at 127, those of 4 bits at -8
+    counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
+    found = _search(blocks, numpy.abs(blocks).max(1), counts, within=(-half, half - 1))
+    return None if found is None else (found[0] + half, found[1], None, None)
+
+
+def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
+    """Whole steps from zero, of which each block has some below and the rest above."""
+    most = 2**bits - 1
+    extent = numpy.maximum(blocks.max(1), 0) - numpy.minimum(blocks.min(1), 0)
+    found = _search(blocks, extent, range(most, 0, -1), within=(-most, most))
+    if found is None:
+        return None
+    zeros = -numpy.minimum(found[0].min(1), 0)
+    return found[0] + zeros[:, None], found[1], zeros, None
+
+
+def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
+    """Whole steps from the lowest weight of each block."""
+    most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
+    found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
+    return None if found is None else (*found, None, low)
+
+
+def _search(
+    blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
+) -> tuple[Floats, Floats] | None:
+    """Find for each block the first count of steps in its extent of which all of its weights are whole ones."""
+    above = blocks.astype(numpy.float64)
+    if start is not None:
+        above -= start[:, None]
+    extent, allowed = extent.astype(numpy.float64), _allowed(blocks)
+    numbers = numpy.zeros_like(above)
+    rest = numpy.flatnonzero(extent > 0)  # what is all the same has no step
+    for count in counts:
+        if not len(rest):
+            break
+        step = extent[rest] / count
+        ratio = above[rest] / step[:, None]
+        whole = numpy.rint(ratio)
+        # twice, since the extent was also rounded
+        fits = numpy.abs(ratio - whole).max(1) * step <= 2 * allowed[rest]
+        fits &= (whole.min(1) >= within[0]) & (whole.max(1) <= within[1])
+        numbers[rest[fits]] = whole[fits]
+        rest = rest[~fits]
+    if len(rest):
+        return None
+    square = (numbers * numbers).sum(1)
+    return numbers, (numbers * above).sum(1) / numpy.where(square == 0, 1, square)  # with least error

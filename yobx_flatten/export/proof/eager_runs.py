@@ -1,26 +1,25 @@
-"""Run a case eagerly, once for all runtimes that it is replayed with."""
+"""A case: arguments of a call. It runs eagerly once, for all runtimes that it is replayed with."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from ...core.effects import Snapshot, shared_generators, undisturbed
 from ...diagnose.export_errors import explain_error
-from ...errors import FlattenError, InvalidArgumentError
-from ...errors.failures import raised_as
-from ...errors.messages import first_line
+from ...errors import FlattenError, InvalidArgumentError, describe_class
+from ...errors.failures import first_line, raised_as
 from ...huggingface.cache_names import forward_of, named_for
-from ...huggingface.sliding_decoder import SlidingDecoder
+from ...huggingface.decoders import SlidingDecoder
 from ...private_names.of_torch import pytree
-from .case import Case, clone
-from .left import Left, returning_left, with_present
-from .module_state import written_parameters
+from ...recipe.aliases import PyTree
+from .left import Left, returning_left, with_present, written_parameters
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -180,3 +179,81 @@ def _following(module: torch.nn.Module) -> Next:
         return with_present(kwargs, outputs)
 
     return following
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs to check.
+
+    Attributes:
+        name: a short description of the case, for the report.
+        args: positional arguments; none by default.
+        kwargs: keyword arguments; none by default.
+        steps: number of calls, 1 by default; after the first, each gets the cache that the call before returned.
+
+    >>> import torch
+    >>> from yobx_flatten import export_program
+    >>> case = Case("one row", (torch.ones(1, 3),))
+    >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),), cases=[case])
+    >>> [result.case for result in exported.report.cases]
+    ['the example', 'one row']
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 1
+
+
+def clone(tree: PyTree) -> PyTree:
+    """Copy every tensor of nested inputs: static caches are written to in place."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def check_cases(cases: Iterable[Any]) -> list[Case]:
+    """Check that every case is a :class:`Case`."""
+    found = list(cases)
+    for number, case in enumerate(found):
+        if not isinstance(case, Case):
+            raise InvalidArgumentError(
+                f"cases[{number}]: expected a Case, found {describe_class(case)}.\n"
+                '    cases=[Case("five rows", args, kwargs)]'
+            )
+    return found
+
+
+# Choose how much of an export is replayed: ``"full"``, ``"sampled"`` or ``"none"``.
+
+
+Proof = Literal["auto", "full", "standard", "sample", "none"]
+"""``"full"`` replays all cases, ``"standard"`` the same with files alone and less text, ``"sample"`` the example and
+the largest case, ``"none"`` nothing."""
+
+STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
+"""Bytes of weights from which on ``"auto"`` means ``"standard"``, and ``"sample"``."""
+
+UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
+
+
+def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard", "sample", "none"]:
+    """Return the proof of an export: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
+
+    >>> choose_proof("auto", 32)
+    'full'
+    """
+    # proof: a `Proof`. With `"auto"` a proof takes no longer than the export: a call of a model of 1 GB takes seconds.
+    if proof not in get_args(Proof):
+        raise InvalidArgumentError(f"proof must be one of {', '.join(map(repr, get_args(Proof)))}, found {proof!r}.")
+    if proof == "auto":
+        return "full" if weight_bytes < STANDARD_FROM else "standard" if weight_bytes < SAMPLED_FROM else "sample"
+    return proof
+
+
+def sampled(cases: Sequence[Case]) -> list[Case]:
+    """Return the case with the largest inputs: the one past the window, or with padding."""
+
+    def size(case: Case) -> int:
+        leaves: list[Any] = pytree.tree_leaves((case.args, dict(case.kwargs)))
+        return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    return [max(cases, key=size)] if cases else []

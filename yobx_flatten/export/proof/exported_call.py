@@ -1,6 +1,6 @@
 """Call an exported program or file like its module, and feed its cache back.
 
-A library that runs exported files needs a :class:`~yobx_flatten.runners.runner.Runner` and is replayed by name.
+A library that runs exported files needs a :class:`~yobx_flatten.runners.ports.Runner` and is replayed by name.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
-from ...runners.checked_runner import CheckedRunner
-from ...runners.in_place import InPlaceCache
+from ...runners.in_place import CheckedRunner, InPlaceCache
 from ...runners.onnx_runner import OnnxRunner
-from ...runners.ports import present_of
+from ...runners.ports import Runner, present_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.rewind import cache_tensors
-from ...runners.runner import Runner
 from ...trees.naming import leaf_names
-from .case import clone
-from .left import with_present
-from .module_state import written_parameters
-from .padding import Padding
+from .eager_runs import clone
+from .left import with_present, written_parameters
+from .replay import Padding
 
 
 class Nested:

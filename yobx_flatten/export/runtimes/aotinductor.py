@@ -24,9 +24,9 @@ from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
 from ...runners.ports import present_of
 from ...runners.signature import KEY, Signature, Size
-from ..program.flat_program import flat_program, quietly, signature_of
-from ..program.traced import Traced
-from .growing_cache import Flat, joined, sizes_of
+from ...trace.program_inputs import Flat, joined, sizes_of
+from ..flat_program import flat_program, quietly, signature_of
+from ..traced import Traced
 
 
 def check_compiler(caller: str) -> None:

@@ -15,16 +15,14 @@ import torch
 from torch.export import ExportedProgram
 
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
-from ...errors.failures import raised_as
-from ...errors.messages import first_line
+from ...errors.failures import first_line, raised_as
 from ...registry.patches import AttributePatch
 from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE
 from ...runners.ports import present_of
 from ...runners.signature import Signature
 from ...trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
-from ..program.decompositions import decompose_untranslated
-from ..program.flat_program import flat_program, quietly, signature_of
-from ..program.traced import Traced
+from ..flat_program import decompose_untranslated, flat_program, quietly, signature_of
+from ..traced import Traced
 from .executorch_cache import attended_in_place, with_row_buffers
 
 Backend = Literal["auto", "xnnpack", "portable"]

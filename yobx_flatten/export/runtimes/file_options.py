@@ -1,25 +1,27 @@
-"""Options of the file of a runtime, checked before anything is traced."""
+"""Options of the file of a runtime, and whether machine and disk suffice for it, checked before anything is traced."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ...errors import InvalidArgumentError
+from ...errors import InvalidArgumentError, NoRoomError, ReplayError
 from ...errors.dependencies import require
+from ...errors.failures import format_bytes
+from ...runners.adapters import Adapter
 from ...runners.executorch_runner import require_executorch
+from ...runners.onnx_session import open_session
 from ...runners.open import RUNTIMES, check_runtime
-from ..example.example import Example
-from ..free_space import check_room
-from ..model_facts import ModelFacts
+from ..example import Example
+from ..model_facts import ModelFacts, memory_available
 from ..onnx.file import check_opset, check_translations
-from ..onnx.kernels import check_kernels
-from ..quantization.options import Quantization, WeightBits, choose_quantization
-from ..quantization.text_cases import check_text
-from ..room import Adapter
+from ..quantization import Quantization, WeightBits, choose_quantization
+from ..quantized_answers import check_text
 from .aotinductor import check_compiler
 from .executorch import Backend, check_backend
 
@@ -107,3 +109,76 @@ def check_libraries(runtime: str, caller: str) -> None:
         require_executorch(caller)
     elif runtime == "aotinductor":
         check_compiler(caller)
+
+
+_BESIDE = 2**29  # libraries, the graph and activations of short inputs; measured on models of 135 million and more
+_TRIFLE = 2**28  # below, the libraries take more than the weights
+
+
+def check_room(
+    facts: ModelFacts,
+    path: pathlib.Path,
+    *,
+    in_memory: int = 1,
+    quantization: Quantization | None = None,
+    proof: str = "full",
+) -> None:
+    """Refuse an export that would fill the disk or the memory."""
+    # facts: the module. Of one whose weights are read layer by layer, the memory holds the largest layer, its weights
+    # in the type of the file, and what is written of it.
+    # quantization: how weights will be stored in fewer bits; `None` where they are not
+    # proof: what is replayed; with `"none"` no file in float is written before one in fewer bits
+    weights, largest = facts.weight_bytes, facts.layer_bytes
+    few = 0 if quantization is None else facts.bytes_in(quantization.bits)
+    written = weights if quantization is None else few if proof == "none" else weights + few
+    there = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < written:
+        raise NoRoomError(
+            f"The disk is too small: the weights take {format_bytes(written)}, and {format_bytes(free)} are free in "
+            f"{there}. Name a folder on another disk, or make room there."
+        )
+    # a file is mapped next to a model that is read layer by layer, and gives way
+    needed = (4 * largest if largest else in_memory * weights) + _BESIDE
+    left = memory_available()
+    if weights >= _TRIFLE and left < needed:
+        raise NoRoomError(
+            f"The export needs {format_bytes(needed)} of memory in addition to the model, and {format_bytes(left)} are "
+            "available. Close other programs, export in float16, or skip the checks, which need most of it:\n"
+            '    proof="none"'
+        )
+
+
+@functools.cache
+def has_kernels(dtype: str) -> bool:
+    """Return whether the CPU provider multiplies tensors of a type. It is asked once per process.
+
+    >>> has_kernels("float32")
+    True
+    """
+    # dtype: `"float16"`, `"bfloat16"`; a type that ONNX does not have is left to the exporter
+    from onnx import TensorProto, helper
+
+    code = getattr(TensorProto, {"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper()), None)
+    if code is None:
+        return True
+    x, y = (helper.make_tensor_value_info(name, code, [2, 2]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "x"], ["y"])], "probe", [x], [y])
+    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    try:
+        open_session(probe.SerializeToString(), caller="export_onnx")
+    except ReplayError:
+        return False
+    return True
+
+
+def check_kernels(types: Iterable[str], caller: str) -> None:
+    """Refuse to prove a file that onnxruntime cannot run on the CPU, before anything is traced."""
+    # types: those of the weights: `"float32"`
+    for dtype in types:
+        if not has_kernels(dtype):
+            raise InvalidArgumentError(
+                f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "
+                "checked there. Use float32 or float16 (model.half()), or write it unchecked for another provider:\n"
+                '    proof="none"'
+            )

@@ -23,35 +23,40 @@ from ...core.compare import largest_difference
 from ...core.effects import undisturbed
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, ReplayError
-from ...errors.failures import result_or
-from ...errors.log import STEP
-from ...errors.messages import first_line
+from ...errors.failures import STEP, first_line, result_or
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE, cache_of
-from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
-from ...runners.checked_runner import CheckedRunner
+from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
+from ...runners.in_place import CheckedRunner
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
 from ...runners.open import open_runner
-from ..example.example import Example, make_example
+from ..example import Example, make_example
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
 from ..onnx.quantized import quantize_file
-from ..program.traced import Traced, trace
-from ..proof.case import Case, clone
+from ..proof.eager_runs import Case, clone
 from ..proof.exported_call import ByName, InPlace
-from ..proof.module_state import written_parameters
+from ..proof.left import written_parameters
 from ..proof.quality import Quality
 from ..proof.replay import Side
 from ..proof.report import ExportReport
-from ..quantization.measure import measure
-from ..quantization.options import Quantization
-from ..quantization.runtimes import blocks_of, compress_openvino, quantized_example
+from ..quantization import Quantization
+from ..quantized_answers import measure
 from ..source import Source, replay_file, traced_example
+from ..traced import Traced, trace
 from .aotinductor import write_package, write_package_in_place
 from .executorch import Backend, Written, write_pte
 from .file_options import FileOptions, check_libraries
-from .openvino import has_growing_cache, keep_in_openvino, write_openvino, write_openvino_in_place
+from .openvino import (
+    blocks_of,
+    compress_openvino,
+    has_growing_cache,
+    keep_in_openvino,
+    quantized_example,
+    write_openvino,
+    write_openvino_in_place,
+)
 
 logger = logging.getLogger("yobx_flatten")
 

@@ -12,6 +12,7 @@ A dict that was changed in place has other types or values at its level, and its
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import operator
@@ -20,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...recipe.static_codec import dump_static
-from .state import SIZES, Template, leaf_paths, lengths_of, read_state
+from ...errors import CacheStructureError
+from ...recipe.static_codec import dump_static, load_static
+from .state import SIZES, Template, leaf_paths, lengths_of, part_class, read_state
 
 # Values of these types are the same where they are equal. Floats are not: there are two zeros.
 _PLAIN = frozenset({bool, int, str, type(None), torch.dtype, torch.device})
@@ -171,3 +173,55 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
         return operator.itemgetter(*places)
     [place] = places or [0]
     return (lambda values: (values[place],)) if places else lambda values: ()
+
+
+_DEEPEST = 16
+_MOST_ENTRIES = 10_000
+_MOST_AXES = 16
+
+
+@functools.lru_cache(maxsize=1024)
+def read_template(text: str) -> Template:
+    """Return a template that was written as JSON, with every entry checked."""
+    # text: what `json.dumps` made of what `state.read_state` returned; shared, not to be changed
+    try:
+        template = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"it is not JSON ({error})") from None
+    _check(["object", None, template], 0, itertools.count())
+    return template  # type: ignore[no-any-return] # checked
+
+
+def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
+    if depth > _DEEPEST or next(counter) > _MOST_ENTRIES:
+        raise _refused(f"it has more than {_DEEPEST} levels or {_MOST_ENTRIES} entries")
+    below: Iterable[object] = ()
+    match entry:
+        case ["tensor" | "number" | "length"]:
+            pass
+        case ["same" | "dtype" | "device", place] if type(place) is int and 0 <= place < _MOST_ENTRIES:
+            pass
+        case ["shape", place, axis] if type(place) is type(axis) is int and 0 <= place < _MOST_ENTRIES:
+            if not -_MOST_AXES <= axis < _MOST_AXES:
+                raise _refused(f"it has the axis {axis}")
+        case ["list" | "tuple", list(below)]:
+            pass
+        case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
+            below = [value for key, value in pairs if hash(load_static(key)) is not None]
+        case ["object", name, dict(held)]:
+            # obj.__class__ = ... would make it another object
+            if special := [one for one in held if one.startswith("__") or one == "_yobx_placeholders"]:
+                raise _refused(f"it sets {special[0]}")
+            if depth:
+                part_class(name)
+            below = held.values()
+        case ["fixed", value]:
+            load_static(value)
+        case _:
+            raise _refused(f"it has the entry {str(entry)[:80]}")
+    for one in below:
+        _check(one, depth + 1, counter)
+
+
+def _refused(reason: str) -> CacheStructureError:
+    return CacheStructureError(f"The names of a cache hold a template that cannot be read: {reason}.")

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
-from ...errors.log import say
+from ...errors.failures import say
 from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer
 from .state import SIZES, Template

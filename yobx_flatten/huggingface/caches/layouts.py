@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
+from ...private_names.of_torch import functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer, Length
-from .known_state import read_known_state
+from ...trace.program_inputs import StoredInteger
+from .known_state import read_known_state, read_template
 from .layers import (
     PLACEHOLDERS,
     LayerKind,
@@ -25,11 +27,7 @@ from .layers import (
     makes_window_tensor,
     remember,
 )
-from .length import length_leaf, length_of
-from .length import slides as layer_slides
-from .state import LENGTHS, StateBuilder, follow_state, leaf_paths, lengths_of
-from .stored_classes import layer_class
-from .stored_templates import read_template
+from .state import LENGTHS, StateBuilder, follow_state, layer_class, leaf_paths, lengths_of
 
 LENGTH = "length"
 _UNSET: Any = object()  # not None, which may stand for any leaf
@@ -57,7 +55,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
             code, lengths = _read_row(kind, layer, index, values, names)
             if kind.letter == "D" and full is None and len(values) > count:
                 full = count
-        slides = slides and (not lengths or layer_slides(type(layer)))
+        slides = slides and (not lengths or slides_by_class(type(layer)))
         real = real and PLACEHOLDERS not in vars(layer)
         for length in lengths:
             held = _held_uncounted(layer, length)
@@ -310,3 +308,53 @@ def rebuild_by_attributes(
         elif not used and makes_window_tensor(cls):  # a layer that holds nothing yet needs it for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
+
+
+# those whose methods are replaced in a trace; what models bring along also counts in integers there
+_CLASSES = {
+    "DynamicSlidingWindowLayer",
+    "StaticSlidingWindowLayer",
+    "SlidingWindowLayer",  # transformers 4.56
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+}
+
+
+def slides_by_class(cls: type) -> bool:
+    """Return whether layers of a class slide, and their count may be a tensor in a trace."""
+    return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
+
+
+def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
+    """Return the leaf for a number of tokens."""
+    # seen: what the layers hold: an integer; in a trace a symbol, or the leaf that they were unflattened with
+    if isinstance(seen, StoredInteger):
+        return int(seen)
+    if torch.compiler.is_dynamo_compiling():
+        return seen  # compiled code follows a number, and could not read it from a tensor
+    if type(seen) is int or type(seen) is torch.SymInt:
+        # an operator in a trace, where a new tensor would be a constant of the program
+        return torch.full((), seen, dtype=torch.int64, device="cpu")  # type: ignore[arg-type] # a symbol also serves
+    return seen
+
+
+def length_of(leaf: object) -> object:
+    """Return what layers hold for a leaf: its number, or the leaf where it has none that can be read."""
+    # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() or _has_no_value():
+        return leaf
+    plain = leaf
+    while functorch.is_functorch_wrapped_tensor(plain):  # vmap: the counts of several caches
+        plain = functorch.get_unwrapped(plain)
+    if type(plain) is not torch.Tensor or plain.is_meta:  # fake, functional, ...
+        return leaf
+    numbers = {plain.item()} if not plain.dim() else set(plain.reshape(-1).tolist())
+    number = numbers.pop() if len(numbers) == 1 else None
+    # a change of all leaves to another type, or to their gradients, also comes here
+    if type(number) is int or (type(number) is float and number.is_integer()):
+        return int(number)
+    return leaf
+
+
+def _has_no_value() -> bool:
+    return torch.compiler.is_compiling() or is_jit_tracing()

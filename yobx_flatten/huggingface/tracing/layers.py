@@ -23,7 +23,7 @@ import torch
 
 from ...recipe.aliases import CacheLayer, Length, Size
 from ..caches.layers import keeps_dtype
-from ..caches.length import length_leaf
+from ..caches.layouts import length_leaf
 from .replacement import Function, Replacement
 
 

@@ -31,12 +31,11 @@ from torch.overrides import TorchFunctionMode
 from ...errors.dependencies import is_installed
 from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
 from ...recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
-from ...registry.locking import LOCK
-from ...registry.patches import AttributePatch, TracePatch, tracing_here
+from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
-from ..loaded import ModelClasses, subclasses_of
+from ..outputs import ModelClasses, subclasses_of
 from ..position_switch import switch_of_kind
 from .layers import layer_replacements
 from .models import model_replacements

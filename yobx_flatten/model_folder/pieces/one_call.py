@@ -11,13 +11,12 @@ from torch.export import Dim
 
 from ...core.effects import undisturbed
 from ...errors import GenerationError
-from ...export.proof.case import Case
+from ...export.proof.eager_runs import Case
 from ...huggingface.cache_names import argument_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .other_inputs import note_on_other_inputs
-from .text import Piece, image_size, random_tokens
+from .text import Piece, image_size, note_on_other_inputs, random_tokens
 
 
 def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:

@@ -18,7 +18,7 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
-from ...export.proof.case import Case
+from ...export.proof.eager_runs import Case
 from ...huggingface.cache_names import cache_of, installed_name
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel

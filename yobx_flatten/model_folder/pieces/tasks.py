@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
-from ...errors.messages import first_line
+from ...errors.failures import first_line
 from ...recipe.aliases import TransformersModel
 from ...trees.arguments import did_you_mean
-from .genai_pictures import genai_picture_pieces
-from .genai_sound import genai_sound_pieces
+from .genai import genai_picture_pieces, genai_sound_pieces
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
-from .other_inputs import check_other_media
 from .spoken import spoken_pieces, writes_spectrograms
-from .text import Piece, decoder_pieces, encoder_decoder_pieces, input_name
+from .text import Piece, check_other_media, decoder_pieces, encoder_decoder_pieces, input_name
 from .vision_language import vision_language_pieces
 
 TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {

@@ -13,7 +13,8 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +23,20 @@ from torch.export import Dim
 from ...core.effects import undisturbed
 from ...errors import GenerationError, InvalidArgumentError
 from ...errors.failures import result_or
-from ...export.proof.case import Case
+from ...export.proof.eager_runs import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
-from ...huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
-from ...huggingface.state_decoder import StateDecoder, has_states_alone
+from ...huggingface.decoders import (
+    SlidingDecoder,
+    StateDecoder,
+    counts_by_itself,
+    has_states_alone,
+    why_not_sliding,
+)
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .other_inputs import note_on_other_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,3 +477,41 @@ def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.
         model(decoder_input_ids=tokens, encoder_outputs=read, use_cache=False)
     else:
         model(input_ids=tokens, use_cache=False, **more)
+
+
+# pictures and sound, as models call them: `image_pixel_values` of Phi 4, `image_patches` of Fuyu
+_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
+
+# what a call without them has a value for, or what asks for other outputs: positions, masks, labels, options
+_NO_DATA = re.compile(
+    r"input_ids|inputs_embeds|token_type_ids|position_ids|(?!pixel_mask|attention_mask).*_mask|.*mask_.*|.*labels?|"
+    r"(start|end)_positions|p_mask|"
+    r"is_impossible|cls_index|loss_.*|return_.*|output_.*|use_.*|training|encoder_.*|decoder_.*|cross_.*|"
+    r"interpolate_.*|.*cache.*|mems|logits_to_keep|kwargs|cu_seq.*|max_(length|seq).*|mm_.*|"
+    r"past_.*|state|shared_kv_states|per_layer_inputs|bool_masked_pos|noise|speaker_id|speaking_rate|perm_mask|target_mapping|cls_idx|num_.*"
+)
+
+
+def check_other_media(model: TransformersModel, task: str) -> None:
+    """Refuse a model that reads pictures or sound next to the one input that the files of its task take."""
+    takes = inspect.signature(model.forward).parameters
+    lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
+    if lost and model.main_input_name != "inputs":  # of a speech encoder-decoder, which is one of the others
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files for "
+            f"{task} take {model.main_input_name} alone. Export the calls of a run, with record_calls(model) as calls: "
+            f"model.generate(...), or what it does without, with export_folder(..., task={task!r})."
+        )
+
+
+def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> list[str]:
+    """Return a note on data that a model also takes and that the file does not; none where there are none."""
+    takes = inspect.signature(model.forward).parameters.values()
+    others = [one.name for one in takes if "Tensor" in str(one.annotation) and not _NO_DATA.fullmatch(one.name)]
+    others = [name for name in others if name not in names and name != argument_of(model.forward)]
+    if not others:
+        return []
+    return [
+        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without them. With "
+        "them: export_onnx(model, kwargs=inputs, path=...)"
+    ]

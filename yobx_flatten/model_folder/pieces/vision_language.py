@@ -15,12 +15,19 @@ import torch
 from torch.export import Dim
 
 from ...errors import GenerationError
-from ...export.proof.case import Case
+from ...export.proof.eager_runs import Case
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .blockwise_decoder import BlockwiseDecoder, DeepstackDecoder
-from .grid_images import GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
+from .grid_images import (
+    BlockwiseDecoder,
+    DeepstackDecoder,
+    GridVisionEncoder,
+    NestedVisionEncoder,
+    TiledVisionEncoder,
+    grid_image,
+    tiled_image,
+)
 from .text import Piece, random_tokens
 
 _OTHER_WAYS = (

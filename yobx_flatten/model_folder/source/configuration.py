@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from ...errors.failures import raised_as
-from ...errors.messages import first_line, format_bytes
-from ...export.proof.memory import memory_available
+from ...errors.failures import first_line, format_bytes, raised_as
+from ...export.model_facts import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
 from ...recipe.static_codec import objection_to
 

@@ -17,11 +17,10 @@ import torch
 
 from ...errors import ModelSourceError
 from ...errors.dependencies import require
-from ...errors.failures import raised_as
-from ...errors.messages import first_line
+from ...errors.failures import first_line, raised_as
 from ...files.document import open_regular
 from .configuration import FILES_ONLY
-from .stored_weights import UnmatchedWeights, load_stored
+from .packed_weights import UnmatchedWeights, load_stored
 
 GGUF = ".gguf"
 

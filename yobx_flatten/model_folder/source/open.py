@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import functools
+import math
 import pathlib
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
-from ...errors import InvalidArgumentError, NoRoomError
-from ...errors.messages import format_bytes
+from ...errors import InvalidArgumentError, ModelSourceError, NoRoomError
+from ...errors.failures import first_line, format_bytes
+from ...export.model_facts import memory_available
 from ...export.onnx.stored_matrix import holds_integers
-from ...export.proof.memory import memory_available
+from ...files.tensors import opened_tensors
+from ...huggingface.layer_weights import Reader, stream_layers
+from ...registry.patches import AttributePatch
+from .classes import class_for
+from .configuration import stated_weights
 from .find import FoundModel
-from .streamed import Checkpoint, NotStreamableError, open_checkpoint, streamed_model
+from .packed_weights import KeyDifferences
 
 WeightsIn = Literal["auto", "memory", "stream"]
 """``"memory"`` loads all weights, ``"stream"`` reads those of a layer when it is called."""
@@ -97,3 +109,188 @@ def _check_memory(
             f"The weights of {found.name} take {format_bytes(size)} of memory in {str(dtype).removeprefix('torch.')}, "
             f"and {format_bytes(free)} are available. {remedy[0].upper()}{remedy[1:]}"
         )
+
+
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class NotStreamableError(Exception):
+    """Why a model has to be loaded as a whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Weights in files of safetensors."""
+
+    files: Mapping[str, pathlib.Path]  # the file of each weight, by its name there
+    shapes: Mapping[str, Sequence[int]]  # the shape of each weight
+    types: Mapping[str, str]  # the type of each weight, as safetensors writes them (`"F16"`)
+
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        """Return how many bytes the weights take in a type."""
+        return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
+
+    def is_mapped_as(self, dtype: torch.dtype) -> bool:
+        """Return whether the weights have a type already, so that none is converted."""
+        return set(self.types.values()) <= {_TYPES.get(dtype)}
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one weight, of a type; without a cast it is mapped."""
+        with opened_tensors(self.files[name], failure=ModelSourceError) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
+    """Read which weights a folder holds, and no weight."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            held = stated_weights(index, failure=ModelSourceError)
+            names = sorted(set(held.values()))
+        elif single.is_file():
+            names = [single.name]
+        else:
+            return None
+        files: dict[str, pathlib.Path] = {}
+        shapes, types = {}, {}
+        for name in names:
+            with opened_tensors(folder / name, failure=ModelSourceError) as file:
+                for key in file.keys():  # noqa: SIM118 # no mapping
+                    weight = file.get_slice(key)
+                    files[key], shapes[key], types[key] = folder / name, weight.get_shape(), weight.get_dtype()
+    except OSError as error:
+        raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
+    missing = sorted(held.keys() - files.keys()) if index.is_file() else []
+    if missing:
+        raise ModelSourceError(f"{folder}: {missing[0]} is in {index.name}, and not in {held[missing[0]]}.")
+    return Checkpoint(files, shapes, types)
+
+
+def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
+    """Return a model in evaluation mode that reads a layer's weights when it is called, with notes on them."""
+    model, readers, remarks = unread_model(found, checkpoint, dtype)
+    stream_layers(model, readers)
+    return model, remarks
+
+
+def unread_model(
+    found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
+) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
+    """Return a model in evaluation mode with parameters on meta, functions that read them by name, and notes."""
+    assert found.folder is not None
+    if found.runs_code:
+        raise NotStreamableError("its class is not one of transformers")
+    if getattr(found.config, "quantization_config", None) is not None:
+        raise NotStreamableError("its weights are quantised")
+    model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)
+    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype is torch.float16 else []
+    if dtype is not torch.float32:
+        kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if kept:
+        raise NotStreamableError(f"{kept[0]} stays in float32")
+    sources = _sources(model, checkpoint)
+    for name, buffer in model.named_buffers():
+        if name in sources:
+            buffer.copy_(checkpoint.read(sources[name], dtype))
+    tied = _tied(model)
+    differences = _differences(model, checkpoint, sources, tied)
+    differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
+    if differences.missing or differences.reshaped:
+        raise NotStreamableError("weights that its files do not hold are random")
+    readers: dict[str, Reader] = {}
+    for names, _ in tied:
+        held = list(dict.fromkeys(sources[name] for name in names if name in sources))
+        first = checkpoint.read(held[0], dtype) if len(held) > 1 else None
+        if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in held[1:]):
+            raise NotStreamableError(f"{', '.join(names)} are tied, and differ in the files")
+        readers |= dict.fromkeys(names, functools.partial(checkpoint.read, held[0], dtype))
+    return model, readers, differences.remarks()
+
+
+def _differences(
+    model: Any,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, str],
+    tied: Sequence[tuple[list[str], torch.nn.Parameter]],
+) -> KeyDifferences:
+    """The report of `from_pretrained` about the files, including the names that it leaves out."""
+    missing, reshaped = [], []
+    for names, parameter in tied:
+        held = [sources[name] for name in names if name in sources]
+        shape = tuple(checkpoint.shapes[held[0]]) if held else ()
+        if not held:
+            missing.append(names[0])
+        elif shape != tuple(parameter.shape):
+            reshaped.append((names[0], shape, tuple(parameter.shape)))
+    state = model.state_dict(keep_vars=True)
+    left = sorted(checkpoint.files.keys() - {key for name, key in sources.items() if name in state})
+    buffers = [name for name, _ in model.named_buffers()]
+    # buffers that older versions stored, and that are computed now
+    old = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
+    known = [pattern for pattern, ending in old.items() if any(name.endswith(ending) for name in buffers)]
+    known += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [name for name in left if not any(re.search(pattern, name) for pattern in known)]
+    return KeyDifferences(tuple(missing), tuple(unused), tuple(reshaped))
+
+
+def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model = class_for(config)._from_config(config, dtype=dtype)
+    model.config.name_or_path = model.name_or_path = str(folder)
+    model.config.dtype = dtype  # transformers 4 leaves it as it stands in the folder
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make the parameters of modules without memory, in this thread; buffers are computed, and have theirs."""
+    register, here = torch.nn.Module.register_parameter, threading.get_ident()
+
+    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    patch = AttributePatch(torch.nn.Module, "register_parameter", on_meta)
+    patch.acquire()
+    try:
+        yield
+    finally:
+        patch.release()
+
+
+def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:
+    """The parameters, each with all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [(names[id(parameter)], parameter) for _, parameter in model.named_parameters()]
+
+
+def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names in the files, by those of the model."""
+    state = dict(model.state_dict(keep_vars=True))
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # of transformers 4, where names differ by the prefix of the base model only
+        prefix = f"{model.base_model_prefix}."
+        names = {key: [key, prefix + key, key.removeprefix(prefix)] for key in checkpoint.files}
+        return {name: key for key, others in names.items() for name in others if name in state}
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for key in checkpoint.files:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if pattern is not None and name in state:
+            raise NotStreamableError(f"{name} is made of several weights of the files")
+        found[name] = key
+    return found

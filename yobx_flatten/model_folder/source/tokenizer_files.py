@@ -8,8 +8,7 @@ import math
 import pathlib
 from typing import Any
 
-from ...errors.failures import raised_as
-from ...errors.messages import first_line
+from ...errors.failures import first_line, raised_as
 from ...files.document import TEXTS, own_files, read_bytes, read_document
 from .configuration import FILES_ONLY
 from .gguf_file import gguf_tokenizer

@@ -12,8 +12,8 @@ import transformers.cache_utils as cache_utils
 
 from yobx_flatten import FlattenError, register_flattening_functions, unflatten_dynamic_cache
 from yobx_flatten.errors import CacheStructureError
+from yobx_flatten.huggingface.caches.known_state import read_template
 from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
-from yobx_flatten.huggingface.caches.stored_templates import read_template
 
 MARKER = "open('marker', 'w')"
 

@@ -6,7 +6,7 @@ import torch
 from tests.cache_words import WORD, cache_of
 from tests.models import WINDOW, make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
-from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+from yobx_flatten.huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
 
 pytestmark = pytest.mark.slow
 

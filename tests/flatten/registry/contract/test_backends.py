@@ -18,11 +18,9 @@ from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry import torch_python
-from yobx_flatten.registry.jax import Jax
-from yobx_flatten.registry.optree import NAMESPACE, Optree
+from yobx_flatten.registry.optional import NAMESPACE, Jax, Optree
 from yobx_flatten.registry.torch_cpp import TorchCpp
-from yobx_flatten.registry.torch_fx import TorchFx
-from yobx_flatten.registry.torch_python import TorchPython
+from yobx_flatten.registry.torch_python import TorchFx, TorchPython
 
 # Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that
 # of optree and JAX theirs let recipes wait. That needs a process each, and JAX, which keeps threads, gets one as well:

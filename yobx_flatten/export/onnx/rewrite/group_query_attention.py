@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....errors import DamagedFileError
-from ....files.onnx_data import read_onnx
+from ....files.tensors import read_onnx
 from ....runners.onnx_runner import SHARED_CACHE
 from .attention import match_scores, take_cache, unrepeated
 from .heads import SWAP, heads_first, heads_of, tokens_first

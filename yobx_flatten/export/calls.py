@@ -1,0 +1,394 @@
+"""The three calls: a module to an ONNX file or to a program, and a program of other code, each with its proof."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.export import ExportedProgram
+
+from ..declare.scopes import options_in_use, register_flattening_functions
+from ..diagnose.spec_diff import compare_specs
+from ..errors import FlattenError, InvalidArgumentError, SpecMismatchError, describe_class
+from ..errors.dependencies import require
+from ..errors.failures import STEP, first_line, result_or
+from ..huggingface.cache_names import name_in
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import DynamicShapes
+from ..runners.adapters import Adapter
+from ..trace.program_inputs import with_members
+from ..trees.arguments import check_arguments, has_no_data
+from ..trees.naming import leaves_of, plain_names
+from ..trees.shapes import dynamic_shapes, shapes_of_leaves
+from .bounds import Bounds
+from .example import Example, make_example, sizes_of
+from .exported_model import ExportedModel, finish
+from .onnx.attempts import ConversionRefusedError
+from .onnx.file import unproven_file
+from .proof.eager_runs import Case, Proof, clone
+from .quantization import Quantization, WeightBits
+from .runtimes.file_options import FileOptions
+from .runtimes.write import write_file
+from .source import Asked, noted, prove, shapes_taken, traced_example
+from .traced import described, fill, write_single_values
+
+
+def export_onnx(  # noqa: D417 # arguments that belong together are described together
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str] = "model.onnx",
+    *,
+    dynamic_shapes: DynamicShapes = "auto",
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    opset_version: int | None = None,
+    keep_failed: str | os.PathLike[str] | None = None,
+    counter_input: bool = False,
+    proof: Proof = "auto",
+    quantize: WeightBits | Quantization | None = None,
+    optimize: Literal["onnxruntime"] | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
+    adapters: Sequence[Adapter] = (),
+    loop: bool = True,
+) -> ExportedModel:
+    """Export a module to an ONNX file, and compare both over several calls in onnxruntime.
+
+    Inputs have the names that tools for generation know. The guide lists :ref:`each option <options-of-export-onnx>`.
+
+    Args:
+        module, args, kwargs: the module, in the mode to export, and example arguments; see :func:`export_program`.
+        path, keep_failed: the file to write, once the replay has passed, and a folder for a file that failed.
+        dynamic_shapes, cases, steps, tolerance, proof, loop: see :func:`export_program`.
+        opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
+        counter_input: whether a cache whose layers all slide has an input ``past_key_values.length``; not by default.
+        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
+        optimize: ``"onnxruntime"`` for its own attention, which does not copy the cache; ``None`` by default.
+        translations: functions of onnxscript for your own operators, by operator; none by default.
+        adapters: what :func:`export_folder` proves in addition, see :class:`.room.Adapter`; none by default.
+
+    Returns:
+        The program, the path and a report.
+
+    Raises:
+        InvalidArgumentError, NotRegisteredError, DynamicShapesError: when arguments do not fit.
+        MissingDependencyError, NoRoomError: when a library, disk or memory is missing; this is checked first.
+        ReplayError: when a case fails or differs by more than ``tolerance``, or quantised weights change too much.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_onnx(torch.nn.Linear(3, 2).eval(), (torch.zeros(4, 3),), path=f"{folder}/linear.onnx").report.ok
+    True
+    """
+    require("onnx", "onnxscript", "onnxruntime", purpose="export_onnx", extra="onnx")
+    check_arguments(module, args, kwargs)
+    asked = Asked.of(module, cases, steps, tolerance, proof)
+    options = FileOptions(
+        "onnxruntime",
+        pathlib.Path(path),
+        "export_onnx",
+        quantize=quantize,
+        opset_version=opset_version,
+        optimize=optimize,
+        translations=translations,
+        counter_input=counter_input,
+        keep_failed=None if keep_failed is None else pathlib.Path(keep_failed),
+        adapters=adapters,
+    )
+    options = options.checked(asked.facts, proof=asked.proof)
+
+    def export(example: Example, is_fixed: bool) -> ExportedModel:
+        report = asked.report()
+        with unproven_file(options.path) as file:
+            traced = traced_example(example, report)
+            if example.loop:
+                traced.check_cache_outputs(asked.facts.name)
+            if traced.readers and asked.proof == "full":
+                report.remark("the file was replayed, and not the program, which has no weights of its own.")
+            # of a larger model the file is replayed alone: it holds what the program does
+            runs = asked.proof == "full" and not traced.readers
+            source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
+            write_file(dataclasses.replace(source, adapters=options.adapters), options, file, report)
+        return finish(source, report, options.path)
+
+    with register_flattening_functions(**options_in_use()):
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, loop=loop)
+        options.check_example(example)
+        return with_fewer_sizes(export, example, dynamic_shapes)
+
+
+def export_program(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: DynamicShapes = "auto",
+    bounds: Mapping[str, int] | None = None,
+    strict: bool = False,
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    proof: Proof = "auto",
+    loop: bool = True,
+) -> ExportedModel:
+    """Export a module with ``torch.export`` and compare the program with the module.
+
+    Args:
+        module: the module, in the mode (``eval()``) it is to be exported in.
+        args: example positional arguments; none by default.
+        kwargs: example keyword arguments, with caches among them; none by default. Of a transformers model, sizes of 0
+            and 1, which ``torch.export`` would fix, are replaced by larger ones, and the report states it.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them; ``None`` keeps every size fixed.
+        bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
+            of one call, where these are fewer. ``to_executorch`` needs them; larger inputs are refused.
+        strict: as for ``torch.export.export``; ``False`` by default.
+        cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding,
+            and for any other module other sizes and values that it accepts.
+        steps: calls per case, 3 by default; each gets the cache that the call before returned.
+        tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
+            precision five times what the type costs the model itself on that case.
+        proof: what is replayed: ``"full"``, the example and all cases; ``"standard"``, the same, of a file without its
+            program; ``"sample"``, the example and the largest case, two calls each; ``"none"``, nothing, which the
+            report states as unchecked. ``"auto"``, the default, is ``"full"`` for weights of less than 100 MB,
+            ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
+        loop: whether calls follow each other, the default: what ``forward`` leaves in its arguments and does not
+            return, as a cache that it extends, is returned in addition, and calling the result leaves it there.
+            ``False`` for a module that no call follows, as one that reads a cache for a score.
+
+    Returns:
+        The program with a report. It can also be called outside ``register_flattening_functions``.
+
+    Raises:
+        InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
+        NotRegisteredError: when an input holds an object of a class that is not registered.
+        DynamicShapesError: when ``dynamic_shapes`` or ``bounds`` does not fit the inputs or the model.
+        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+
+    >>> class Scale(torch.nn.Module):
+    ...     def forward(self, pair):
+    ...         return {"sum": pair[0] + pair[1]}
+    >>> pair = (torch.ones(2, 3), torch.ones(2, 3))
+    >>> larger = Case("batch 5", ((torch.ones(5, 3), torch.ones(5, 3)),))
+    >>> exported = export_program(Scale(), (pair,), cases=[larger])
+    >>> [(result.case, result.differences) for result in exported.report.cases]
+    [('the example', {'sum': 0.0}), ('batch 5', {'sum': 0.0})]
+    """
+    check_arguments(module, args, kwargs)
+    asked = Asked.of(module, cases, steps, tolerance, proof)
+    largest = Bounds.of(bounds)
+    if largest is not None:
+        largest.check_positions(module)
+
+    def export(example: Example, is_fixed: bool) -> ExportedModel:
+        report = asked.report()
+        traced = traced_example(example, report, strict=strict)
+        fill(traced.program, traced.readers)
+        return finish(prove(example, traced, asked, report, only_fitting=is_fixed), report)
+
+    with register_flattening_functions(**options_in_use()):
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest, loop=loop)
+        return with_fewer_sizes(export, example, dynamic_shapes)
+
+
+def prove_program(
+    program: ExportedProgram,
+    module: torch.nn.Module,
+    *,
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    proof: Proof = "auto",
+) -> ExportedModel:
+    """Check a program that other code exported against its module; return the same as ``export_program``.
+
+    ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
+    ``register_flattening_functions``, where every cache has this package's registration.
+
+    Args:
+        program: what ``torch.export.export`` returned. Its example is the first case. Buffers that it writes to are
+            replaced in it by copies, so that the module's stay as they are.
+        module: the module that it was exported from, in the mode (``eval()``) of the export.
+        cases: what to replay in addition; by default, for a transformers model, the cases of
+            :func:`~yobx_flatten.export_program` whose sizes the program has not fixed. The report names the others.
+        steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
+            returned. A program of fixed sizes is called once.
+        tolerance: see :func:`~yobx_flatten.export_program`; by default 1e-4, and for weights in half precision what the
+            type costs.
+        proof: what is replayed, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
+
+    Returns:
+        The program with a report. Its ``to_onnx``, ``to_openvino``, ``to_executorch`` and ``to_aotinductor`` write the
+        files of runtimes from it, as it is.
+
+    Raises:
+        InvalidArgumentError: when it is not a program, or has no example inputs.
+        SpecMismatchError: when it was made under another registration.
+        StaticDataError: when a size of the trace is part of an output's static data.
+        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> rows = {0: torch.export.Dim.AUTO}
+    >>> program = torch.export.export(linear, (), {"input": torch.zeros(4, 3)}, dynamic_shapes={"input": rows})
+    >>> checked = prove_program(program, linear, cases=[Case("9 rows", (), {"input": torch.ones(9, 3)})])
+    >>> [(result.case, result.differences) for result in checked.report.cases]
+    [('the example', {'output': 0.0}), ('9 rows', {'output': 0.0})]
+    """
+    if not isinstance(program, ExportedProgram):
+        raise InvalidArgumentError(
+            f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. The result of "
+            "transformers' DynamoExporter contains one:\n    prove_program(exported.program, model)"
+        )
+    asked = Asked.of(module, cases, steps, tolerance, proof)
+    report = asked.report()
+    with register_flattening_functions(**options_in_use()):
+        example = _example_of(program, module)
+        write_single_values(program)
+        traced = described(program, example)
+        noted(example, traced, report)
+        if example.shapes is None:
+            asked = dataclasses.replace(asked, steps=1)
+        source = prove(example, traced, asked, report, only_fitting=True)
+        return finish(dataclasses.replace(source, is_given=True), report)
+
+
+def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
+    """The example that a program was made from. The block must be open."""
+    if program.example_inputs is None:
+        raise InvalidArgumentError(
+            "This program has no example inputs, so there is nothing to compare. Export it again inside the block:\n"
+            "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
+        )
+    args, kwargs = program.example_inputs
+    check_arguments(module, args, kwargs)
+    differences = compare_specs(program, (args, kwargs), names=("program", "here"))
+    if differences:
+        found = "\n".join(map(str, differences))
+        raise SpecMismatchError(
+            "This program was exported while its inputs were registered differently:\n"
+            f"{found}\n"
+            "Export it inside the block:\n"
+            "    with register_flattening_functions(patch_transformers=True):\n"
+            "        exported = DynamoExporter().export(model, inputs, config)"
+        )
+    args, kwargs = with_members(args, kwargs, getattr(program, "enum_members", {}))
+    no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
+    if not no_data:
+        # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number
+        args, kwargs = clone((args, kwargs))
+    why_not, remarks = sizes_of(module, args, kwargs)
+    varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
+    shapes = dynamic_shapes(kwargs) if varies else None
+    cache_is = name_in(kwargs) or ""
+    return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
+
+
+logger = logging.getLogger("yobx_flatten")
+
+_T = TypeVar("_T")
+_Axis = tuple[str, int]  # name of a leaf of the inputs, axis
+
+
+def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
+    """Export an example; where torch fails, again with fewer sizes that vary. The report states which, and why."""
+    # export: takes an example, and whether sizes of it were fixed here
+    # stated: dynamic shapes of the caller, which are never changed
+    first = _result(export, example, False)
+    if not isinstance(first, Exception):
+        return first
+    if stated == "auto" and example.bounds is None and _is_of_torch(first):
+        for fewer in _with_fewer(example, first):
+            logger.info("exporting %s with fewer sizes that vary", type(example.module).__qualname__, extra=STEP)
+            found = _result(export, fewer, True)
+            if not isinstance(found, Exception):
+                return found
+    raise _in_our_words(first, example)
+
+
+def _in_our_words(error: Exception, example: Example) -> Exception:
+    """Replace a long error of torch by a short one; errors of the model's code stay."""
+    if isinstance(error, FlattenError) or not type(error).__module__.startswith(("torch.", "onnx_ir.")):
+        return error
+    explained = InvalidArgumentError(
+        f"{type(example.module).__qualname__} cannot be exported: torch raises {type(error).__name__}: "
+        f"{first_line(error)[:300]}\nFor an explanation:\n    explain_error(error.__cause__, module, args, kwargs)"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _result(export: Callable[[Example, bool], _T], example: Example, is_fixed: bool) -> _T | Exception:
+    # whatever torch raises for sizes of this kind; the first error is raised in the end
+    return result_or(functools.partial(export, example, is_fixed), lambda error: error)
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Whether fewer sizes may help: an error of ours, but for that of a conversion, names another remedy."""
+    if isinstance(error, ConversionRefusedError):
+        return error.axes is not None
+    return not isinstance(error, (FlattenError, OSError, MemoryError))
+
+
+def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
+    """Yield examples with fewer and fewer sizes that vary."""
+    varying = _varying(example)
+    batch = _batch(example, varying)
+    without_named = varying - (_named(error) - batch)
+    known = {frozenset(varying)}
+    for kept in map(frozenset, (without_named, batch, ())):
+        if kept in known:
+            continue
+        known.add(kept)
+        fixed = ", ".join(f"{name}.shape[{axis}]" for name, axis in sorted(varying - kept))
+        what, where = (fixed, "it varies") if kept else ("every size of the inputs", "sizes vary")
+        raised = f"torch.export raises {type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
+        reason = error.reason if isinstance(error, ConversionRefusedError) else raised
+        way = "To state which sizes vary, pass dynamic_shapes=."
+        remark = f"{what} is fixed as in the example: where {where}, {reason}. {way}"
+        shapes = _narrowed(example, kept) if kept else None
+        yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))
+
+
+def _varying(example: Example) -> set[_Axis]:
+    """The axes of tensors that may vary."""
+    entries = shapes_of_leaves(example.inputs, example.shapes)
+    return {
+        (name, axis)
+        for name, leaf, dims in zip(example.names, leaves_of(example.inputs), entries, strict=True)
+        for axis, dim in (dims or {}).items()
+        if isinstance(leaf, torch.Tensor) and dim is not None and leaf.shape[axis] > 1
+    }
+
+
+def _batch(example: Example, varying: Collection[_Axis]) -> set[_Axis]:
+    """In each tensor, the first axis that is as long as the first axis of the first tensor."""
+    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    rows = next((leaf.shape[0] for leaf in tensors.values()), None)
+    places = [(name, next((i for i, n in enumerate(leaf.shape) if n == rows), -1)) for name, leaf in tensors.items()]
+    return {place for place in places if place in varying}
+
+
+def _named(error: Exception) -> set[_Axis]:
+    """The axes that an error names: of a trace in its text, of a conversion by the symbols of the program."""
+    if isinstance(error, ConversionRefusedError):
+        return set(error.axes or ())
+    found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))
+    return {(name, int(axis)) for name, axis in found}
+
+
+def _narrowed(example: Example, kept: Collection[_Axis]) -> DynamicShapes:
+    """The shapes of an example with no other axes than those."""
+    inputs = example.inputs
+    rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
+    return dynamic_shapes(
+        inputs,
+        {path: {axis: dim for axis, dim in dims.items() if (name, axis) in kept} for path, name, dims in rows if dims},
+    )

@@ -1,0 +1,402 @@
+"""Build the example of an export: named arguments, dynamic axes, and cases of other sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.export import ExportedProgram
+
+from ..core.effects import undisturbed
+from ..declare.scopes import options_in_use
+from ..errors import DynamicShapesError, InvalidArgumentError
+from ..errors.failures import result_or
+from ..huggingface.cache_names import forward_of, name_in, named_for
+from ..huggingface.layer_weights import offloaded_readers, streamed_readers
+from ..private_names.of_torch import pytree
+from ..recipe.aliases import DynamicShapes, PyTree
+from ..runners.signature import Signature
+from ..trace.adapted_shapes import attached_spec
+from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
+from ..trees.dynamic_specs import by_parameter, without_specs
+from ..trees.naming import leaf_names, leaves_of
+from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, with_none_below, without_names
+from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
+from .bounds import Bounds
+from .proof.eager_runs import Case, EagerRuns, clone
+from .stated_sizes import Relation, names_of, relations_of, replaced_forward
+
+if TYPE_CHECKING:
+    from ..huggingface.cases import DecodeSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A module with the arguments it is exported with."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: Mapping[str, Any]  # keyword arguments
+    shapes: Any  # the dynamic shapes of every input by parameter name; `None` where every size is fixed
+    # names that the caller gave to axes, by input and axis
+    axis_names: Mapping[tuple[str, int], str] = dataclasses.field(default_factory=dict)
+    cache_is: str = ""  # name of the keyword argument that is the cache; `""` without one
+    no_data: str = ""  # reason why nothing can be run; empty where it can
+    why_not: str = ""  # reason why inputs of other sizes cannot be made; empty where they can
+    remarks: tuple[str, ...] = ()  # notes for the report
+    bounds: Bounds | None = None  # the largest sizes; `None` without them
+    relations: tuple[Relation, ...] = ()  # what the caller stated of sizes, which the trace asserts
+    loop: bool = True  # whether calls follow each other, and get what the one before left in its arguments
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All inputs by parameter name."""
+        return _by_name(self.module, self.args, self.kwargs)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of all leaves of the inputs, in order."""
+        return leaf_names(self.inputs)
+
+    @functools.cached_property
+    def runs(self) -> EagerRuns:
+        """Outputs of the module in the cases."""
+        return EagerRuns(self.module)
+
+    def case(self, steps: int) -> Case:
+        """Return the example itself as a case."""
+        return Case("the example", self.args, self.kwargs, steps)
+
+    def of_case(self, case: Case) -> dict[str, Any]:
+        """Return all inputs of a case by parameter name."""
+        return self.of_call(case.args, case.kwargs)
+
+    def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by parameter name."""
+        return _by_name(self.module, args, named_for(forward_of(self.module), kwargs))
+
+    def holds(self, case: Case, steps: int) -> bool:
+        """Return whether a case is within the bounds."""
+        if self.shapes is None or self.bounds is None:
+            return True
+        return self.bounds.holds(self.of_case(case), self.shapes, steps)
+
+    def named(self, sizes: DecodeSizes) -> str:
+        """Return the sizes of a call in words: an encoder has no cache, and nothing is past."""
+        return sizes.without_cache if self.kwargs.get(self.cache_is) is None else str(sizes)
+
+    def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
+        """Make cases of other sizes."""
+        # only_largest: whether to make the one of most tokens only; `False` by default
+        if self.shapes is None or self.why_not:
+            return [], []
+        from ..huggingface.cases import default_sizes
+
+        sizes, remark = default_sizes(self.module, self.kwargs.get(self.cache_is))
+        if only_largest:
+            sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
+        cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs
+        if cache is not None and not pytree.tree_leaves(cache):  # a program for an empty cache takes no other
+            kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
+            sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
+        made = [{**self.kwargs, **resized(self.module, kwargs, s, seed)} for seed, s in enumerate(sizes)]
+        cases = [Case(self.named(s), (), inputs, steps) for s, inputs in zip(sizes, made, strict=True)]
+        return cases, [remark] if remark else []
+
+
+def make_example(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    shapes: DynamicShapes,
+    bounds: Bounds | None = None,
+    *,
+    loop: bool = True,
+) -> Example:
+    """Check the arguments of an export and complete them. The block must be open."""
+    # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
+    # bounds: largest sizes, which the shapes get; `None`, the default, for none
+    # loop: whether calls follow each other; `True` by default
+    # returns: the example. For a transformers model, one that `torch.export` would fix at a size of 0 or 1 is replaced
+    # by a larger one.
+    # the cache may be given under the word of another version of transformers
+    kwargs = named_for(forward_of(module), kwargs)
+    shapes, assumptions = by_parameter(forward_of(module), _chosen(module, shapes))
+    if isinstance(shapes, Mapping):
+        shapes = named_for(forward_of(module), shapes)
+    inputs = _by_name(module, args, kwargs)
+    check_no_modules(inputs)
+    brought = {*streamed_readers(module), *offloaded_readers(module)}
+    no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
+    why_not, remarks = sizes_of(module, args, kwargs)
+    given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
+    found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
+    cache_is = name_in(kwargs) or ""
+    why_not, notes = no_data or why_not, tuple(remarks)
+    stated = (bounds, found.relations, loop)
+    example = Example(module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, *stated)
+    fixed = _fixed_axes(example, given)
+    if fixed and not example.why_not:
+        example = _replaced(example, shapes, assumptions, fixed, bounds)
+    if fixed and example.why_not:
+        remark = f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
+        example = dataclasses.replace(example, remarks=(*example.remarks, remark))
+    return example
+
+
+def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSizes, seed: int) -> dict[str, Any]:
+    """Make the inputs of an example in other sizes for a transformers model, with a cache if the example has one."""
+    from ..huggingface.cases import decode_inputs
+
+    like = {name: value for name, value in kwargs.items() if value is not None}
+    with undisturbed(module=module):
+        return {**kwargs, **decode_inputs(module, sizes, like, seed)}
+
+
+def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+
+
+def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Find out whether inputs of other sizes can be made for a module."""
+    # returns: the reason why they cannot, empty where they can; and notes on what results may depend on
+    if not options_in_use()["patch_transformers"]:
+        return "there are positional arguments" if args else "transformers is not imported", []
+    from ..huggingface.cases import ambiguous_without, why_not_resizable
+
+    missing = ambiguous_without(module, kwargs)
+    why_not = "there are positional arguments" if args else why_not_resizable(module, kwargs) or ""
+    return why_not, [missing] if missing else []
+
+
+def _replaced(
+    example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
+) -> Example:
+    """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
+    from ..huggingface.cases import DecodeSizes
+
+    module = example.module
+
+    def called() -> dict[str, Any]:
+        larger = resized(module, example.kwargs, DecodeSizes(), 0)
+        with torch.no_grad(), undisturbed(module=module):
+            module(**clone(larger))
+        return larger
+
+    def refused(error: Exception) -> str:
+        lines = str(error).splitlines() or [""]
+        return f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
+
+    larger: dict[str, Any] | str = result_or(called, refused)  # some take one token at a time (ProphetNet)
+    if isinstance(larger, str):
+        return dataclasses.replace(example, why_not=larger)
+    found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
+    remark = (
+        f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
+    )
+    remarks = (*example.remarks, remark)
+    return dataclasses.replace(
+        example,
+        kwargs=larger,
+        shapes=found.shapes,
+        axis_names=found.names,
+        relations=found.relations,
+        remarks=remarks,
+    )
+
+
+# -- dynamic shapes ----------------------------------------------------------------------------------------------------
+
+
+class _Completed(NamedTuple):
+    shapes: Any  # in the form torch wants them: by parameter name
+    names: dict[tuple[str, int], str]
+    relations: tuple[Relation, ...] = ()
+
+
+def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
+    """The shapes that were passed, or those that the decorator of torch 2.15 attached to ``forward``."""
+    attached = attached_spec(forward_of(module))
+    if attached is None or shapes is None:
+        return shapes
+    if isinstance(shapes, str) and shapes == "auto":
+        return attached
+    raise DynamicShapesError(
+        f"dynamic_shapes: {type(module).__qualname__}.forward states its shapes with @dynamic_spec(...). Remove the "
+        "decorator, or use its shapes:\n"
+        '    dynamic_shapes="auto"'
+    )
+
+
+def _complete(
+    module: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    shapes: DynamicShapes,
+    assumptions: tuple[Any, ...],
+    bounds: Bounds | None,
+) -> _Completed:
+    """Dynamic shapes for all inputs, the names in them, and what they state of sizes."""
+    if shapes is None:
+        return _Completed(None, {})
+    check_spelling(module, swallowed_names(module, kwargs))
+    if isinstance(shapes, str) and shapes == "auto":
+        found = _Completed(write_dynamic_shapes(inputs), {})
+    else:
+        stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
+        shapes = {name: with_none_below(inputs.get(name), below) for name, below in stated.shapes.items()}
+        check_dynamic_shapes(inputs, shapes)
+        names = names_of(inputs, stated)
+        found = _Completed(
+            without_names(shapes), {**_named_axes(inputs, shapes), **names}, relations_of(inputs, stated)
+        )
+    return found if bounds is None else found._replace(shapes=bounds.on(inputs, found.shapes))
+
+
+def _fixed_axes(example: Example, given: bool) -> list[str]:
+    """Axes that may vary, but that torch fixes, since the example has size 0 or 1 there."""
+    if example.shapes is None:
+        return []
+    cache = example.kwargs.get(example.cache_is)
+    # who writes shapes for an empty cache means a program for the prefill
+    if cache is not None and not leaf_names(cache) and not given:
+        return [f"{example.cache_is} is empty"]
+    inputs = example.inputs
+    leaves = zip(example.names, pytree.tree_leaves(inputs), shapes_of_leaves(inputs, example.shapes), strict=True)
+    return [
+        f"{name} axis {axis}"
+        for name, leaf, shape in leaves
+        for axis, dim in (shape or {}).items()
+        if dim is not None and isinstance(leaf, torch.Tensor) and leaf.shape[axis] in (0, 1)
+    ]
+
+
+def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], str]:
+    """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
+    names: dict[tuple[str, int], str] = {}
+    sizes: dict[str, tuple[str, int]] = {}
+    rows = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
+    for name, leaf, entries in rows:
+        for axis, dim in (entries or {}).items():
+            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
+            if chosen is None or not isinstance(leaf, torch.Tensor):
+                continue
+            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
+            if leaf.shape[axis] != size:
+                raise DynamicShapesError(
+                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
+                    f"{size} under that name. Axes with one name must have one size: give this axis its own name."
+                )
+            names[name, axis] = chosen
+    return names
+
+
+def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
+    """List the arguments that ``forward`` has no name for and takes all the same."""
+    # returns: names that end in `**kwargs`; none where `forward` has no such parameter
+    parameters = _parameters(module)
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in kwargs if name not in parameters]
+
+
+@contextlib.contextmanager
+def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let ``forward`` have keyword parameters of these names inside, instead of its ``**kwargs``."""
+    # names: see `swallowed_names`; nothing changes without any
+    if not names:
+        yield
+        return
+    original = module.forward
+    kept = [p for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    forward.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined] # what inspect reads first
+    with replaced_forward(module, forward):
+        yield
+
+
+def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Refuse likely misspellings of parameters, which would end in ``**kwargs`` silently."""
+    known = list(_parameters(module))
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close:
+            raise InvalidArgumentError(
+                f"{type(module).__qualname__}.forward has no parameter {name!r}, and its **kwargs would take it "
+                f"silently. Did you mean {close[0]!r}?"
+            )
+
+
+def check_all_read(
+    module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse tensors that ``forward`` took in its ``**kwargs`` and did not read."""
+    # inputs: for each argument, the inputs of the graph that its tensors are
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    unread = [name for name in names if inputs.get(name) and not used.intersection(inputs[name])]
+    if unread:
+        parameters = [p.name for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        close = difflib.get_close_matches(unread[0], parameters, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise InvalidArgumentError(
+            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))}, took it in its "
+            f"**kwargs and did not read it. Its parameters are {', '.join(parameters)}.{hint}"
+        )
+
+
+def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # of a scripted module nothing is known
+        return {}
+
+
+def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
+    """Return the tensors of an example that are inputs of its program, by name."""
+    wanted = {name for name, _, _ in signature.inputs}
+    named = zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True)
+    return {name: leaf for name, leaf in named if name in wanted and isinstance(leaf, torch.Tensor)}
+
+
+def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
+    """Return the inputs of an example in other sizes, repeated or cut, by name; ``None`` where that cannot be done."""
+    wanted = {name: found for name, _, found in signature.inputs}
+    made: dict[str, torch.Tensor] = {}
+    for name, leaf in tensors_of(example, signature).items():
+        other = leaf
+        for axis, size in enumerate(wanted[name]):
+            if isinstance(size, Mapping):
+                if any(part and part not in sizes for part in size):
+                    return None
+                length = sum(factor * (sizes[part] if part else 1) for part, factor in size.items())
+                if length < 1 or leaf.shape[axis] < 1:
+                    return None
+                if length != leaf.shape[axis]:
+                    places = torch.arange(length, device=leaf.device) % leaf.shape[axis]
+                    other = other.index_select(axis, places)
+        made[name] = other
+    return made
+
+
+def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an example with copies of other tensors instead of its own. The block must be open."""
+    own = dict(zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True))
+    by_id = {id(own[name]): tensor for name, tensor in made.items()}
+
+    def replaced(leaf: PyTree) -> PyTree:
+        found = by_id.get(id(leaf), leaf)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+    args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
+    return args, kwargs

@@ -1,1 +1,0 @@
-"""Build the example of an export: arguments, their dynamic sizes, and the caller's assumptions."""

@@ -1,0 +1,377 @@
+"""Convert a program to one that takes and returns a flat list of tensors, for other runtimes.
+
+Operators that other runtimes lack are decomposed.
+Constants among the leaves (``None``, a fixed number) are part of the graph already; nothing is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.metadata
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind, OutputSpec
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..errors import InvalidArgumentError
+from ..errors.dependencies import is_installed
+from ..private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
+from ..runners.signature import Signature, Size
+from ..trace.program_inputs import arguments_of
+from . import stated_sizes
+from .traced import Traced
+
+_MADE_BY = ("torch", "transformers")
+
+
+def flat_program(program: ExportedProgram) -> ExportedProgram:
+    """Return a program of the same graph whose inputs are its tensors, and nothing else. The block must be open."""
+    # program: what `torch.export` returned; it is not changed
+    module, signature = copy.deepcopy(program.graph_module), program.graph_signature
+    inputs, outputs = [], []
+    for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
+        if entry.kind is InputKind.USER_INPUT and isinstance(entry.arg, ConstantArgument):
+            module.graph.erase_node(node)
+        else:  # a copy gives nodes that are called as a function of Python (`input`) another name
+            inputs.append(replace(entry, arg=replace(entry.arg, name=node.name)))
+    _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
+    last = module.graph.output_node()
+    kept = []
+    for result, value in zip(signature.output_specs, last.args[0], strict=True):
+        if not (result.kind is OutputKind.USER_OUTPUT and isinstance(result.arg, ConstantArgument)):
+            moved = isinstance(value, torch.fx.Node) and value.name != result.arg.name  # a copy of an input
+            outputs.append(replace(result, arg=replace(result.arg, name=value.name)) if moved else result)
+            kept.append(value)
+    last.args = (tuple(kept),)
+    module.recompile()
+    example = pytree.tree_leaves(program.example_inputs)
+    pairs = zip(arguments_of(program), example, strict=True)
+    tensors = tuple(leaf for argument, leaf in pairs if not isinstance(argument, ConstantArgument))
+    returned = sum(result.kind is OutputKind.USER_OUTPUT for result in outputs)
+    call = copy.copy(program.module_call_graph[0])
+    call.signature = copy.copy(call.signature)
+    assert call.signature is not None
+    call.signature.in_spec = pytree.tree_structure((tuple(range(len(tensors))), {}))
+    call.signature.out_spec = pytree.tree_structure(tuple(range(returned)))
+    call.signature.forward_arg_names = [e.arg.name for e in inputs if e.kind is InputKind.USER_INPUT]
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=[call],
+        example_inputs=(tensors, {}),
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
+    """Let a graph write to copies of its inputs: a file returns what it changed, and the tensors are the caller's.
+
+    States of transformers are changed in place, and code of AOTInductor would write them back.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        reached, written = {node}, False
+        for user in module.graph.nodes:  # in order: what is a view of a view comes after it
+            if user.op != "call_function" or not isinstance(user.target, OpOverload):
+                continue
+            for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
+                if argument.alias_info is not None and value in reached:
+                    reached.add(user)
+                    written |= argument.alias_info.is_write
+        # states of the program are its own, and may be written to
+        if written and node.name in inputs:
+            with module.graph.inserting_after(node):
+                copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = dict(node.meta)
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+
+
+@contextlib.contextmanager
+def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Hide internal messages of a library, and of torch when it is called by it, from the terminal."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
+    """Return the inputs and outputs of a program's file."""
+    # versions: libraries, in addition to torch and transformers, whose versions it states; none by default
+    program = traced.program
+    by_argument = _by_argument(traced)
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **traced.unasserted}
+    inputs = []
+    for argument, name in by_argument.items():
+        value = values[argument]
+        if not isinstance(value, torch.Tensor):
+            raise InvalidArgumentError(
+                f"{name} is a number that varies, but other runtimes accept only tensors. Pass a 0-d tensor, or fix "
+                "the number in dynamic_shapes."
+            )
+        sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
+        inputs.append((name, value.dtype, sizes))
+    ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
+    # a trace assumes 2 or more of every size that varies, which is nothing that the code asks for
+    smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
+    libraries = filter(is_installed, (*_MADE_BY, *versions))
+    made_by = {name: importlib.metadata.version(name).split("+")[0] for name in libraries}
+    alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
+    rows, relations = _rows(program, by_argument), stated_sizes.relations_in_program(program, alone)
+    return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
+
+
+def _by_argument(traced: Traced) -> dict[str, str]:
+    """The names of the inputs, by those of the arguments of the graph."""
+    arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
+    return dict(zip(arguments, traced.input_names, strict=True))
+
+
+_SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")
+
+
+def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
+    """The number of rows of the table that an input is looked up in, by name of the input."""
+    found: dict[str, int] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        table, given = node.args[:2]
+        # tokens may be reshaped on their way to the table
+        while _name(given) in _SAME_VALUES:
+            given = given.args[0]
+        size = table.meta["val"].shape[0]
+        if given.name in names and isinstance(size, int):
+            name = names[given.name]
+            found[name] = min(size, found.get(name, size))
+    return found
+
+
+_SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
+
+
+def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
+    """The sizes of axes that are read entry by entry, by name of the input and axis, as many as another input has.
+
+    A mask is read at the numbers of the rows of tokens. torch refuses one of fewer rows, and OpenVINO returns numbers.
+    """
+    found: dict[tuple[str, int], Size] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
+        read, places = node.all_input_nodes[0], node.args[1]
+        inputs = [origin for origin in _origins(read) if origin.name in names]
+        for axis, place in enumerate(places):
+            count = _length_of_range(place)
+            for origin in inputs if count is not None else ():
+                own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
+                # a size that is one symbol by itself: of others it is not known which input is too short
+                if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
+                    found[names[origin.name], axis] = _size(count)
+    return found
+
+
+def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The producers that determine a tensor's axes; most are of the same length, as a mask may cover an image."""
+    name = _name(node)
+    if name != "cat" and name not in _SAME_AXES:
+        yield node
+        return
+    for part in node.all_input_nodes if name == "cat" else node.all_input_nodes[:1]:
+        yield from _origins(part)
+
+
+def _name(node: torch.fx.Node) -> str:
+    """The name of a node's operator, without its overload; empty where torch has none of it."""
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
+
+
+def _length_of_range(place: Any) -> Any:
+    """The length of a range that starts at 0, where an index is all of one; ``None`` for others."""
+    if not isinstance(place, torch.fx.Node):
+        return None
+    entries = place.meta["val"].numel()
+    # a range is given axes to meet those of other indices; its entries stay
+    while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
+        place = place.args[0]
+    if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
+        return None
+    return place.meta["val"].shape[0]
+
+
+def _size(size: Any) -> Size:
+    """A size as factors of other sizes; nothing is known of one that is not a sum of them."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression: Any = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    factors: Mapping[Any, Any] = expression.as_coefficients_dict()
+    if any(not (key.is_Symbol or key == 1) or not factor.is_Integer for key, factor in factors.items()):
+        return None
+    return {str(key) if key.is_Symbol else "": int(factor) for key, factor in factors.items()}
+
+
+def _is_finite(bound: Any) -> bool:
+    return bool(getattr(bound, "is_Integer", isinstance(bound, int))) and abs(int(bound)) < 2**31
+
+
+_ATEN = torch.ops.aten
+_ASSERTIONS = {
+    _ATEN.sym_constrain_range_for_size.default,
+    _ATEN._assert_async.default,
+    _ATEN._assert_async.msg,
+    _ATEN._assert_scalar.default,
+    _ATEN._assert_tensor_metadata.default,
+}
+# a trace of a program writes these by its sizes, and torch.vmap, torch.func by what they do
+_GONE_WHEN_TRACED = {_ATEN.sym_numel.default, _ATEN.sym_stride.int, _ATEN.sym_storage_offset.default}
+_TRANSFORMS = "torch._functorch."
+_CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
+
+
+def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
+    """Return what ``program.run_decompositions(table)`` returns, without assertions and copies that change nothing."""
+    # program: the program; it stays as it is, and its weights are shared
+    # returns: `None` for a program that has to be traced again as a whole: one with branches, or that writes to its
+    # inputs or to its state
+    try:
+        from ..private_names.of_torch import check_valid_to_preserve, is_composite
+    except ImportError:  # of another torch
+        return None
+
+    def is_kept(target: Any) -> bool:
+        if target in table:
+            return False
+        # torch decomposes what may return its own argument even if it is translated: those translations are untested
+        return target is _ATEN.contiguous.default or not is_composite(target) or bool(check_valid_to_preserve(target))
+
+    signature = program.graph_signature
+    writes = (signature.buffers_to_mutate, signature.user_inputs_to_mutate)
+    if any(writes) or getattr(signature, "parameters_to_mutate", None):
+        return None
+    if any(part is not program.graph_module for part in program.graph_module.modules()):
+        return None
+    if not all(_stands_alone(node) for node in program.graph.nodes):
+        return None
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.target in _ASSERTIONS:
+                continue
+            done = _converted(node, graph, copied, table, is_kept)
+            if done is None:
+                return None
+            if node.op == "placeholder":
+                done.name = node.name  # the signature's name, which a copy does not keep if it is one of Python's own
+            copied[node] = done
+    graph.eliminate_dead_code()
+    result = copy.copy(program)
+    named = {node.name: done.name for node, done in copied.items() if isinstance(done, torch.fx.Node)}
+    result._graph_signature = copy.copy(signature)
+    result._graph_signature.output_specs = [_renamed(spec, named) for spec in signature.output_specs]
+    result._graph_module = torch.fx.GraphModule(program.graph_module, graph)
+    result._graph_module.meta.update(program.graph_module.meta)
+    return result
+
+
+def _stands_alone(node: torch.fx.Node) -> bool:
+    """Whether a node is a function of its arguments whose result nothing writes to later."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if node.target in _GONE_WHEN_TRACED or getattr(node.target, "__module__", "").startswith(_TRANSFORMS):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return node.target in _ASSERTIONS or schema is None or not schema.is_mutable
+
+
+def _renamed(spec: OutputSpec, named: Mapping[str, str]) -> OutputSpec:
+    """An output that is now computed by another node."""
+    name = getattr(spec.arg, "name", None)
+    if name is None or isinstance(spec.arg, ConstantArgument) or name not in named:
+        return spec
+    return dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=named[name]))
+
+
+def _converted(
+    node: torch.fx.Node,
+    graph: torch.fx.Graph,
+    copied: dict[torch.fx.Node, Any],
+    table: Mapping[Any, Callable[..., Any]],
+    is_kept: Callable[[Any], bool],
+) -> Any:
+    """A node of the new graph that stands for this one; ``None`` where there is none."""
+    target = node.target
+    if target in _CASTS and _same_type(node):
+        return copied[node.args[0]]  # type: ignore[index] # the tensor, a node
+    if target is _ATEN.reshape.default:
+        # a view that may copy; of the two, only the translation of a view takes sizes of 0
+        copy_of = graph.node_copy(node, copied.__getitem__)
+        copy_of.target = _ATEN.view.default
+        return copy_of
+    if target is operator.getitem and not isinstance(copied[node.args[0]], torch.fx.Node):  # type: ignore[index] # a node
+        return copied[node.args[0]][node.args[1]]  # type: ignore[index] # of an operator that was decomposed
+    if not isinstance(target, OpOverload) or is_kept(target):
+        return graph.node_copy(node, copied.__getitem__)
+    return _traced_alone(node, graph, copied, table)
+
+
+def _same_type(node: torch.fx.Node) -> bool:
+    given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node
+    return bool(given.dtype == found.dtype and given.layout == found.layout)
+
+
+def _traced_alone(
+    node: torch.fx.Node, graph: torch.fx.Graph, copied: dict[torch.fx.Node, Any], table: Mapping[Any, Any]
+) -> Any:
+    """Trace what one operator is made of, and put it in its place."""
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
+    values = [leaves[place].meta.get("val") for place in places]
+    if any(value is None for value in values) or "val" not in node.meta:
+        return None
+    modes = {value.fake_mode for value in pytree.tree_leaves((values, node.meta["val"])) if hasattr(value, "fake_mode")}
+    if len(modes) != 1:
+        return None
+
+    def call(*given: Any) -> Any:
+        filled = list(leaves)
+        for place, value in zip(places, given, strict=True):
+            filled[place] = value
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator] # an operator
+
+    with modes.pop(), enable_python_dispatcher():
+        traced = make_fx(call, decomposition_table=dict(table), _allow_non_fake_inputs=True)(*values)
+    inner: dict[torch.fx.Node, Any] = {}
+    given = iter(places)
+    for part in traced.graph.nodes:
+        if part.op == "placeholder":
+            inner[part] = copied[leaves[next(given)]]
+        elif part.op == "output":
+            return torch.fx.node.map_arg(part.args[0], inner.__getitem__)
+        elif part.op != "call_function" or not _stands_alone(part):
+            return None  # a constant, or an operator that writes
+        elif part.target not in _ASSERTIONS:
+            inner[part] = graph.node_copy(part, inner.__getitem__)
+            inner[part].meta = {**node.meta, **part.meta}
+    return None

@@ -1,0 +1,455 @@
+"""Quantize a matrix so that its products change least, input by input.
+
+.. code-block:: text
+
+    input 0   rounded ── its error, times how far each later input goes along with it ──┐
+    input 1   minus that, rounded ── ...                                                │
+    input 2   minus both, rounded        <──────────────────────────────────────────────┘
+
+What goes along is read from the second moments of the inputs on a text (GPTQ, Frantar et al. 2022). The steps of a
+block are chosen when the block is reached, by least error. onnxruntime's own ``gptq`` returns weights without their
+steps, and rounds them again to others, which gives most of the gain away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+
+from ...errors import ReplayError
+from ...errors.failures import STEP
+from ...private_names.of_torch import pytree
+from ...runners.onnx_runner import OnnxRunner
+from ...runners.onnx_session import mapped_options, open_session
+from ..proof.eager_runs import Case, clone
+from ..quantization import Quantization
+from ..quantized_answers import from_the_start, rounding_calls
+from ..source import Source
+from .file import UnprovenFile
+from .stored_matrix import Grids, InputSplit, InputSplits
+from .weights import WeightGrid, unmap
+
+_MANY = 1.0, 0.97, 0.94
+_SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
+"""Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""
+
+_SAMPLE = 64
+"""Outputs whose weights decide the form of a matrix."""
+
+_CHUNK = 32
+"""Inputs of one block whose errors reach later inputs at once, in one product."""
+
+_DAMPING = 0.01
+"""Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How the steps of a block are stored."""
+
+    bits: int
+    is_lowest: bool  # whether they count from the lowest weight, instead of from a whole number that stands for 0
+    scales: torch.dtype
+    is_even: bool = False  # whether the same whole number stands for 0 in all blocks, in the middle
+
+    @property
+    def most(self) -> int:
+        """The largest number."""
+        return int(2**self.bits - 1)
+
+    def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Steps and offsets of blocks of shape (blocks, weights, outputs) by least error, and that error.
+
+        The offset is the whole number that stands for 0, or the weight that number 0 stands for.
+        """
+        # costs: what an error of a weight costs, for each of the inputs: of shape (blocks, weights, 1)
+        low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
+        if self.is_even:
+            high = torch.maximum(-low, high)
+            low = -high
+        elif not self.is_lowest:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+        best: list[torch.Tensor] = []
+        for shrink in _SHRINKS[self.bits]:
+            middle, half = (low + high) / 2, (high - low) / 2 * shrink
+            first = middle - half if self.is_lowest else low * shrink
+            scale = self._short(2 * half / self.most)
+            if self.is_even:
+                offset = torch.full_like(scale, 2 ** (self.bits - 1))
+            elif self.is_lowest:
+                offset = first.half().float()
+            else:
+                offset = (-first / scale).round().clamp(0, self.most)
+            made = [costs.mul((self.near(block, scale, offset) - block).square()).sum(1, keepdim=True), scale, offset]
+            best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
+        return best[1], best[2], best[0]
+
+    def _short(self, scale: torch.Tensor) -> torch.Tensor:
+        scale = scale.to(self.scales).float()
+        return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+    def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """The numbers nearest to weights."""
+        steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
+        return steps.round_().clamp_(0, self.most)
+
+    def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """The weights that these numbers stand for."""
+        return self.value(self.numbers(weights, scale, offset), scale, offset)
+
+    def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """The weights that numbers stand for."""
+        return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
+
+
+def round_with_feedback(
+    weights: torch.Tensor,
+    moments: torch.Tensor,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    bits: int = 4,
+) -> WeightGrid:
+    """Round a matrix of shape (inputs, outputs) to blocks of whole steps, each input making up for those before it."""
+    # weights: in whole blocks of inputs
+    # moments: mean of the products of each two inputs, of shape (inputs, inputs)
+    # dtype: the type of the model's weights, which scales are stored in
+    # bits: 4 or 8; with 7, the number 64 stands for 0 in all blocks
+    weights, moments = weights.float().clone(), moments.float().clone()
+    following = _following(moments)
+    costs = following.diagonal().reciprocal().square()
+    form = _form_of(weights, costs, block_size, bits, dtype)
+    rows, columns = weights.shape
+    numbers = torch.empty(rows, columns, dtype=torch.uint8)
+    parts = []
+    scale = offset = torch.zeros(())
+    for start in range(0, rows, min(_CHUNK, block_size)):
+        if start % block_size == 0:
+            whole = slice(start, start + block_size)
+            scale, offset, _ = (one[0, 0] for one in form.fit(weights[None, whole], costs[None, whole, None]))
+            parts.append((scale, offset))
+        end = min(start + _CHUNK, start - start % block_size + block_size)
+        block, errors = weights[start:end], torch.empty(end - start, columns)
+        inside = following[start:end, start:end]
+        for row in range(end - start):
+            found = form.numbers(block[row], scale, offset)
+            numbers[start + row] = found
+            errors[row] = (block[row] - form.value(found, scale, offset)) / inside[row, row]
+            block[row + 1 :].addr_(inside[row, row + 1 :], errors[row], alpha=-1)
+        weights[end:].addmm_(following[start:end, end:].T, errors, alpha=-1)
+    return _grid(form, numbers, parts, block_size)
+
+
+def _following(moments: torch.Tensor) -> torch.Tensor:
+    """Upper triangle: how much of each input's error later inputs compensate."""
+    if not moments.isfinite().all():
+        return torch.eye(len(moments))  # to nearest
+    damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
+    moments.diagonal().add_(damping)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(moments)
+        if not failed:
+            upper: torch.Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and bool(upper.isfinite().all()):
+            return upper
+        damping = damping * 10  # inputs that are nearly the same, and float32
+        moments.diagonal().add_(damping)
+
+
+def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
+    """In 4 bits, lowest weights where these are worth their bits, else whole numbers."""
+    if bits == 7:
+        return _Form(bits, False, dtype, is_even=True)
+    whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
+    if bits == 8:
+        return whole
+    weights = weights[:, :: -(-weights.shape[1] // _SAMPLE)]
+    blocks, each = weights.reshape(-1, size, weights.shape[1]), costs.reshape(-1, size, 1)
+    more = (16 - bits) / size  # bits of each weight: a lowest weight has 16, a zero point has 4
+    errors = [float(form.fit(blocks, each)[2].sum()) for form in (whole, lowest)]
+    return lowest if errors[0] > errors[1] * 4.0**more else whole  # a bit more of each weight is a quarter of the error
+
+
+def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> WeightGrid:
+    scales, offsets = (torch.stack(one, 1) for one in zip(*parts, strict=True))
+    held = numbers.T.reshape(numbers.shape[1], -1, size).contiguous().numpy()
+    steps = scales.to(form.scales).numpy()
+    if form.is_lowest:
+        return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
+    return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())
+
+
+# Round the matrices of a file by what they are multiplied with on a text.
+
+
+logger = logging.getLogger("yobx_flatten")
+
+RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
+"""Quantized matrices, by the name of the weight and whether it is transposed."""
+
+
+def round_by_text(
+    file: UnprovenFile,
+    graph: Any,
+    products: Iterable[Any],
+    quantization: Quantization,
+    source: Source,
+    grids: Grids,
+    splits: InputSplits | None = None,
+) -> RoundedMatrices:
+    """Round the matrices of a file; matrices with the same inputs together. The block must be open."""
+    # products: nodes of the graph with their weights, and whether these are transposed
+    # splits: for those matrices alone that get rows for large channels of their inputs; `None`, the default, for all
+    if not source.cases or quantization.weights == "keep":
+        return {}
+    calls = rounding_calls(source.example, quantization)
+    if calls is None:
+        return {}
+    wanted: dict[str, dict[tuple[str, bool], Any]] = {}
+    sizes: dict[str, int] = {}
+    for node, (value, transposed) in products:
+        x = node.inputs[0]
+        size = int(value.const_value.shape[1 if transposed else 0])
+        # a product in a loop or a branch cannot be shown, and onnxruntime pads what has no whole blocks with zeros
+        block_size = quantization.block_for(quantization.bits, size)
+        if x.producer() is None or x.producer().graph is not graph or size % block_size:
+            continue
+        if x.shape is None or grids.is_exact(value, quantization.bits, transposed=transposed):
+            continue
+        if splits is not None and not _takes_large(x, value, splits):
+            continue
+        wanted.setdefault(x.name, {})[value.name, transposed] = value
+        sizes[x.name] = size
+    if not wanted:
+        return {}
+    found, names = RoundedMatrices(), source.example.names
+    logger.info("reading what %d products multiply", len(sizes), extra=STEP)
+    for name, moments in input_moments(file, sizes, calls.cases, names, calls.tokens, splits):
+        found |= _rounded(wanted[name], moments, quantization, None if splits is None else splits[name])
+    return found
+
+
+def _takes_large(x: Any, value: Any, splits: InputSplits) -> bool:
+    """Whether a matrix gets rows for large channels; a tied table does not, which an embedding also reads."""
+    is_alone = len(value.uses()) == 1 and value.const_value.dtype.name == "FLOAT" and len(x.shape) > 1
+    return is_alone and x.name in splits and bool(splits[x.name].channels)
+
+
+def _rounded(
+    matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, quantization: Quantization, split: InputSplit | None
+) -> RoundedMatrices:
+    found, bits = RoundedMatrices(), quantization.bits
+    block_size = quantization.block_for(bits, len(moments))
+    for key, value in matrices.items():
+        array = value.const_value.numpy()
+        weights = torch.from_numpy(numpy.array(array.T if key[1] else array))
+        del array
+        unmap(value.const_value)
+        dtype = weights.dtype
+        if split is not None:
+            weights = split.rows(weights)
+        found[key] = round_with_feedback(weights, moments, block_size, dtype, bits)
+        if split is not None:
+            found[key] = _large_last(found[key], split.step)
+    return found
+
+
+def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
+    """Put the first block after the others, for inputs that are counted in steps."""
+    scales = grid.scales.copy()
+    scales[:, 0] *= step
+    parts = (None if part is None else numpy.roll(part, -1, 1) for part in (grid.numbers, scales, grid.zeros))
+    numbers, scales, zeros = parts
+    return dataclasses.replace(grid, numbers=numbers, scales=scales, zeros=zeros)
+
+
+_LEAST = 2**29
+"""Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
+
+_SMALLEST = 1e-30
+"""Mean square from which on the inputs of a token have a size: there are tokens with zeros alone."""
+
+
+def input_moments(
+    file: UnprovenFile,
+    sizes: Mapping[str, int],
+    calls: Sequence[Case],
+    names: Sequence[str],
+    tokens: torch.Tensor,
+    splits: InputSplits | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield values of a file by name, with the mean product of each two of their last axis, relative to their size.
+
+    None is yielded where the file cannot read the text from its first token.
+    """
+    # sizes: sizes of the last axis of the values of the graph that are wanted
+    # calls: calls that read the text, its first token in the cache
+    # names: names of the inputs' leaves, in order
+    # tokens: the text, int64 of shape (texts, length)
+    # splits: for the moments of values whose large channels are apart, in front; `None`, the default, as they are
+    wide = {name: size + (0 if splits is None else len(splits[name].channels) + 1) for name, size in sizes.items()}
+    most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
+    for part in _parts(wide, most):
+        found = {name: torch.zeros(wide[name], wide[name]) for name in part}
+        count = 0
+        for read in read_inputs(file, {name: sizes[name] for name in part}, calls, names, tokens):
+            for name, rows in read.items():
+                each = rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
+                rows = (rows if splits is None else splits[name].apart(rows)) * each
+                found[name].addmm_(rows.T, rows)
+            count += len(rows)
+        if not count:
+            return
+        for name in part:
+            yield name, found.pop(name).div_(count)
+
+
+def read_inputs(
+    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield values of a file by name, float32 of shape (tokens, size), for one call after the other.
+
+    None is yielded where the file cannot read the text from its first token.
+    """
+    # the parameters are those of `input_moments`
+    counts = [len(call.kwargs["input_ids"]) for call in calls]
+    with _showing(file, sizes) as runner:
+        for call, read in zip(calls, tokens.split(counts), strict=True):
+            leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
+            given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
+            feeds = from_the_start(given, runner.slots, read)
+            if feeds is None:
+                return
+            try:
+                outputs = runner.run(feeds)
+            except ReplayError:  # the file takes no empty cache
+                return
+            yield {name: outputs[name].reshape(-1, size).float() for name, size in sizes.items()}
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names whose moments are held at once."""
+    part: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if part and held + 4 * size * size > most:
+            yield part
+            part, held = [], 0
+        part.append(name)
+        held += 4 * size * size
+    if part:
+        yield part
+
+
+@contextlib.contextmanager
+def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
+    """Open a file with values of its graph as further outputs."""
+    import onnx_ir as ir
+
+    model = ir.load(file.path)
+    held = {output.name for output in model.graph.outputs}
+    made = {output.name: output for node in model.graph for output in node.outputs if output.name in names}
+    model.graph.outputs.extend(made[name] for name in names if name not in held)
+    path = file.path.with_name(f"shown-{file.path.name}")  # next to its weights, which it reads
+    try:
+        ir.save(model, path)
+        yield OnnxRunner(open_session(path, caller="export_onnx", options=mapped_options(path)), file.path.name)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# Find for each input of products how it is split in two parts, by a text: see `split_inputs`.
+
+
+_TEXTS, _LENGTH = 4, 64
+"""How much of the text is read: one number of each input is looked for, and not a matrix."""
+
+_ROWS = 64
+"""Tokens by which an input is decided."""
+
+_PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
+"""Shares of the values that are tried as small ones."""
+
+_WORTH = 0.25
+"""Part of the error of one part from which on two are not worth their nodes."""
+
+_NEAR = 2.0
+"""Error of a block of columns, relative to that of two rows, which take twice the time for a prompt."""
+
+_BLOCKS = 8
+"""Blocks of an input from which on one more is an eighth of its weights at most."""
+
+
+def input_splits(
+    file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
+) -> InputSplits:
+    """Return how inputs in whole blocks are split; none where the file reads no text from its first token."""
+    # products: nodes of the graph with their weights, and whether these are transposed
+    calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
+    if calls is None:
+        return {}
+    sizes = {}
+    for node, (value, transposed) in products:
+        x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
+        # what a product in a loop or a branch reads cannot be shown
+        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_for(8, size) == 0:
+            sizes[x.name] = size
+    logger.info("reading what %d products multiply", len(sizes), extra=STEP)
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
+    for read in read_inputs(file, sizes, calls.cases, source.example.names, calls.tokens):
+        for name, found in read.items():
+            rows[name].append(found)
+    if not any(rows.values()):
+        return {}
+    whole = {name: torch.cat(rows.pop(name)) for name in sizes}
+    splits = {name: _split(found, quantization.block_for(8, sizes[name])) for name, found in whole.items()}
+    return {name: split for name, split in splits.items() if split is not None}
+
+
+def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
+    """How an input is split with least error, relative to one part; ``None`` where most numbers are 0."""
+    channels, step = _large(rows, block_size)
+    rows = rows[:: -(-len(rows) // _ROWS)]
+    sizes = rows.abs().flatten().sort().values
+    tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
+    # of each token, since those of the first one are a hundred times as large in many models
+    whole = (_rounded_as_inputs(rows, block_size) - rows).square().sum(1).clamp(min=1e-30)
+
+    def error(large: torch.Tensor, found: torch.Tensor) -> float:
+        left = (_rounded_as_inputs(rows - large, block_size) + found - rows).square().sum(1)
+        return float((left / whole).mean())
+
+    def rest(limit: float) -> torch.Tensor:
+        return rows - rows.clamp(-limit, limit)
+
+    if not tried:
+        return None
+    left, limit = min((error(rest(one), _rounded_as_inputs(rest(one), block_size)), one) for one in tried)
+    if left >= _WORTH:
+        return InputSplit(math.inf)
+    if rows.shape[1] < _BLOCKS * block_size:
+        return InputSplit(limit)
+    steps = torch.zeros_like(rows)
+    steps[:, channels] = rows[:, channels].div(step).round() * step
+    return InputSplit(limit, channels.tolist(), step) if error(steps, steps) <= _NEAR * left else InputSplit(limit)
+
+
+def _large(rows: torch.Tensor, block_size: int) -> tuple[torch.Tensor, float]:
+    """The channels that are largest, each token counting the same, and a 127th of their largest number."""
+    sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
+    channels = sizes.mean(0).topk(min(block_size, rows.shape[1]) - 1).indices
+    return channels, float(rows[:, channels].abs().max()) / 127 or 1.0
+
+
+def _rounded_as_inputs(rows: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Round inputs as onnxruntime does: 127 steps for the largest of each block."""
+    blocks = rows.reshape(len(rows), -1, block_size)
+    steps = blocks.abs().amax(2, keepdim=True).div(127).clamp(min=1e-30)
+    return blocks.div(steps).round().mul(steps).reshape(rows.shape)

@@ -1,1 +1,0 @@
-"""Trace a module to a program."""

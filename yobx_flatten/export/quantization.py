@@ -1,0 +1,306 @@
+"""Options of quantisation, checked before anything is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from ..errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
+from ..errors.dependencies import require
+from ..errors.failures import first_line, result_or
+from ..runners.onnx_session import open_session
+from .model_facts import ModelFacts
+
+WeightBits = Literal["int8", "int4", "keep"]
+"""``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
+
+Activations = Literal["auto", "float", "int8", "token"]
+"""Precision of what is multiplied with quantised weights."""
+
+PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
+"""By the type of the weights: what rounding explains. A small model without training between them is close to 1."""
+
+TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4, "keep": 0.8}
+"""By the type of the weights: share of the model's own greedy tokens that a folder has to choose after the same text.
+
+Prompts of random tokens leave scores close to each other: small models without training keep 0.92 and 0.55.
+"""
+
+CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
+"""The same for conversations in the template of a tokenizer, which the model was made for."""
+
+_BLOCKS = (16, 32, 64, 128, 256)
+
+_BLOCK = 32
+"""Weights that share a scale by default."""
+
+_WIDE_BLOCK = 64
+"""Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the weights of projections are stored, and how far the file may then be from the model.
+
+    Attributes:
+        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
+            with scales already, as those of a GGUF, are stored as these, without rounding them again, where they have
+            as many bits or fewer; ``"keep"`` stores them so, and all others as they are.
+        block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. Larger
+            blocks are further from the model, the file is smaller, and a token takes less time. ExecuTorch has no
+            blocks of 16; OpenVINO and ExecuTorch store int8 with one scale for each output.
+        perplexity_ratio: largest perplexity of the file, relative to the model's; ``None``, the default, for 1.01 with
+            int8 and 1.1 with int4.
+        tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
+            the text that the model itself would write, see :class:`.quality.Quality`.
+        calibration: a text that matrices are rounded by, int64 of shape (texts, length), without padding:
+            each weight compensates the errors of those before it, as far as the text shows their inputs going
+            together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
+        activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
+            ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
+            that costs a language model more than the rounding of its weights; with weights in 8 bits it rounds small
+            numbers and what is left of large ones, where that is near enough. ``"token"``, with int8 and weights in
+            float32, rounds what is multiplied with one scale for each token, and weights with one for each output:
+            the fastest for encoders, which read many tokens at once, and what ``"auto"`` takes for those whose text is
+            known (``calibration``), where it is near enough.
+
+    Raises:
+        InvalidArgumentError: when a value is not one of these.
+
+    >>> Quantization("int8").bits, Quantization("int8").allowed
+    (8, 1.01)
+    """
+
+    weights: WeightBits = "int4"
+    block_size: int = _BLOCK
+    perplexity_ratio: float | None = None
+    tokens: torch.Tensor | None = None
+    activations: Activations = "auto"
+    calibration: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in get_args(WeightBits):
+            raise InvalidArgumentError(
+                f'Quantization: weights must be "int8", "int4" or "keep", found {self.weights!r}.'
+            )
+        if self.block_size not in _BLOCKS:
+            raise InvalidArgumentError(
+                f"Quantization: block_size must be one of {', '.join(map(str, _BLOCKS))}, found {self.block_size!r}."
+            )
+        if self.activations not in get_args(Activations):
+            raise InvalidArgumentError(
+                f'Quantization: activations must be "auto", "float", "int8" or "token", found {self.activations!r}.'
+            )
+        if self.activations == "token" and self.weights != "int8":
+            raise InvalidArgumentError(
+                f'Quantization: activations="token" is for weights="int8", found {self.weights!r}. Leave it out, or '
+                'take Quantization("int8", activations="token")'
+            )
+        if self.activations == "token" and self.block_size != _BLOCK:
+            raise InvalidArgumentError(
+                'Quantization: with activations="token" all weights of an output share a scale, found '
+                f"block_size={self.block_size}. Leave one of them out."
+            )
+        ratio: Any = self.perplexity_ratio
+        if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
+            raise InvalidArgumentError(f"Quantization: perplexity_ratio must be a number above 1, found {ratio!r}.")
+        for name, tokens in (("tokens", self.tokens), ("calibration", self.calibration)):
+            if tokens is not None and not _is_text(tokens):
+                raise InvalidArgumentError(
+                    f"Quantization: {name} must be int64 of shape (texts, length), with 3 tokens or more in each text, "
+                    f"found {_describe(tokens)}."
+                )
+
+    @property
+    def bits(self) -> int:
+        """Most bits of a stored weight."""
+        return 4 if self.weights == "int4" else 8
+
+    @property
+    def may_be_by_token(self) -> bool:
+        """Whether inputs of products may have one scale for each token, where that is near enough."""
+        is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
+        return is_open and self.tokens is None and self.calibration is not None
+
+    def block_for(self, bits: int, rows: int) -> int:
+        """Return how many weights share a scale in one matrix.
+
+        Args:
+            bits: bits of the matrix, 4 or 8.
+            rows: number of its inputs.
+        """
+        is_wide = bits == 8 and self.bits == 4 and rows % _WIDE_BLOCK == 0
+        return max(_WIDE_BLOCK, self.block_size) if is_wide else self.block_size
+
+    @property
+    def allowed(self) -> float:
+        """Largest perplexity of the file, relative to the model's."""
+        return self.perplexity_ratio or PERPLEXITY_RATIOS[self.weights]
+
+    def quantize(self, weight: Any) -> tuple[Any, Any, Any]:
+        """Return a matrix in blocks along its rows: the packed bits, the scales and the zero points.
+
+        Args:
+            weight: a NumPy array of shape (inputs, outputs), float32 or float16.
+        """
+        quantizer = _library()
+        config = quantizer.DefaultWeightOnlyQuantConfig(block_size=self.block_size, is_symmetric=False, bits=self.bits)
+        found: tuple[Any, Any, Any] = quantizer.DefaultWeightOnlyQuantizer(config).qbits_block_quant(weight)
+        return found
+
+
+def choose_quantization(
+    quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
+) -> Quantization | None:
+    """Return the quantization; ``None`` for none."""
+    # runtime: the library that runs the file, `"onnxruntime"` by default
+    if quantize is None:
+        return None
+    given: Any = quantize
+    if isinstance(given, str) and given in get_args(WeightBits):
+        given = Quantization(cast("WeightBits", given))
+    if not isinstance(given, Quantization):
+        found = repr(given) if isinstance(given, str) else describe_class(given)
+        raise InvalidArgumentError(
+            f'{caller}: quantize must be None, "int8", "int4", "keep" or a Quantization, found {found}.'
+        )
+    chosen: Quantization = given
+    if not facts.matrix_types:
+        raise InvalidArgumentError(
+            f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
+            "Leave quantize out."
+        )
+    others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
+    if others:
+        raise InvalidArgumentError(
+            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has some of "
+            f"{others[0]}. Convert them first: model.float()"
+        )
+    if chosen.activations == "token" and "float16" in facts.matrix_types:
+        raise InvalidArgumentError(
+            f'{caller}: activations="token" needs float32 weights, but {facts.name} has some in float16. Leave it '
+            "out, or convert them first: model.float()"
+        )
+    if runtime != "onnxruntime":
+        _check_tool(chosen, runtime, caller)
+        return chosen
+    _library()
+    reason = _why_not_run(chosen.bits)
+    if reason is not None:
+        raise MissingDependencyError(
+            f"{caller}: quantize={chosen.weights!r} needs the operator MatMulNBits with {chosen.bits} bits, which "
+            f"the installed onnxruntime does not run ({reason}):\n    pip install --upgrade onnxruntime"
+        )
+    return chosen
+
+
+def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
+    """Check what quantizes for another runtime than onnxruntime."""
+    asked = f"quantize={chosen.weights!r}"
+    if chosen.activations != "auto":
+        raise InvalidArgumentError(
+            f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
+            "itself. Leave it out."
+        )
+    if chosen.weights == "keep" and runtime != "openvino":
+        raise InvalidArgumentError(
+            f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
+            'themselves. Leave it out, or take quantize="int8"'
+        )
+    if chosen.weights == "keep":
+        return
+    if runtime == "openvino":
+        require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
+    elif runtime == "executorch":
+        require("torchao", purpose=f"{caller}: {asked} for ExecuTorch", extra="executorch")
+        if chosen.bits == 4 and chosen.block_size % 32:
+            raise InvalidArgumentError(
+                f"{caller}: XNNPACK has blocks of 32, 64, 128 and 256 weights, found {chosen.block_size}:\n"
+                '    Quantization("int4", block_size=32)'
+            )
+    else:
+        raise InvalidArgumentError(
+            f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
+            'or take\n    target="onnxruntime"  # or "openvino", "executorch"'
+        )
+
+
+def _is_text(tokens: Any) -> bool:
+    is_tensor = isinstance(tokens, torch.Tensor) and tokens.dtype is torch.int64
+    return is_tensor and tokens.dim() == 2 and tokens.shape[0] >= 1 and tokens.shape[1] >= 3
+
+
+def _describe(tokens: Any) -> str:
+    if isinstance(tokens, torch.Tensor):
+        return f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
+    return describe_class(tokens)
+
+
+@functools.cache
+def _library() -> Any:
+    """Import onnxruntime's quantizer."""
+    try:
+        with _without_handlers():
+            from onnxruntime.quantization import matmul_nbits_quantizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"quantize= needs the quantizer of onnxruntime, which cannot be imported ({first_line(error)}):\n"
+            "    pip install --upgrade onnxruntime onnx ml_dtypes onnx_ir"
+        ) from error
+    return matmul_nbits_quantizer
+
+
+@contextlib.contextmanager
+def _without_handlers() -> Iterator[None]:
+    """Leave the root logger as it is: the quantizer's module calls ``logging.basicConfig`` when it is imported."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        # or it prints a line for every weight where the application logs
+        logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
+
+
+@functools.cache
+def _why_not_run(bits: int) -> str | None:
+    """Why onnxruntime does not run the operator, found with a file of one product; ``None`` where it does."""
+    import numpy
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = numpy.linspace(-1, 1, 32 * 16, dtype=numpy.float32).reshape(32, 16)
+    parts = Quantization("int4" if bits == 4 else "int8").quantize(weight)
+    names = ["bits", "scales", "zero_points"]
+    node = helper.make_node(
+        "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=32, N=16, bits=bits, block_size=32
+    )
+    graph = helper.make_graph(
+        [node],
+        "probe",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])],
+        [numpy_helper.from_array(part, name) for part, name in zip(parts, names, strict=True)],
+    )
+    versions = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
+    given = numpy.eye(1, 32, dtype=numpy.float32)
+
+    def computed() -> str | None:
+        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"x": given})[0]
+        wrong = float(numpy.abs(found - weight[:1]).max())
+        return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
+
+    def refused(error: Exception) -> str | None:
+        stated = error.__cause__ or error if isinstance(error, FlattenError) else error
+        return first_line(stated)[:200]
+
+    return result_or(computed, refused)  # onnxruntime has no base class for its errors

@@ -1,1 +1,0 @@
-"""Choose how weights are quantized, and measure the error."""

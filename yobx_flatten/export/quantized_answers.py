@@ -1,0 +1,290 @@
+"""Measure how far a quantised file is from the model: on the replayed cases, and on a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError, ReplayError
+from ..errors.failures import STEP
+from ..huggingface.cache_names import cache_of
+from ..huggingface.cases import DecodeSizes, decode_inputs, why_not_resizable
+from ..huggingface.decoders import SlidingDecoder
+from ..private_names.of_torch import pytree
+from ..runners.ports import CacheSlot, Runner
+from .example import Example
+from .proof.eager_runs import Case, Texts, eager_steps
+from .proof.exported_call import ByName
+from .proof.quality import SCORES, Distance, Quality, text_losses
+from .proof.replay import Padding, side_by_side
+from .quantization import Quantization
+from .source import Source
+
+_SCORES = 2**25
+"""Numbers of scores that are kept for the divergence."""
+
+
+# Let a file read a text from its first token, with an empty cache, where a call has that token in its cache.
+
+
+logger = logging.getLogger("yobx_flatten")
+
+
+def measure(
+    runner: Runner,
+    quantization: Quantization,
+    source: Source,
+    *,
+    block_size: int,
+    known: list[Texts] | None = None,
+) -> Quality:
+    """Return how far a file is from the module of a source. The block must be open."""
+    # block_size: number of weights that share a scale, as the quality states it
+    # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
+    example, written, distance = source.example, source.traced.written, Distance()
+    side = ByName(runner, example.names)
+    for case in source.cases:
+        logger.info("comparing %s", case.name, extra=STEP)
+        padding, steps = Padding(), example.runs.steps(case, written, source.traced.left, twice=not written)
+        for pair in side_by_side(side, example.module, case, steps, example.names, padding):
+            eager = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
+            expected = dict(zip(pair.names, eager, strict=True))
+            tensors = {n: v for n, v in expected.items() if isinstance(v, torch.Tensor) and n in pair.outputs}
+            distance.add(tensors, {name: padding.blank(name, pair.outputs[name]) for name in tensors})
+    known = [] if known is None else known
+    if not known and quantization.tokens is not None:
+        known += read_by_model(example.module, example.kwargs, quantization.tokens, written)
+    for kwargs, read, losses, expected_scores in known:
+        found = text_scores(runner, dict(zip(example.names, pytree.tree_leaves(((), kwargs)), strict=True)), read)
+        if expected_scores is not None:
+            distance.add_text_scores(expected_scores, found)
+        distance.add_text(losses, text_losses(found, kwargs["input_ids"]))
+    return distance.quality(quantization.weights, block_size, quantization.allowed)
+
+
+def read_by_model(
+    module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor, written: Collection[str] = ()
+) -> list[Texts]:
+    """Return losses and scores of the model on a text."""
+    # kwargs: its example; each call has as many rows
+    found: list[Texts] = []
+    kept, texts = 0, tokens.split(len(kwargs["input_ids"]))
+    for case, read in zip(text_cases(module, kwargs, tokens), texts, strict=True):
+        ((kwargs, eager, _),) = eager_steps(module, case, written)
+        scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
+        fits = kept + scores.numel() <= _SCORES  # those of a long text are larger than the model
+        kept += scores.numel() if fits else 0
+        found.append((dict(kwargs), read, text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
+    return found
+
+
+def from_the_start(
+    feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
+) -> dict[str, torch.Tensor] | None:
+    """Return the inputs that read all tokens; ``None`` where these are not only tokens, a mask and keys and values."""
+    # feeds: inputs by name, with the first token in the cache
+    # tokens: the text, int64 of shape (rows, length)
+    if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
+        return dict(feeds)
+    found = {slot.port.name: slot.port for slot in slots}
+    others = {name for name in feeds if name not in found}
+    if "input_ids" not in others or not others <= {"input_ids", "attention_mask", "position_ids"}:
+        return None
+    made = {name: feeds[name] for name in others} | {"input_ids": tokens}
+    for name, port in found.items():
+        if not name.endswith((".key", ".value")) or name not in feeds:
+            return None
+        axes = [axis for axis, size in enumerate(port.shape) if axis and size is None]
+        if len(axes) != 1 or feeds[name].shape[axes[0]] != 1:
+            return None
+        made[name] = feeds[name].narrow(axes[0], 0, 0).contiguous()
+    if "attention_mask" in made and made["attention_mask"].shape != tokens.shape:
+        return None
+    if "position_ids" in made:
+        positions = made["position_ids"]
+        if positions.shape != (len(tokens), tokens.shape[1] - 1):
+            return None
+        made["position_ids"] = torch.cat([positions[:, :1] - 1, positions], 1)
+    return made
+
+
+def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
+    """Return the scores of a file for all tokens of a text but the first, which it also reads itself where it can."""
+    # feeds: inputs by name, with the first token in the cache, as the model has read it
+    given = {name: feeds[name] for name in runner.ports}
+    whole = None
+    if tokens is not None and runner.runtime == "onnxruntime":  # files of others do not take an empty cache
+        whole = from_the_start(given, runner.slots, tokens)
+    found: torch.Tensor
+    if whole is not None:
+        try:
+            found = runner.run(whole)[SCORES][:, 1:]
+            return found
+        except ReplayError:
+            logger.debug("%s takes no empty cache", runner.name)
+    found = runner.run(given)[SCORES]
+    return found
+
+
+_READ = {"input_ids", "attention_mask", "token_type_ids"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingCalls:
+    """Calls that read a text."""
+
+    cases: Sequence[Case]
+    tokens: torch.Tensor  # the text, int64 of shape (texts, length)
+
+
+def reads_once(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether inputs are tokens, read in one call that leaves no cache."""
+    return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
+
+
+def rounding_calls(
+    example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
+) -> RoundingCalls | None:
+    """Return the calls by which the matrices of a file are rounded; ``None`` without a text."""
+    # at_most: so many texts and tokens of each; `None`, the default, for all
+    tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
+    if tokens is None:
+        return None
+    tokens = tokens[: at_most[0], : at_most[1]]
+    if not reads_once(example.kwargs):
+        return RoundingCalls(text_cases(example.module, example.kwargs, tokens), tokens)
+    cases = []
+    for number, read in enumerate(tokens.split(len(example.kwargs["input_ids"]))):
+        others = {"input_ids": read, "attention_mask": torch.ones_like(read), "token_type_ids": torch.zeros_like(read)}
+        cases.append(Case(f"text {number}", (), {name: others[name] for name in example.kwargs}))
+    return RoundingCalls(cases, tokens)
+
+
+def check_text(example: Example, quantization: Quantization | None) -> None:
+    """Check that the module of an example can read the text of a quantization, before anything is traced."""
+    if quantization is None or quantization.tokens is None:
+        return
+    tokens, module = quantization.tokens, example.module
+    module = module.model if isinstance(module, SlidingDecoder) else module
+    reason = why_not_resizable(module, example.kwargs)
+    if reason is None and "encoder_outputs" in example.kwargs:
+        reason = "it decodes what an encoder has read"
+    if reason is None and example.shapes is None:
+        reason = "dynamic_shapes=None fixes the length of what it reads"
+    if reason is None:
+        config: Any = module.config
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            reason = (
+                f"its vocabulary has {vocabulary} tokens, and the text has {int(tokens.min())} to {int(tokens.max())}"
+            )
+    if reason is not None:
+        raise InvalidArgumentError(
+            f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave tokens "
+            "out."
+        )
+
+
+def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
+    """Return calls that read a text: its first token is in the cache, and all others are new."""
+    # kwargs: its example; each call has as many rows
+    # tokens: the text, int64 of shape (texts, length)
+    decoder = module if isinstance(module, SlidingDecoder) else None
+    like = None if decoder else kwargs
+    rows = kwargs["input_ids"].shape[0]
+    cases = []
+    for number, read in enumerate(tokens.split(rows)):
+        sizes = DecodeSizes(len(read), past=1, new=read.shape[1] - 1)
+        given = decode_inputs(decoder.model if decoder else module, sizes, like, tokens=read)
+        cases.append(Case(f"text {number}", (), decoder.inputs(given) if decoder else given))
+    return cases
+
+
+Bits = Mapping[str, int]
+"""By role: bits of its matrices, 32 for those that stay as they are."""
+
+_WIDER = {4: 8, 8: 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """Matrices that do the same in each layer."""
+
+    name: str  # their common name
+    count: int  # how many there are
+    size: int  # number of their weights
+    is_last: bool  # whether the last product of the graph is among them: the head
+    # bits of the integers that they are made of, with which nothing is lost; 32, the default, without any
+    exact: int = 32
+
+
+class Budget:
+    """Finds the bits of each role."""
+
+    def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
+        self._roles, self._first, self._measure = roles, bits, measure
+
+    def find(self) -> tuple[Bits, Quality]:
+        """Return the first bits that are within the ratio, and what was measured; else the last that were tried."""
+        bits: dict[str, int] = dict.fromkeys(self._roles, self._first)
+        width = self._first
+        heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
+        wide = {name: _WIDER[width] for name in heads if width in _WIDER}
+        if self._is_exact({**bits, **wide}):
+            bits |= wide
+        quality = self._measure(bits)
+        if width == 4 and bits != {**bits, **wide} and quality.is_close and quality.chooses_others:
+            bits |= wide
+            quality = self._measure(bits)
+        while not self._is_enough(quality, width) and math.isfinite(quality.max_difference):
+            if width not in _WIDER:
+                break
+            for name in self._order(bits, _WIDER[width], _badness(quality)):
+                if bits[name] >= _WIDER[width]:
+                    continue
+                wider = {**bits, name: _WIDER[width]}
+                if self._full(wider) > 0.5:  # such a file is not a quantised one
+                    continue
+                bits = wider
+                quality = self._measure(bits)
+                if self._is_enough(quality, width):
+                    break
+            width = _WIDER[width]
+        return bits, quality
+
+    def _is_exact(self, bits: Bits) -> bool:
+        """Whether all matrices are integers of so many bits or fewer: with these nothing is lost."""
+        return all(role.exact <= bits[name] <= 8 for name, role in self._roles.items())
+
+    @staticmethod
+    def _is_enough(quality: Quality, width: int) -> bool:
+        """From 4 bits on also by what the model would write; float costs too much for that."""
+        return quality.is_close if width == 4 else quality.ok
+
+    def _full(self, bits: Bits) -> float:
+        """The share of weights that stay in float."""
+        sizes = {name: role.size for name, role in self._roles.items()}
+        return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
+
+    def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
+        """The head, then the roles by what more bits bring for each byte."""
+        lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
+        rest = [role for role in lossy if not role.is_last]
+        yield from (role.name for role in lossy if role.is_last)
+        gains = {}
+        for role in rest if len(rest) > 1 else ():
+            logger.info("measuring %s in %d bits", role.name, wider, extra=STEP)
+            gains[role.name] = (before - _badness(self._measure({**bits, role.name: wider}))) / role.size
+        yield from sorted((role.name for role in rest), key=lambda name: gains.get(name, 0.0), reverse=True)
+
+
+def _badness(quality: Quality) -> float:
+    if quality.text_divergence is not None:
+        return quality.text_divergence
+    ratio = quality.perplexity_ratio
+    return quality.relative_difference**2 if ratio is None else math.log(ratio)

@@ -1,0 +1,334 @@
+"""Assert in the trace what the caller stated about sizes, so that programs and files check it.
+
+.. code-block:: text
+
+    ShapesSpec({"x": TensorSpec([B, STATIC]), "y": TensorSpec([B * 2, STATIC])}, assumptions=[B % 2 == 0])
+
+    forward, while it is traced:    torch._check(y.shape[0] == 2 * x.shape[0])
+                                    torch._check(x.shape[0] % 2 == 0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+
+from ..errors import DynamicShapesError
+from ..private_names.of_torch import pytree
+from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
+from ..trace.adapted_shapes import attached_spec, forget_attached
+from ..trees.dynamic_specs import Stated
+from ..trees.naming import leaf_names
+
+if TYPE_CHECKING:
+    import sympy
+
+Place = tuple[str, int | None]
+"""The name of an input, and an axis; ``None`` for the number itself."""
+
+Relation = tuple[Expression, Mapping[str, Place]]
+"""A comparison, and the places of its names."""
+
+
+def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:
+    """Return the names of axes in a specification; different variables with one name get different names."""
+    chosen: dict[Any, str] = {}
+    found: dict[tuple[str, int], str] = {}
+    leaves = leaf_names(inputs)
+    for size in stated.sizes:
+        if size.axis is None or size.variable is None or size.variable.name == "anon":
+            continue
+        name = size.variable.name
+        # two variables may have one name, and axes of one name are equal
+        same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
+        found[leaves[size.leaf], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
+    return found
+
+
+def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, ...]:
+    """Return the assertions: sizes of one variable are equal, others are as stated, and the assumptions hold."""
+    leaves = leaf_names(inputs)
+    places: dict[str, Place] = {}
+    found: list[Expression] = []
+    # the first place of a variable is what its name stands for; all others are compared with it
+    for size in stated.sizes:
+        if size.variable is not None and str(size.expression) not in places:
+            places[str(size.expression)] = (leaves[size.leaf], size.axis)
+            if size.axis is None:
+                least, most = size.variable.min, size.variable.max
+                found += [] if least is None else [("<=", least, str(size.expression))]
+                found += [] if most is None else [("<=", str(size.expression), most)]
+    for size in stated.sizes:
+        place = (leaves[size.leaf], size.axis)
+        if places.get(str(size.expression)) != place:
+            name = f"{size.leaf}.{size.axis}"
+            places[name] = place
+            found.append(("==", name, _as_expression(size.expression, size.place)))
+    found += [_as_expression(one, "assumptions") for one in stated.assumptions if one not in (True, False)]
+    for one in found:
+        if not isinstance(one, tuple) or one[0] not in COMPARISONS:
+            raise DynamicShapesError(f"assumptions: expected comparisons of sizes (==, !=, <, <=, >, >=), found {one}.")
+    return tuple((one, places) for one in found)
+
+
+def _as_expression(expression: sympy.Basic, place: str) -> Expression:
+    found = as_expression(expression)
+    if found is None:
+        raise DynamicShapesError(
+            f"{place}: {expression} has an operator that sizes do not have. Use +, *, //, %, min, max of sizes, and "
+            "comparisons of them."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def asserted_in_forward(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    relations: Sequence[Relation],
+) -> Iterator[None]:
+    """Let ``forward`` assert relations of sizes inside, before anything else."""
+    # relations: what to assert; nothing changes without any, and without shapes that torch would find at `forward`
+    original = module.forward
+    if not relations and attached_spec(original) is None:
+        yield
+        return
+    order, numbers = list(kwargs), {name: number for number, name in enumerate(names)}
+    checks = [_check_of(relation, places, numbers) for relation, places in relations]
+
+    @functools.wraps(original)
+    def forward(*given: Any, **named: Any) -> Any:
+        leaves = pytree.tree_leaves((given, [named[name] for name in order]))
+        for check in checks:
+            torch._check(check(leaves))
+        return original(*given, **named)
+
+    forget_attached(forward)  # these are in dynamic_shapes now, and torch takes only one of the two
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # what inspect reads first
+    with replaced_forward(module, forward):
+        yield
+
+
+_Value = Callable[[list[Any]], Any]
+
+_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    **COMPARISONS,
+    "+": operator.add,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
+
+
+def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[str, int]) -> _Value:
+    """A function of the leaves that computes an expression."""
+    if isinstance(found, tuple):
+        function, parts = _FUNCTIONS[found[0]], [_check_of(part, places, numbers) for part in found[1:]]
+        return lambda leaves: functools.reduce(function, [part(leaves) for part in parts])
+    if isinstance(found, str):
+        name, axis = places[found]
+        number = numbers[name]
+        return lambda leaves: leaves[number] if axis is None else leaves[number].shape[axis]
+    return lambda leaves: found
+
+
+@contextlib.contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the ``forward`` of a module in the block, and restore it afterwards."""
+    held = module.__dict__  # past torch's __setattr__, which a class may have replaced
+    before = {"forward": held["forward"]} if "forward" in held else {}
+    held["forward"] = forward
+    try:
+        yield
+    finally:
+        del held["forward"]
+        held.update(before)
+
+
+_OPERATORS = {  # classes of sympy, and of torch for it
+    "Add": "+",
+    "Mul": "*",
+    "Max": "max",
+    "Min": "min",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Equality": "==",
+    "Unequality": "!=",
+    "LessThan": "<=",
+    "StrictLessThan": "<",
+}
+_NO_LIMIT = 2**31
+_TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
+
+
+def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
+    """Return the size constraints of a program, including its guards."""
+    # sizes: the names of the sizes that a call shows; what depends on others is left out
+    found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
+    return tuple(
+        one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
+    )
+
+
+def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Yield comparisons that all have to hold: those of an *and*, and of an *or* one of numbers."""
+    kind = type(expression).__name__
+    if kind == "And":
+        for part in expression.args:
+            yield from _one_by_one(part)
+    elif kind == "Or":
+        yield sympy.Eq(sympy.Mul(*map(_violation, expression.args), evaluate=False), 0, evaluate=False)
+    else:
+        yield expression
+
+
+def _violation(expression: sympy.Basic) -> sympy.Expr:
+    """An expression that is 0 if a comparison holds, and positive otherwise."""
+    kind = type(expression).__name__
+    if kind in ("And", "Or"):
+        joined = sympy.Add if kind == "And" else sympy.Mul
+        return joined(*map(_violation, expression.args), evaluate=False)
+    left, right = expression.args
+    if kind in ("Equality", "Unequality"):
+        apart = sympy.Min(1, sympy.Max(left - right, right - left))
+        return apart if kind == "Equality" else 1 - apart
+    if kind in ("GreaterThan", "StrictGreaterThan"):
+        left, right = right, left
+    if kind.startswith("Strict"):
+        left = left + 1
+    return left - sympy.Min(left, right)
+
+
+def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return sizes that a program was traced for, and which it does not assert.
+
+    torch cannot write a comparison with a rounded number into a graph, and leaves it out silently: of
+    ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
+    other sizes do not meet fixes those in it.
+    """
+    environment, sizes = _environment(program), _sizes(program)
+    examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
+    fixed: set[Any] = set()
+    for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
+        expression = environment.replace(one.expr)
+        symbols = expression.free_symbols
+        if not _is_of_sizes(expression) and symbols <= examples.keys() and _restricts(expression, examples):
+            fixed |= symbols
+    return {place: examples[size.node.expr] for place, size in sizes.items() if size.node.expr in fixed}
+
+
+def _is_of_sizes(expression: sympy.Basic) -> bool:
+    """Whether a comparison, or several joined by *or*, *and*, *not*, are of sizes only: torch asserts those."""
+    if type(expression).__name__ in ("Or", "And", "Not"):
+        return all(map(_is_of_sizes, expression.args))
+    return as_expression(expression) is not None
+
+
+def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
+    """Whether a comparison that holds for the example does not hold for other sizes."""
+    kind = type(expression).__name__
+    if kind == "Unequality":  # what torch asks of sizes of one, which are right
+        return False
+    for symbol in expression.free_symbols:
+        size = examples[symbol]
+        larger = [size + 1, size + 2, size + 3, 2 * size, 3 * size + 1, 10 * size]
+        # that something is large enough also decides on sizes of one
+        smaller = [size // 2, size - 2, size - 1] if kind == "Equality" else []
+        for other in (*larger, *(one for one in smaller if one > 1)):
+            sizes = {**examples, symbol: other}
+            if expression.xreplace({name: sympy.Integer(found) for name, found in sizes.items()}) == sympy.false:
+                return True
+    return False
+
+
+def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+    """Return upper bounds of sizes, above which the model's code takes another branch."""
+    return {
+        place: int(known.upper)
+        for place, known in _ranges(program)
+        if isinstance(known.upper, sympy.Integer) and known.upper < _NO_LIMIT
+    }
+
+
+def asserts_values(program: ExportedProgram) -> bool:
+    """Return whether a program asserts that numbers which values decide are equal to others."""
+    known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
+    return any(isinstance(one, sympy.Eq) and one.free_symbols - known for one in _in_graph(program))
+
+
+def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
+    """The sizes that are a symbol, by name of an input of the graph and axis."""
+    found: dict[tuple[str, int], Any] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("val")
+        axes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for axis, size in enumerate(axes):
+            if type(size) is torch.SymInt and size.node.expr.is_Symbol:
+                found[node.name, axis] = size
+    return found
+
+
+def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
+    """The range of each size, where the program has one."""
+    for place, size in _sizes(program).items():
+        known = program.range_constraints.get(size.node.expr)
+        if known is not None:
+            yield place, known
+
+
+def _environment(program: ExportedProgram) -> Any:
+    """The symbolic sizes of a program in torch; ``None`` if all sizes are fixed."""
+    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
+
+
+def _in_graph(program: ExportedProgram) -> Iterator[Any]:
+    """The expressions that operators of a program assert."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        asserted = getattr(node.args[0], "meta", {}).get("val")
+        if isinstance(asserted, torch.SymBool):
+            yield asserted.node.expr
+
+
+def _asserted(program: ExportedProgram) -> Iterator[Any]:
+    yield from _in_graph(program)
+    environment = _environment(program)
+    if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
+        for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
+            yield environment.replace(one.expr)
+
+
+def as_expression(expression: sympy.Basic) -> Expression | None:
+    """Return an expression of sympy as data; ``None`` for one with other operators than those of sizes.
+
+    >>> import sympy
+    >>> as_expression(sympy.Eq(sympy.Symbol("a") + 2, sympy.Symbol("b")))
+    ('==', ('+', 2, 'a'), 'b')
+    """
+    if expression.is_Symbol:
+        return str(expression)
+    if expression.is_Integer:
+        return int(expression)
+    kind = type(expression).__name__
+    name = _OPERATORS.get(kind, _TURNED.get(kind))
+    parts = [as_expression(part) for part in expression.args]
+    if name is None or any(part is None for part in parts):
+        return None
+    of_numbers = all(not isinstance(part, tuple) or part[0] in FUNCTIONS for part in parts)
+    return (name, *(reversed(parts) if kind in _TURNED else parts)) if of_numbers else None

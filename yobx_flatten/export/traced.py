@@ -1,0 +1,566 @@
+"""Trace an example to a program with named inputs and outputs, and record what it does to its state."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import logging
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+
+from ..core.effects import undisturbed
+from ..diagnose.export_errors import explain_error
+from ..diagnose.opaque import explain_leaf
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
+from ..errors.failures import STEP, raised_as, without_records
+from ..errors.tried_versions import naming_untried_versions
+from ..huggingface.cache_names import CACHE, is_cache
+from ..huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
+from ..private_names.of_torch import FakeTensor, FakeTensorMode, pytree
+from ..recipe.aliases import PyTree
+from ..registry.patches import AttributePatch
+from ..runners.ports import check_cache_outputs
+from ..trace.program_inputs import text_of
+from ..trees.arguments import about_devices, on_other_devices
+from ..trees.naming import output_names
+from ..trees.walk import key_name, node_of, torch_leaves
+from .example import Example, check_all_read, named_in_forward, swallowed_names
+from .proof.eager_runs import clone
+from .proof.left import Left, draws_random_numbers, own_written_state, returning_left, written_state
+from .stated_sizes import asserted_in_forward, asserts_values, largest_sizes, unasserted_sizes
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A program."""
+
+    program: ExportedProgram  # the `torch.export.ExportedProgram`
+    input_names: list[str]  # names of the inputs of its graph, in order
+    output_names: list[str]  # names of the outputs of its graph, in order
+    output_types: list[torch.dtype | None]  # types of their elements; `None` for what is not a tensor
+    written: Sequence[str]  # buffers and parameters that it writes to, of which it has its own
+    drawing: Sequence[str]  # operators that draw random numbers
+    # what reads the weights that have no data in the program, by name
+    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    left: Left | None = None  # what it returns in addition to what the module returns; `None`, the default, for nothing
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `.signature.Signature`; none by default
+    # the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
+    # `.stated_sizes.unasserted_sizes`
+    unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # such sizes that a second trace has fixed
+    fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # sizes that the model's code bounds, and the caller does not
+    largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    # numbers, texts and enums of the inputs that it holds, and of the static parts of their classes; as text, by name
+    constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the same among the outputs, as they are
+    constant_outputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    # whether it asserts equalities of numbers that values decide, which files have no assertions for
+    asserts_values: bool = False
+
+    @property
+    def complex_outputs(self) -> list[str]:
+        """The outputs that are complex numbers, which files have as pairs of real ones."""
+        types = zip(self.output_names, self.output_types, strict=True)
+        return [name for name, dtype in types if dtype is not None and dtype.is_complex]
+
+    def check_cache_outputs(self, name: str) -> None:
+        """Refuse to make a file of a module that takes a cache and does not return it."""
+        remedy = f"Return it under the name {CACHE!r}, or state that no call follows:\n    loop=False"
+        check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
+
+    def remarks(self) -> list[str]:
+        """Return notes for the report on buffers that the program writes."""
+        found = [] if self.left is None else self.left.remarks()
+        if self.written:
+            found.append(
+                f"forward writes to {', '.join(self.written)}: the program updates its own copy from call to call; "
+                "the module's is unchanged."
+            )
+        if self.constants:
+            values = [f"{name}={value}" for name, value in self.constants.items()]
+            found.append(
+                f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} fixed in the file, and in the program: for "
+                "another value, export again with it."
+            )
+        returned = [f"{name}={text_of(value)}" for name, value in self.constant_outputs.items() if value is not None]
+        if returned:
+            found.append(
+                f"{', '.join(returned)} {'is a constant' if len(returned) == 1 else 'are constants'}: the program "
+                "always returns the value of the example, and a file returns tensors only."
+            )
+        if self.drawing:
+            found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        for device, dtype in _autocasts(self.program):
+            found.append(
+                f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
+                "onnxruntime lacks kernels for bfloat16 on the CPU. If the export is refused, turn it off in forward: "
+                "torch.autocast(..., enabled=False)."
+            )
+        if self.fixed:
+            sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number computed from it.")
+        if self.largest:
+            sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
+            found.append(
+                f"{', '.join(sizes)}: above, the model's code takes another branch. The program and its "
+                "files refuse larger ones."
+            )
+        if self.asserts_values:
+            found.append(
+                "the model's code refuses some inputs by their values. The program asserts that, and a file of ONNX, "
+                "OpenVINO or ExecuTorch computes with them: check them before the call."
+            )
+        if self.unasserted:
+            sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
+            found.append(
+                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number computed "
+                "from it. It accepts other sizes, but its results then differ from the model's. export_program "
+                "fixes such sizes."
+            )
+        return found
+
+
+def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
+    """The devices and types of the blocks of ``torch.autocast`` that change types in a program."""
+    blocks = [node.args for node in program.graph.nodes if str(node.target) == "wrap_with_autocast"]
+    found = [(str(device), dtype) for device, dtype, enabled, *_ in blocks if enabled]
+    return list(dict.fromkeys(found))
+
+
+def trace(example: Example, *, strict: bool = False) -> Traced:
+    """Trace the module of an example with ``torch.export``. The block must be open."""
+    # strict: as for `torch.export.export`; `False` by default
+    logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
+    program, left = _traced(example, strict)
+    unasserted = _unasserted(program, example.names)
+    if unasserted:  # then the program has to: those sizes are fixed
+        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
+        own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
+        program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+    if example.bounds is not None:
+        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
+    return dataclasses.replace(described(program, example, left), fixed=unasserted)
+
+
+def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
+    """The sizes that a program does not assert, by name of a leaf of its inputs."""
+    return _by_leaf(unasserted_sizes(program), program, names)
+
+
+def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
+    """The largest sizes by name of a leaf of the inputs, but for those that the dynamic shapes or tables state.
+
+    A model itself stops where its table of positions has no row.
+    """
+    tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
+    stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
+    stated |= {table.num_embeddings for table in tables}
+    stated |= {size for buffer in example.module.buffers() for size in buffer.shape}
+    found = _by_leaf(largest_sizes(program), program, example.names)
+    return {place: size for place, size in found.items() if size not in stated}
+
+
+def _by_leaf(
+    found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
+) -> dict[tuple[str, int], int]:
+    """Map facts about graph inputs to names of leaves."""
+    leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
+    by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
+    return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
+
+
+def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | None]:
+    module = example.module
+    swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
+    with raised_as(functools.partial(_explain, example)):  # of the model, or of torch
+        leaves = pytree.tree_leaves(example.inputs)
+        named = named_in_forward(module, swallowed)
+        asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
+        # a trace writes to tensors that are plain attributes, and leaves symbols in attributes
+        untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
+        # a strict trace reads no hooks
+        is_returned = example.loop and not strict
+        left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
+        kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
+        checked = naming_untried_versions()
+        with checked, torch.no_grad(), untouched, traceable, named, asserted, kept, calm(), left as watch:
+            program = torch.export.export(
+                module,
+                clone(example.args),
+                clone(dict(example.kwargs)),
+                dynamic_shapes=example.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    write_single_values(program)
+    check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
+    return program, None if watch is None else watch.left
+
+
+# torch's recurrent layers list their parameters in an attribute, which a trace replaces and puts back
+_OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
+
+
+def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
+    """Name what a program takes and returns, and give it its own copies of the state that it writes to."""
+    # program: the program; tensors of its state may be replaced
+    module, signature = example.module, with_relative_origins(program).graph_signature
+    check_static_parts(program)
+    fill(program, offloaded_readers(module))
+    written, drawing = written_state(program), draws_random_numbers(program)
+    own_written_state(program, written)
+    outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    names, fixed_outputs = _in_graph(output_names(_returned(program), example.names), outputs)
+    inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
+    given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
+    constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
+    constants |= {name: text_of(value) for name, value in static_constants(example.inputs)}
+    readers = streamed_readers(module)
+    unasserted = _unasserted(program, example.names)
+    types = _types(program, outputs)
+    largest = {} if example.bounds is not None else _largest(program, example)
+    sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
+    fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
+    return Traced(program, inputs, names, types, written, drawing, readers, left, **sizes, **fixed)
+
+
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Keep torch's notes on failing calls off the terminal: an error or a remark of ours states what they are about."""
+    unwanted = {
+        "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
+        "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
+    }
+    graphs = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
+    with without_records(unwanted), graphs, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
+        yield
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """Where torch prints the graph of a trace that failed, twice: all but that goes to the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = text.lstrip().startswith(("def forward(self", "class GraphModule("))
+        return len(text) if is_graph else self._stream.write(text)
+
+    def flush(self) -> None:
+        if not self._stream.closed:  # Python 3.13 flushes what it collects
+            self._stream.flush()
+
+
+def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
+    return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+
+def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
+    """Give a program the weights that its module gets when a layer is called; tied ones once."""
+    # program: the program; its state is changed in place
+    read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
+    for name in program.state_dict.keys() & readers.keys():
+        tensor = readers[name]()
+        found = torch.nn.Parameter(tensor, requires_grad=False)
+        program.state_dict[name] = read.setdefault((tensor.data_ptr(), tensor.shape), found)
+
+
+def _explain(example: Example, error: BaseException) -> FlattenError | None:
+    """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
+    module, inputs, message = example.module, example.inputs, str(error)
+    if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
+        text = explain_error(error, module).text.removesuffix(":")
+        return InvalidArgumentError(
+            f"{type(module).__qualname__} cannot be traced. {text}:\n    torch.where(condition, a, b), "
+            "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
+        )
+    if re.search(r"program constant's list|functorch tensor|no attribute 'constant'|for tensor subclasses", message):
+        return InvalidArgumentError(f"{type(module).__qualname__} is not traced. {explain_error(error, module)}")
+    if "Unsupported input type" in message:
+        return explain_leaf(inputs, message)
+    if "in output, which is not a known type" in message:
+        with undisturbed(module=module):
+            args, kwargs = clone(example.args), clone(dict(example.kwargs))
+            return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
+    if example.bounds is not None and "user-specified" in message:
+        return DynamicShapesError(
+            f"{type(module).__qualname__} bounds a size itself, and bounds= contradicts it ({example.bounds}): "
+            f"{' '.join(message.split())[:400]}"
+        )
+    if "to be on the same device" in message:
+        leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for path, device, weights in on_other_devices(module, tensors):
+            return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
+    return None
+
+
+def _returned(program: ExportedProgram) -> Any:
+    """Outputs of the module in the trace, as fake tensors: only their names are read."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    leaves = [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in outputs]
+    return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+
+
+def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
+    """The names of the leaves that are inputs or outputs of the graph, and the constants of the program by name."""
+    if len(names) != len(specs):
+        raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
+    rows = list(zip(names, specs, strict=True))
+    constants = {name: spec.arg.value for name, spec in rows if isinstance(spec.arg, ConstantArgument)}
+    return [name for name, _ in rows if name not in constants], constants
+
+
+def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:
+    """For each argument, the inputs of the graph that its leaves are."""
+    names = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
+    found: dict[str, list[str]] = {}
+    for name, spec in zip(names, specs, strict=True):
+        if not isinstance(spec.arg, ConstantArgument):
+            found.setdefault(name, []).append(spec.arg.name)
+    return found
+
+
+def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype | None]:
+    """The type of the elements of every output of the graph."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    return [getattr(values.get(name), "dtype", None) for name in names]
+
+
+# Trace a module with other weights instead of those that a trace cannot take as they are.
+
+
+@contextlib.contextmanager
+def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
+    """Replace some weights while a module is traced, and restore them afterwards."""
+    # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor | None] = {}  # what is tied stays tied
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for held in tables:
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in made:
+                    made[id(tensor)] = _stand_in(tensor, mode, device)
+                if tensor is not None and made[id(tensor)] is not None:
+                    found.append((held, name, tensor))
+    for held, name, tensor in found:
+        held[name] = made[id(tensor)]
+    try:
+        with paused(module) if any(tensor.is_meta for _, _, tensor in found) else contextlib.nullcontext():
+            yield
+    finally:
+        for held, name, tensor in found:
+            held[name] = tensor
+
+
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
+    """A tensor for the trace; ``None`` for one that stays."""
+    # device: that of the inputs; `None` where they are on `meta`
+    learns = tensor.requires_grad
+    if device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    elif _is_of_integers(tensor):
+        made, learns = tensor.dequantize(), False
+    elif learns and tensor.is_inference():
+        made, learns = tensor.detach(), False
+    else:
+        return None
+    return torch.nn.Parameter(made, requires_grad=learns) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _is_of_integers(tensor: torch.Tensor) -> bool:
+    """Whether torchao computes a weight from integers, and multiplies it with what is not rounded."""
+    kind: Any = type(tensor)
+    wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
+    rounds = ("activation_quantization", "act_quant_kwargs")
+    return wraps and all(getattr(tensor, name, None) is None for name in rounds)
+
+
+# Name lines of code in a program relative to their package: a file is published, and its author's folders are not.
+
+
+_FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
+_ORIGIN = "stack_trace"
+
+
+def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
+    """Shorten the paths in the metadata of a program's nodes, in place."""
+    for part in program.graph_module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if isinstance(node.meta.get(_ORIGIN), str):
+                node.meta[_ORIGIN] = _FILE.sub(lambda found: _relative(found[0]), node.meta[_ORIGIN])
+    return program
+
+
+@functools.lru_cache(maxsize=4096)
+def _relative(name: str) -> str:
+    """The path of a file from the folder in which its package is."""
+    path = pathlib.Path(name)
+    root = path.parent
+    while (root / "__init__.py").is_file() and root.parent != root:
+        root = root.parent
+    return path.relative_to(root).as_posix()
+
+
+# Keep ``int(size)`` symbolic in a trace, where Python would fix it to the size of the example.
+
+
+class _OfSizes(type):
+    """Makes a class that is called, compared and tested as ``int`` is, and hands a size on."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.SymInt):
+            return args[0]
+        return builtins.int(*args, **kwargs)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, found: type) -> bool:
+        return issubclass(found, builtins.int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is builtins.int
+
+    def __hash__(cls) -> builtins.int:
+        return hash(builtins.int)
+
+
+class _Int(builtins.int, metaclass=_OfSizes):
+    pass
+
+
+@contextlib.contextmanager
+def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """Trace a module inside: the code of its classes reads a size that varies by ``int`` without fixing it.
+
+    The name is put next to that code, in the files of its classes; ``int`` of anything else is what it was, also for
+    other threads. Several traces may hold it at once.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in sorted({type(owner).__module__ for owner in module.modules()}):
+            found = vars(sys.modules.get(name, builtins))
+            if name.startswith("torch.") or found.get("int", _Int) is not _Int:
+                continue  # a name of the file's own
+            patch = _PATCHES.setdefault(id(found), AttributePatch(found, "int", _Int))
+            patch.acquire()
+            stack.callback(patch.release)
+        yield
+
+
+_PATCHES: dict[int, AttributePatch] = {}
+
+
+# The static parts of inputs and outputs: a program always has those of its example.
+
+
+def check_static_parts(program: ExportedProgram) -> None:
+    """Refuse a program whose outputs hold a size of the trace as static data."""
+    for spec in program.call_spec:
+        for cls, place, size in [] if spec is None else list(_sizes(spec)):
+            raise StaticDataError(
+                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
+                f"always return the size of its example. Return it among the children of {cls}, as an int."
+            )
+
+
+def _sizes(spec: pytree.TreeSpec) -> Iterator[tuple[str, str, Any]]:
+    if spec.type is not None and not spec.is_leaf():
+        name = getattr(spec.type, "__qualname__", str(spec.type))
+        for place, size in _within(spec.context, "static"):
+            yield name, place, size
+        for child in spec.children():
+            yield from _sizes(child)
+
+
+def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield place, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within(item, f"{place}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _within(item, f"{place}[{key!r}]")
+
+
+def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the numbers, texts and enums that objects of registered classes among the inputs hold as static data."""
+    node = None if is_cache(tree) else node_of(tree)  # what is static in a cache is how it is made
+    if node is None:
+        return
+    names = [f"{name}.{key_name(key)}" if name else key_name(key) for key in node.keys]
+    if node.recipe is not None and not isinstance(tree, Mapping):
+        children = {key_name(key) for key in node.keys}
+        for attribute, value in getattr(tree, "__dict__", {}).items():
+            if attribute not in children and isinstance(value, (bool, int, float, str, enum.Enum)):
+                yield f"{name}.{attribute}", value
+    for below, child in zip(names, node.children, strict=True):
+        yield from static_constants(child, below)
+
+
+def write_single_values(program: ExportedProgram) -> None:
+    """Replace each symbol that has one possible value by that value. The program still checks it."""
+    # program: changed in place
+    single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
+    environment = next((size.node.shape_env for size in _symbols(program)), None) if single else None
+    if environment is None:
+        return
+    # torch does so itself, but not while it defers assertions
+    environment.replacements.update({symbol: sympy.Integer(value) for symbol, value in single.items()})
+    environment._update_version_counter()
+    if hasattr(environment, "_replacements_version_counter"):  # of torch 2.13, in addition
+        environment._replacements_version_counter += 1
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map(_with_numbers, node.meta["val"])
+    for symbol in single:
+        del program.range_constraints[symbol]
+
+
+def _symbols(program: ExportedProgram) -> list[torch.SymInt]:
+    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    sizes = (size for value in values for size in getattr(value, "shape", (value,)))
+    return [size for size in sizes if type(size) is torch.SymInt]
+
+
+def _number(size: int | torch.SymInt) -> int | torch.SymInt:
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
+
+
+def _with_numbers(value: PyTree) -> PyTree:
+    if isinstance(value, torch.SymInt):
+        return _number(value)
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return value  # also what torch.vmap wraps, which takes no symbols
+    shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
+    if all(new is old for new, old in zip((*shape, *stride), (*value.shape, *value.stride()), strict=True)):
+        return value
+    return value.new_empty_strided(shape, stride)

@@ -1,0 +1,235 @@
+"""Wrap a decoder whose layers all slide, or hold a state, so that it has the inputs that generation tools feed.
+
+.. code-block:: text
+
+    the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
+    this module   input_ids, attention_mask, position_ids, keys and values of each layer
+
+How many tokens were seen is the length of the mask without the new tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ..recipe.aliases import (
+    CacheLayer,
+    DynamicShapes,
+    PlainCache,
+    TransformersCache,
+    TransformersConfig,
+    TransformersModel,
+)
+from .builders import make_dynamic_cache
+from .cache_names import CACHE, PRESENT, argument_of, cache_of, forward_of, name_in
+from .caches.layers import code_of
+
+_FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
+
+
+def counts_by_itself(cache: TransformersCache) -> bool:
+    """Return whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
+    layers: Any = getattr(cache, "layers", None)
+    return (
+        type(cache).__name__ == "DynamicCache"
+        and bool(layers)
+        and all(code_of(layer).startswith("W") and isinstance(layer.keys, torch.Tensor) for layer in layers)
+    )
+
+
+def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a model whose cache has a counter cannot be fed without it; ``None`` when it can."""
+    takes = inspect.signature(model.forward).parameters
+    lacking = [name for name in _FED if name not in takes]
+    lacking += ["cache"] if argument_of(model.forward) is None else []
+    if lacking:
+        return f"the model takes no {' and no '.join(lacking)}"
+    fed = (*_FED, name_in(kwargs))
+    others = [name for name, value in kwargs.items() if name not in fed and isinstance(value, torch.Tensor)]
+    if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
+        return f"there is {' and '.join(others)} among the inputs" if others else "there are no input_ids"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        return "the mask is not one of (batch, length)"
+    return None
+
+
+class SlidingDecoder(torch.nn.Module):
+    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds."""
+
+    # kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is not a
+    # tensor is handed to the model at each call.
+
+    def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model, self.cache_is = model, argument_of(model.forward) or CACHE
+        layers = cache_of(kwargs).layers
+        self.classes = [type(layer) for layer in layers]
+        self.windows = [{"sliding_window": layer.sliding_window} for layer in layers]
+        self.made = [name for name in _FED[1:] if not isinstance(kwargs.get(name), torch.Tensor)]
+        fed = (*_FED, name_in(kwargs))
+        self.constants = {name: value for name, value in kwargs.items() if name not in fed and value is not None}
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The most tokens that each input of the cache holds: the new token itself is part of the window."""
+        return {
+            f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
+            for layer, window in enumerate(self.windows)
+            for leaf in ("key", "value")
+        }
+
+    def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Make inputs of this module from those of the model."""
+        # kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
+        # the model counts them, from the number of tokens seen on.
+        ids, cache = kwargs["input_ids"], cache_of(kwargs)
+        batch, new = ids.shape[:2]
+        past = cache.layers[0].cumulative_length
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is None:
+            mask = ids.new_ones(batch, past + new)
+        if positions is None:
+            positions = torch.arange(past, past + new, device=ids.device).expand(batch, new).contiguous()
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "cache": [_pair(layer) for layer in cache.layers],
+        }
+
+    def shapes(self, given: DynamicShapes) -> DynamicShapes:
+        """Make the dynamic shapes of this module from those of the model."""
+        if given is None:
+            return None
+        leaves = given[self.cache_is] or [None] * (2 * len(self.classes))
+        return {
+            "input_ids": given["input_ids"],
+            **{name: {0: Dim.AUTO, 1: Dim.AUTO} if name in self.made else given[name] for name in _FED[1:]},
+            "cache": [{"key": leaves[2 * layer], "value": leaves[2 * layer + 1]} for layer in range(len(self.classes))],
+        }
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
+    ) -> dict[str, Any]:
+        """Return the scores, the model's other outputs, and the keys and values to keep."""
+        pairs = [(layer["key"], layer["value"]) for layer in cache]
+        filled = make_dynamic_cache(pairs, self.classes, self.windows)
+        for layer in filled.layers:
+            layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
+        found = self.model(
+            **{
+                **self.constants,
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                self.cache_is: filled,
+                "use_cache": True,
+                "return_dict": True,
+            }
+        )
+        kept = [_pair(layer) for layer in cache_of(found).layers]
+        returned = name_in(found)
+        others = {name: value for name, value in found.items() if name != returned and value is not None}
+        return {**others, PRESENT: kept}
+
+    def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+        """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
+
+        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has its own vocabulary.
+        """
+        ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
+        generator = torch.Generator().manual_seed(seed)
+        if ids.dim() == 2:
+            ids = torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device)
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1),
+            "position_ids": kwargs["position_ids"] + ids.shape[1],
+            "cache": outputs[PRESENT],
+        }
+
+
+def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:
+    return {"key": layer.keys, "value": layer.values}
+
+
+def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
+    """Return an empty ``DynamicCache`` with the layers that a configuration asks for."""
+    from transformers.cache_utils import DynamicCache
+
+    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
+    return DynamicCache(config=config) if takes_config else DynamicCache()
+
+
+def has_states_alone(model: TransformersModel) -> bool:
+    """Return whether the cache of a model holds states, and no keys and values of tokens.
+
+    The kinds of its layers state it. A model with its own cache class (xLSTM, and Mamba before transformers 5)
+    is one if that class counts no tokens.
+    """
+    name = argument_of(forward_of(model))
+    if name is None:
+        return False
+    annotation = inspect.signature(forward_of(model)).parameters[name].annotation
+    classes = [cls for cls in (annotation, *typing.get_args(annotation)) if isinstance(cls, type)]
+    caches = [cls for cls in classes if cls.__name__.endswith("Cache")]
+    if caches and not any(hasattr(cls, "get_seq_length") for cls in caches):
+        return True
+    layers = new_dynamic_cache(model.config.get_text_config(decoder=True)).layers
+    return bool(layers) and all(_is_state(layer) for layer in layers)
+
+
+def _is_state(layer: CacheLayer) -> bool:
+    return hasattr(layer, "recurrent_states") and not hasattr(layer, "keys")
+
+
+class StateDecoder(torch.nn.Module):
+    """A model such as Mamba, which gets the mask of all tokens."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.cache_is = argument_of(model.forward) or CACHE
+
+    @staticmethod
+    def fits(model: torch.nn.Module) -> bool:
+        """Return whether a model continues from states alone, and takes a mask also after a state."""
+        from transformers.cache_utils import Cache
+
+        takes = inspect.signature(model.forward).parameters
+        # before 5.23 a state leaves the mask out
+        masks = {"attention_mask", "logits_to_keep"} <= set(takes) and hasattr(Cache, "get_recurrent_state")
+        return masks and has_states_alone(model)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the embeddings of the model."""
+        return self.model.get_input_embeddings()  # type: ignore[no-any-return] # transformers counts as untyped
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: TransformersCache | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int = 0,
+    ) -> dict[str, Any]:
+        """Return the scores and the cache."""
+        # Not mask[:, -new:]: a slice asks whether it begins at 0, and the answer is fixed in the program.
+        new = input_ids.shape[1]
+        last = torch.arange(new, device=input_ids.device) + (attention_mask.shape[1] - new)
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask.index_select(1, last),
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **{self.cache_is: cache},
+        )
+        return {"logits": found.logits, "cache": cache_of(found)}

@@ -1,1 +1,0 @@
-"""Adapters of exported folders: read them, and add more later."""

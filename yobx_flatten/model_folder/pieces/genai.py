@@ -1,0 +1,200 @@
+"""Split a vision-language model into the files that onnxruntime-genai runs.
+
+.. code-block:: text
+
+    picture ──> vision_encoder ──> features ──┐
+    tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
+
+The library puts no features into embeddings: a file that takes both does. `embed_tokens`, which this package calls, has
+tokens alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ...export.proof.eager_runs import Case
+from ...private_names.of_torch import pytree
+from ...recipe.aliases import PlainCache, TransformersModel
+from ...trees.shapes import dynamic_shapes
+from .grid_images import BlockwiseDecoder, DeepstackDecoder, GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
+from .text import Encoder, NextDecoder, Piece, encoder_input, encoder_output_class, random_tokens
+from .vision_language import vision_language_pieces
+
+EMBEDDING = "embedding"
+"""Name of the file that takes tokens and features, without its suffix."""
+
+_OTHERS = (
+    (
+        GridVisionEncoder.fits,
+        "its pictures have positions in time, height and width, which the library makes in its own way",
+    ),
+    (TiledVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
+    (NestedVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
+    (
+        BlockwiseDecoder.fits,
+        "tokens of a picture see each other, and the library hands the decoder no types of tokens",
+    ),
+    (DeepstackDecoder.fits, "features of pictures also enter between its layers"),
+)
+
+
+def why_not_in_genai(model: TransformersModel) -> str | None:
+    """Return why the library does not see with a model as the model does; ``None`` where it does."""
+    return next((why for fits, why in _OTHERS if fits(model)), None)
+
+
+class FlatVisionEncoder(torch.nn.Module):
+    """One picture to features of shape (tokens, hidden size)."""
+
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"image_features": self.encoder(pixel_values)["image_features"].flatten(0, 1)}
+
+
+class EmbeddingWithFeatures(torch.nn.Module):
+    """Tokens to embeddings, those of pictures to features, in order."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.embedding = model.get_input_embeddings()
+        self.token = image_token_of(model)
+
+    def forward(self, input_ids: Any, image_features: Any) -> dict[str, Any]:
+        """Return embeddings of shape (batch, length, hidden size); there may be no features."""
+        embeds = self.embedding(input_ids)
+        is_picture = input_ids.eq(self.token)
+        # one row more: without it nothing could be looked up where there are no features
+        rows = torch.cat([image_features.to(embeds.dtype), embeds.new_zeros(1, embeds.shape[-1])])
+        place = (is_picture.flatten().cumsum(0) - 1).clamp(min=0, max=rows.shape[0] - 1).reshape(input_ids.shape)
+        return {"inputs_embeds": torch.where(is_picture[..., None], rows[place], embeds)}
+
+
+def image_token_of(model: TransformersModel) -> int:
+    """Return the token that features of pictures replace."""
+    found = getattr(model.config, "image_token_id", None)
+    return int(model.config.image_token_index if found is None else found)
+
+
+def genai_picture_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """The pieces of any vision-language model with flat features, and an ``embedding`` that takes them."""
+    vision, embed, decoder = vision_language_pieces(model, rows)
+    vision = dataclasses.replace(vision, module=FlatVisionEncoder(vision.module).eval())
+    with torch.no_grad():
+        features = vision.module(**vision.kwargs)["image_features"]
+    token, count = image_token_of(model), len(features)
+
+    def given(batch: int, length: int, shown: int) -> dict[str, Any]:
+        ids = random_tokens(model, (batch, length))
+        ids[ids == token] = token + 1
+        ids[0, 1 : 1 + shown] = token
+        return {"input_ids": ids, "image_features": features[:shown]}
+
+    cases = [Case("no picture", (), given(rows or 1, 3, 0)), Case("a token", (), given(rows or 3, 1, 0))]
+    shapes = {"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "image_features": {0: Dim.AUTO}}
+    example = given(rows or 2, count + 3, count)
+    return [vision, embed, Piece(EMBEDDING, EmbeddingWithFeatures(model).eval(), example, cases, shapes), decoder]
+
+
+FRAMES = 3000
+"""Frames of sound that the library hands to an encoder: 30 seconds."""
+
+ALLOWED = "allowed_logits"
+"""The scores in which tokens that the configuration suppresses are the least likely ones."""
+
+_LEAST = -1e4  # float16 also has it, and a softmax makes it 0
+
+
+class SoundEncoderWithKeys(Encoder):
+    """Reads a spectrogram; returns the features that a decoder attends to."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        attentions = [layer.encoder_attn for layer in model.model.decoder.layers]
+        self.keys = torch.nn.ModuleList(one.k_proj for one in attentions)
+        self.values = torch.nn.ModuleList(one.v_proj for one in attentions)
+        self.heads = attentions[0].num_heads, attentions[0].head_dim
+
+    def forward(self, input_features: Any) -> dict[str, Any]:
+        """Return the features, and their keys and values in each layer of the decoder."""
+        hidden = self.encoder(input_features).last_hidden_state
+        made = [
+            {"key": self._by_head(key(hidden)), "value": self._by_head(value(hidden))}
+            for key, value in zip(self.keys, self.values, strict=True)
+        ]
+        return {"last_hidden_state": hidden, "present": [{"encoder": layer} for layer in made]}
+
+    def _by_head(self, side: torch.Tensor) -> torch.Tensor:
+        return side.view(*side.shape[:2], *self.heads).transpose(1, 2)
+
+
+class SoundDecoder(NextDecoder):
+    """Every call of the decoder, the first one with an empty cache of its own tokens."""
+
+    always: torch.Tensor  # whether each token is suppressed, of shape (vocabulary,)
+    at_first: torch.Tensor  # the same for the token after the prompt
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model, encoder_output_class(model))
+        config = model.generation_config
+        always, at_first = (
+            _is_one_of(getattr(config, name, None), model.config.vocab_size)
+            for name in ("suppress_tokens", "begin_suppress_tokens")
+        )
+        self.suppresses = bool((always | at_first).any())
+        self.register_buffer("always", always, persistent=False)
+        self.register_buffer("at_first", at_first, persistent=False)
+
+    def forward(self, input_ids: Any, cache: PlainCache) -> dict[str, Any]:  # type: ignore[override] # no mask
+        """Return the scores, the scores of allowed tokens, and the decoder's own keys and values."""
+        found = super().forward(input_ids, cache)
+        if not self.suppresses:
+            return found
+        # the library has no list of suppressed tokens: whether this is the first call, an empty cache states
+        seen = torch.ones_like(cache[0]["decoder"]["key"][:1, 0, :, 0]).sum()
+        suppressed = self.always | (self.at_first & seen.eq(0))
+        scores = found["logits"]
+        return {"logits": scores, ALLOWED: scores.masked_fill(suppressed, _LEAST), "present": found["present"]}
+
+
+def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
+    """Whether each token of a vocabulary is in a list."""
+    found = torch.zeros(vocabulary, dtype=torch.bool)
+    found[[token for token in tokens or () if 0 <= token < vocabulary]] = True
+    return found
+
+
+def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+    """An ``encoder`` with the keys and values of the sound, and a ``decoder``."""
+    encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
+
+    @torch.no_grad()
+    def calls(batch: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        read = {"input_features": encoder_input(model, batch, 0)}
+        layers = encoder(**read)["present"]
+        own = [{**one, "decoder": {n: side[:, :, :0] for n, side in one["encoder"].items()}} for one in layers]
+        if past:
+            begun = NextDecoder.forward(decoder, random_tokens(model, (batch, past)), own)
+            own = [{**layer, **made} for layer, made in zip(layers, begun["present"], strict=True)]
+        return read, {"input_ids": random_tokens(model, (batch, new)), "cache": own}
+
+    examples = calls(rows or 2, 5, 3)
+    sizes = {f"batch {b}, past {p}, new {n}": (rows or b, p, n) for b, p, n in ((1, 0, 4), (3, 4, 1))}
+    others = {name: calls(*size) for name, size in sizes.items()}
+    pieces = []
+    for place, (stem, module) in enumerate({"encoder": encoder, "decoder": decoder}.items()):
+        shapes = dynamic_shapes(examples[place])
+        if stem == "decoder":  # see `encoder_decoder_pieces`
+            shapes["cache"] = pytree.tree_map(lambda _: {0: Dim.AUTO, 2: Dim.AUTO}, examples[place]["cache"])
+        cases = [Case(name, (), made[place]) for name, made in others.items()]
+        pieces.append(Piece(stem, module, examples[place], cases, shapes))
+    return pieces

@@ -1,0 +1,209 @@
+"""Provide a text, present on every machine, on which the perplexity of a language model is measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.effects import undisturbed
+from ..errors import ModelSourceError
+from ..errors.failures import STEP, result_or
+from ..export.proof.eager_runs import Case
+from ..files.document import read_text
+from ..recipe.aliases import TransformersModel
+from .source.tokenizer_files import open_tokenizer
+
+LENGTH = 128
+"""Tokens of each row of the text."""
+
+_LARGEST = 2**24  # bytes of a file of prompts
+
+_MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
+
+
+def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the prompts of a file, one in each line."""
+    path = pathlib.Path(file)
+    lines = read_text(path, failure=ModelSourceError, most=_LARGEST).splitlines()
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise ModelSourceError(f"{path} holds no prompts. Write one in each line.")
+    return prompts
+
+
+def python_text(
+    model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
+) -> torch.Tensor | None:
+    """Return a text in the tokens of a model, int64 of shape (rows, length)."""
+    # source: the folder of its tokenizer; `None` for a model that reads bytes, as those without a folder do
+    # text: the text; by default the source of modules of Python
+    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
+    config = model.config.get_text_config(decoder=True)
+    room = getattr(config, "max_position_embeddings", None) or LENGTH
+    found = tokens_of(source, [text or python_source()], add_special_tokens=False)
+    tokens = found[0] if found else []
+    length = min(LENGTH, room, len(tokens)) if text else min(LENGTH, room)
+    rows = min(rows, len(tokens) // length)
+    if length < 16 or not rows or max(tokens[: rows * length]) >= config.vocab_size:
+        return None
+    return torch.tensor(tokens[: rows * length]).reshape(rows, length)
+
+
+def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
+    """Return texts in the tokens of a folder; none where it has no tokenizer that can be read."""
+    # options: further arguments of the tokenizer
+
+    def read() -> list[list[int]]:
+        from transformers import ByT5Tokenizer
+
+        tokenizer: Any = (
+            ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
+        )
+        found: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
+        return found
+
+    return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported
+
+
+def python_source() -> str:
+    """Return the source of modules of Python."""
+    texts = []
+    for name in _MODULES:
+        found = importlib.util.find_spec(name)
+        loader: Any = None if found is None else found.loader
+        texts.append((loader.get_source(name) or "") if hasattr(loader, "get_source") else "")
+    return "".join(texts)
+
+
+# Provide what an encoder reads, present on every machine: rows that its matrices are rounded by, and sentences.
+
+
+_ROWS, _LENGTH = 128, 64
+"""Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
+
+_LETTERS = 12
+"""Letters of text for each token of a row: enough for one row, whose rest is truncated."""
+
+_SENTENCES = (
+    "The ferry leaves the island every morning at seven, unless there is fog.",
+    "How much does it cost to send a parcel to Norway?",
+    "They studied the history of trade between China and Venice.",
+    "Add the flour slowly, and stir until there are no lumps left.",
+    "The patient was given antibiotics and recovered within a week.",
+    "Interest rates rose by a quarter of a percentage point.",
+    "A hash table finds a value by its key in constant time.",
+    "My bicycle was stolen in front of the library yesterday.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar.",
+    "The orchestra played the second symphony without a conductor.",
+    "Is there a train to the airport after midnight?",
+    "The court decided that the contract was not valid.",
+    "Penguins keep their eggs warm on their feet.",
+    "The striker scored twice in the last ten minutes of the match.",
+    "The update fixes a bug that closed the application when a file was empty.",
+    "The phone rang twice, and then the line was dead.",
+)
+
+
+def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
+    """Return a text with the tokens that begin and end one in each row, int64 of shape (rows, length)."""
+    # multiple: what the number of rows is a multiple of
+    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
+    room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
+    length, text = min(_LENGTH, room - 2), python_source()  # some begin to count positions at 2
+    size = _LETTERS * length
+    pieces = [text[start : start + size] for start in range(0, len(text) - size, size)][:_ROWS]
+    if source is None or length < 16:
+        return None
+    read = tokens_of(source, pieces, truncation=True, max_length=length)
+    rows = [row for row in read if len(row) == length]
+    rows = rows[: len(rows) // multiple * multiple]
+    return torch.tensor(rows) if rows and _are_known(model, rows) else None
+
+
+def sentence_case(
+    model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
+) -> Case | None:
+    """Return a call with sentences, padded on the right; ``None`` where there is no tokenizer of the model."""
+    # like: an example, whose inputs are the names of those of the call
+    room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
+    texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
+    if source is None:
+        return None
+    read = tokens_of(source, list(texts), truncation=True, max_length=min(_LENGTH, room - 2))
+    if not read or not _are_known(model, read):
+        return None
+    found = [torch.tensor(row) for row in read]
+    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=model.config.pad_token_id or 0)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in found], batch_first=True)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    return Case(f"{len(ids)} sentences", (), {name: inputs[name] for name in like})
+
+
+def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:
+    return all(rows) and max(map(max, rows)) < model.config.vocab_size
+
+
+logger = logging.getLogger("yobx_flatten")
+
+_ANSWERS = 2
+"""Answers that are drawn to each prompt."""
+
+_NEW = 64
+"""Tokens of an answer, at most."""
+
+
+def unanswered(prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return prompts without their padding."""
+    pairs = zip(prompts["input_ids"], prompts["attention_mask"], strict=True)
+    return [row[mask == 1] for row, mask in pairs]
+
+
+def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return prompts with answers that the model draws, one after the other, int64 of shape (length,)."""
+    # prompts: tokens and their mask, of shape (rows, length), padded on the left
+    ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
+    logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
+    ends: Any = getattr(model.generation_config, "eos_token_id", None)
+    with undisturbed(seed=0, model=model):
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=_NEW,
+            max_length=None,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
+            **in_own_cache(model),
+        )
+    stops = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)
+    length, rows = ids.shape[1], []
+    for row, read in zip(found, mask, strict=True):
+        ended = torch.isin(row[length:], stops).nonzero()
+        end = int(ended[0]) + 1 if len(ended) else len(row) - length
+        rows.append(torch.cat([row[:length][read == 1], row[length : length + end]]))
+    return rows
+
+
+def in_own_cache(model: TransformersModel) -> dict[str, str]:
+    """The keyword of ``generate`` for keys and values as the model computes them, as files have them."""
+    asked = getattr(model.generation_config, "cache_implementation", None)
+    return {} if asked is None else {"cache_implementation": "dynamic"}
+
+
+def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:
+    """Cut texts, one after the other, into rows of equal length; ``None`` where there is less than one."""
+    # multiple: what the number of rows is a multiple of
+    whole = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64)
+    rows = len(whole) // length // multiple * multiple
+    return whole[: rows * length].reshape(rows, length) if rows else None

@@ -1,1 +1,0 @@
-"""Tokenized texts, to calibrate the rounding of weights and to compare folders."""

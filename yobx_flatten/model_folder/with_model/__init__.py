@@ -1,1 +1,0 @@
-"""An exported folder next to the model that it was exported from."""

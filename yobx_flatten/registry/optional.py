@@ -1,0 +1,325 @@
+"""Register classes with optree and JAX, at once or when a program imports them.
+
+In optree all classes are in the namespace ``"yobx_flatten"``:
+``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens what is registered here, and
+``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` states ``inputs['a'][0].x``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from ..errors import AlreadyRegisteredError, describe_class
+from ..errors.failures import result_or
+from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
+from ..recipe.aliases import Static
+from ..recipe.contract import Recipe, hashable, original
+from .patches import LOCK, ImportHook
+from .torch_cpp import order_kept, register_again, registered, unregister
+
+NAMESPACE = "yobx_flatten"
+
+
+class Optree:
+    """optree's namespace ``"yobx_flatten"``; before optree is imported, what waits for it."""
+
+    name = "optree"
+
+    def __init__(self) -> None:
+        self.waiting = Waiting("optree", self._put)
+
+    def read(self, cls: type) -> Any:
+        """Return optree's entry or the recipe that waits, or ``None``."""
+        with self.waiting.lock:
+            return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
+
+    def write(self, recipe: Recipe) -> None:
+        """Register the recipe, replacing the current registration."""
+        self.waiting.put(recipe)
+
+    def restore(self, recipe: Recipe, found: object) -> None:
+        """Restore the earlier registration, also if optree was imported in between."""
+        with self.waiting.lock:
+            if not self.waiting.library_is_there():
+                self.waiting.drop(recipe)
+                return
+            current = registered(NAMESPACE, recipe.cls)
+            if current is not None and _recipe_of(current) is not recipe:
+                return  # other code registered the class after us
+            with order_kept(found):
+                if current is not None:
+                    unregister(NAMESPACE, recipe.cls)
+                register_again(found)
+
+    def _put(self, recipe: Recipe) -> None:
+        found = registered(NAMESPACE, recipe.cls)
+        with order_kept(found):
+            if found is not None:
+                unregister(NAMESPACE, recipe.cls)
+            try:
+                _register(recipe)
+            except BaseException:  # also Ctrl-C; raised again
+                register_again(found)
+                raise
+
+
+def _register(recipe: Recipe) -> None:
+    optree = sys.modules["optree"]
+    optree.register_pytree_node(
+        recipe.cls,
+        functools.partial(_flatten, recipe) if recipe.has_keys else functools.partial(_flatten_by_position, recipe),
+        functools.partial(_unflatten, recipe),
+        path_entry_type=_entry_type() if recipe.has_keys else optree.FlattenedEntry,
+        namespace=NAMESPACE,
+    )
+
+
+def _recipe_of(entry: object) -> Recipe | None:
+    function = getattr(entry, "flatten_func", None)
+    if isinstance(function, functools.partial) and function.func in (_flatten, _flatten_by_position):
+        recipe: Recipe = function.args[0]
+        return recipe
+    return None
+
+
+def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any, list[Any]]:
+    pairs, static = recipe.flatten_with_keys(obj)
+    return [child for _, child in pairs], static, [_entry(key) for key, _ in pairs]
+
+
+def _flatten_by_position(recipe: Recipe, obj: object) -> tuple[list[Any], Any]:
+    return recipe.flatten(obj)
+
+
+def _unflatten(recipe: Recipe, static: Static, children: Iterable[Any]) -> Any:
+    return recipe.unflatten(list(children), static)
+
+
+class _Attribute(str):
+    """The entry of a child that is an attribute; a path shows it as the plain name."""
+
+    __slots__ = ()
+
+
+class _Index(int):
+    """The entry of a child that has a position; a path shows it as the plain number."""
+
+
+def _entry(key: KeyEntry) -> Any:
+    """The key as optree shows it in a path, with what :func:`_entry_type` needs to know about it."""
+    if isinstance(key, GetAttrKey):
+        return _Attribute(key.name)
+    if isinstance(key, SequenceKey):
+        return _Index(key.idx)
+    return key.key if isinstance(key, MappingKey) else key
+
+
+@functools.cache
+def _entry_type() -> Any:
+    """The one entry class that optree takes per class; each child gets the kind that its own key states."""
+    optree = sys.modules["optree"]
+
+    class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
+        def __new__(cls, entry: object, type: type, kind: Any) -> Any:
+            if isinstance(entry, _Attribute):
+                return optree.GetAttrEntry(str(entry), type, kind)
+            if isinstance(entry, _Index):
+                return optree.SequenceEntry(int(entry), type, kind)
+            return optree.MappingEntry(entry, type, kind)
+
+    return KeyedEntry
+
+
+_THEIRS = "registered with JAX by other code"
+
+
+class Jax:
+    """The pytree registry of JAX; before JAX is imported, what waits for it."""
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        self.waiting = Waiting("jax", self._put)
+        self._nodes: dict[type, _Node] = {}  # permanently, as in JAX
+
+    def read(self, cls: type) -> Any:
+        """Return our registered or waiting recipe, a mark for another library's class, or ``None``."""
+        with self.waiting.lock:
+            if not self.waiting.library_is_there():
+                return self.waiting.get(cls)
+            node = self._nodes.get(cls)
+            if node is not None:
+                return node.in_force
+            return _THEIRS if _is_node(cls) else None
+
+    def write(self, recipe: Recipe) -> None:
+        """Register the recipe."""
+        self.waiting.put(recipe)
+
+    def restore(self, recipe: Recipe, found: object) -> None:
+        """Take the recipe out of force; JAX continues with the last one.
+
+        A class is only claimed where nothing of ours was found, and what others registered cannot be replaced.
+        """
+        with self.waiting.lock:
+            if not self.waiting.library_is_there():
+                self.waiting.drop(recipe)
+                return
+            node = self._nodes.get(recipe.cls)
+            if node is not None and node.in_force is recipe:
+                node.in_force = None
+
+    def _put(self, recipe: Recipe) -> None:
+        node = self._nodes.get(recipe.cls)
+        if node is not None:
+            node.put(recipe)
+            return
+        node = _Node(recipe)
+        try:
+            sys.modules["jax"].tree_util.register_pytree_with_keys(
+                recipe.cls, node.flatten_with_keys, node.unflatten, node.flatten
+            )
+        except ValueError as error:
+            raise AlreadyRegisteredError(
+                f"{describe_class(recipe.cls)} was registered with JAX by other code, and JAX cannot replace a "
+                f"registration ({error})."
+            ) from error
+        self._nodes[recipe.cls] = node
+
+
+class _Node:
+    """JAX's entry for one class: three methods, and the recipes that they look up."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.in_force: Recipe | None = recipe
+        self._recipes = [recipe]
+        self._current = (0, recipe)  # one object, so that a flatten in another thread sees one or the other
+
+    def put(self, recipe: Recipe) -> None:
+        """Let JAX flatten the class by this recipe from now on."""
+        same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
+        number = next(same, len(self._recipes))
+        self._recipes[number : number + 1] = [recipe]
+        self._current, self.in_force = (number, recipe), recipe
+
+    def flatten(self, obj: object) -> tuple[list[Any], Any]:
+        number, recipe = self._current
+        children, static = recipe.flatten(obj)
+        return children, _aux(number, static)
+
+    def flatten_with_keys(self, obj: object) -> tuple[list[tuple[Any, Any]], Any]:
+        number, recipe = self._current
+        pairs, static = recipe.flatten_with_keys(obj)
+        return [(_jax_key(key), child) for key, child in pairs], _aux(number, static)
+
+    def unflatten(self, aux: Static, children: Iterable[Any]) -> Any:
+        number, static = (aux.number, aux.static) if type(aux) is _Later else (0, aux)
+        return self._recipes[number].unflatten(list(children), original(static))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Later:
+    """The static part under a class's second recipe or a later one; under the first it travels as it is."""
+
+    number: int
+    static: Any
+
+
+def _aux(number: int, static: Static) -> Any:
+    aux = hashable(static)
+    return _Later(number, aux) if number else aux
+
+
+def _is_node(cls: type) -> bool:
+    tree_util = sys.modules["jax"].tree_util
+    if hasattr(tree_util, "is_tree_node"):
+        return bool(tree_util.is_tree_node(cls))
+    # older versions have no public way to ask
+    return cls in sys.modules["jax._src.tree_util"]._registry
+
+
+def _jax_key(key: KeyEntry) -> Any:
+    tree_util = sys.modules["jax"].tree_util
+    if isinstance(key, GetAttrKey):
+        return tree_util.GetAttrKey(key.name)
+    if isinstance(key, SequenceKey):
+        return tree_util.SequenceKey(key.idx)
+    return tree_util.DictKey(key.key) if isinstance(key, MappingKey) else key
+
+
+logger = logging.getLogger("yobx_flatten")
+
+
+class Waiting:
+    """Recipes that a library gets when it is imported."""
+
+    # deliver: gives the library one recipe; called while `lock` is held
+    # lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the last
+    # line of what it does then, so that an import in another thread comes before or after, not in between.
+
+    def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
+        self._library, self._deliver = library, deliver
+        self._recipes: dict[type, Recipe] = {}
+        self._hook = ImportHook(lambda name: name == library, self._imported)
+        self._there = False
+        self.lock = LOCK
+
+    def library_is_there(self) -> bool:
+        """Return whether the library can be notified right now; whatever waited for it is delivered first.
+
+        Imports nothing, and does not wait for an import: that could wait for a thread which waits for our lock.
+        """
+        with self.lock:
+            if not self._there:
+                module = sys.modules.get(self._library)
+                # importlib's own mark of a module whose import has begun and not ended
+                if module is None or getattr(module.__spec__, "_initializing", False):
+                    return False
+                self._imported(module)
+            return True
+
+    def put(self, recipe: Recipe) -> None:
+        """Notify the library now, or as soon as it is imported."""
+        with self.lock:
+            if self.library_is_there():
+                self._deliver(recipe)
+            else:
+                self.add(recipe)
+
+    def get(self, cls: type) -> Recipe | None:
+        """Return the recipe that waits."""
+        return self._recipes.get(cls)
+
+    def add(self, recipe: Recipe) -> None:
+        """Let a recipe wait, replacing an earlier recipe of its class."""
+        with self.lock:
+            if not self._recipes:
+                self._hook.install()
+            self._recipes[recipe.cls] = recipe
+
+    def drop(self, recipe: Recipe) -> None:
+        """Let exactly this recipe wait no longer."""
+        with self.lock:
+            if self._recipes.get(recipe.cls) is recipe:
+                del self._recipes[recipe.cls]
+                if not self._recipes:
+                    self._hook.remove()
+
+    def _imported(self, module: ModuleType) -> None:
+        with self.lock:
+            self._there = True
+            self._hook.remove()
+            recipes, self._recipes = self._recipes, {}
+            for recipe in recipes.values():
+                # another library's import must not fail because of us
+                result_or(functools.partial(self._deliver, recipe), functools.partial(_refused, module, recipe))
+
+
+def _refused(module: ModuleType, recipe: Recipe, error: Exception) -> None:
+    logger.error("%s did not take %s", module.__name__, recipe.cls, exc_info=error)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests import fresh_process
+from yobx_flatten.errors.dependencies import install_line
 
 OPTIONAL = ["diffusers", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "rich", "transformers"]
 
@@ -157,7 +158,7 @@ def test_a_trainer_says_what_it_needs(missing, named, found):
     are = "is" if len(missing) == 1 else "are"
     assert fresh_process.run("-c", program).stdout.splitlines() == [
         f"RoundPipeTrainer needs {named}, which {are} not installed:",
-        "    pip install 'yobx-flatten[transformers,train]'",
+        f"    {install_line('transformers,train')}",
         f"RoundPipeSeq2SeqTrainer needs {named}, which {are} not installed:",
-        "    pip install 'yobx-flatten[transformers,train]'",
+        f"    {install_line('transformers,train')}",
     ]

@@ -37,6 +37,11 @@ class Doubles(torch.nn.Module):
         return x * 2
 
 
+class Adds(torch.nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
 X = torch.ones(2, 3)
 
 
@@ -57,6 +62,25 @@ def here(tmp_path, monkeypatch):
         (lambda: export_onnx(Doubles, (X,), path="m.onnx"), r"Make an instance: Doubles\("),
         (lambda: export_onnx(Doubles(), X, path="m.onnx"), r"args: expected a tuple"),
         (lambda: export_onnx(Doubles(), (numpy.ones(2),), path="m.onnx"), r"torch\.from_numpy\(x\)"),
+        (
+            lambda: export_onnx("llama", (X,), path="m.onnx"),
+            r"found the str 'llama'.*\n    export_folder\('llama', folder\)",
+        ),
+        (
+            lambda: export_onnx(Doubles(), (X.to_sparse(),), path="m.onnx"),
+            r"x is a sparse tensor.*\n    x\.to_dense\(\)",
+        ),
+        (
+            lambda: export_program(Doubles(), kwargs={"x": X.to_sparse()}),
+            r"x is a sparse tensor.*\n    x\.to_dense\(\)",
+        ),
+        (lambda: export_program(Doubles(), (X,), tolerance=-1), "tolerance must be None or a number of 0 or more"),
+        (lambda: export_onnx(Doubles(), (X,), path="m.onnx", tolerance="1e-3"), "found '1e-3'"),
+        (lambda: export_program(torch.nn.Linear(4, 4), (X,)), r"Linear\.forward fails .*shapes cannot be multiplied"),
+        (lambda: export_onnx(Adds(), (X, X[:, :2]), path="m.onnx"), "Adds itself fails.*must match the size"),
+        (lambda: open_model(None), r"expected the path of an exported folder, found None"),
+        (lambda: open_generator(Doubles()), r"found .*Doubles.*\n    export_folder\(model"),
+        (lambda: verify_folder(3), "found the int 3"),
         (lambda: export_folder(Doubles(), "out"), r"takes a Hugging Face model.*\n    export_onnx\(module"),
         (
             lambda: export_folder(Doubles, "out"),
@@ -86,6 +110,19 @@ def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):
     assert sorted(os.listdir()) == ["a.txt", "empty"]
 
 
+WRONG_SETTINGS = [
+    ({"max_new_token": 3}, "refuses this call: .*Did you mean 'max_new_tokens'"),
+    ({"num_beam": 2}, "refuses this call: .*Did you mean 'num_beams'"),
+    ({"bad_words_ids": [[100_000]]}, r"refuses this call: .*vocabulary size is .*100000"),
+    ({"sequence_bias": {(100_000,): 1.0}}, r"refuses this call: .*vocabulary size is .*100000"),
+    ({"num_beams": 0}, "num_beams.* the int 0"),
+    ({"max_new_tokens": "3"}, "max_new_tokens.* the str '3'"),
+    ({"eos_token_id": "</s>"}, "cannot use an argument .*eos_token_id: the str '</s>'"),
+    ({"streamer": True}, "cannot use an argument .*streamer: the bool True"),
+    ({"logits_processor": torch.sigmoid}, "cannot use an argument .*logits_processor"),
+]
+
+
 @pytest.mark.slow
 def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
     """A list, nested or not, an array, and what a tokenizer returns."""
@@ -106,6 +143,15 @@ def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
         assert torch.equal(opened.generate(**inputs, max_new_tokens=3), wanted)
         with pytest.raises(InvalidArgumentError, match=r"Read a text with the tokenizer"):
             opened.generate("hello")
+        for wrong, words in WRONG_SETTINGS:
+            with pytest.raises(InvalidArgumentError, match=words):
+                opened.generate(torch.tensor([[5, 6, 7]]), **{"max_new_tokens": 3, **wrong})
+        with pytest.raises(ZeroDivisionError):  # of the caller's own function
+            opened.generate(
+                torch.tensor([[5, 6, 7]]), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: 1 // 0
+            )
+    with pytest.raises(InvalidArgumentError, match="generation_config must be a GenerationConfig, found the dict"):
+        opened.generate(torch.tensor([[5, 6, 7]]), generation_config={"max_new_tokens": 3})
     for named in ({"input_ids": [[5, 6]]}, {"input_ids": inputs.input_ids, "attention_mask": [[1, 1, 1]]}):
         with pytest.raises(InvalidArgumentError, match="Make a tensor of it"):
             opened(**named)
@@ -196,7 +242,9 @@ def test_a_device_that_is_not_there_names_one_that_is():
     ("command", "words"),
     [
         (["verify", "a.txt"], "a.txt is a file. Name the folder"),
-        (["chat", "a.txt"], "a.txt"),
+        (["chat", "a.txt"], "a.txt is a file. Name the folder"),
+        (["chat", "nowhere"], "There is no folder nowhere. To write it: yobx-flatten export MODEL -o nowhere"),
+        (["generate", "a.txt", "--prompt", "x"], "a.txt is a file. Name the folder"),
         (["export", "lama", "-o", "out"], "Did you mean llama"),
         (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name one"),
         (["export", "empty", "-o", "out"], "holds no config.json: it is not a folder that save_pretrained wrote"),

@@ -370,8 +370,8 @@ def _read_pair(total: Any, weight: Any) -> LossValue:
 def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.numel() != 1:
         raise LossError(
-            f"{what} has shape {tuple(tensor.shape)}; it must be one number. Reduce it in loss_fn; "
-            "without loss_fn=, the output of the model is the loss:\n"
+            f"{what} has shape {tuple(tensor.shape)}; it must be one number. Without loss_fn=, the "
+            "output of the model is the loss: pass loss_fn=. A loss_fn reduces it:\n"
             "    return loss.sum()"
         )
     return tensor.reshape(())

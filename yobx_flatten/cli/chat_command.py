@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..errors import DamagedFileError, InvalidArgumentError
-from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.chat import chat_tokenizer, message_tokens, text_pieces
 from ..model_folder.generators import open_generator
@@ -47,17 +45,12 @@ def chat(
     The tokenizer's chat template formats all turns so far as the prompt. An empty line, or the end of the input, ends
     the conversation.
     """
-    if not is_folder(folder):
-        raise UserError(f"there is no folder {folder}")
     require_transformers("chat, to read and write text,")
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     generator = opened.with_adapter(adapter)
     if generator.parts.encoder is not None:
         raise UserError(f"{folder} cannot chat, it reads one text: yobx-flatten generate {folder} --prompt TEXT")
-    try:
-        tokenizer = chat_tokenizer(folder)
-    except (DamagedFileError, InvalidArgumentError, OSError) as error:
-        raise UserError(str(error)) from error
+    tokenizer = chat_tokenizer(folder)
     draws = sample or (sample is None and (temperature != 1.0 or (top_k, top_p, seed) != (None, None, None)))
     sampling = None if sample is None else Sampling()  # as configured, or the likeliest
     if draws:

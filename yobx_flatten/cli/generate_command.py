@@ -10,7 +10,6 @@ import torch
 import typer
 
 from ..errors import DamagedFileError
-from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.chat import chat_text, text_pieces
 from ..model_folder.generators import open_generator
@@ -47,8 +46,6 @@ def generate(
     printed at the end.
     """
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if not is_folder(folder):
-        raise UserError(f"there is no folder {folder}")
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     generator = opened.with_adapter(adapter)
     tokenizer = _tokenizer(folder)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
+import json
+import pathlib
+import urllib.parse
+import urllib.request
 
 from . import MissingDependencyError
 
@@ -19,6 +25,22 @@ def is_installed(library: str) -> bool:
         return False
 
 
+def install_line(extra: str) -> str:
+    """Return the line that adds an extra to the installed package: from where it came, as it may be on no index."""
+    checkout = pathlib.Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():  # the package is read from its repository
+        return f"pip install -e '{checkout}[{extra}]'"
+    source = "yobx-flatten"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        # PEP 610: pip notes the folder or the wheel that a distribution was installed from
+        noted = importlib.metadata.distribution(source).read_text("direct_url.json") or "{}"
+        url = urllib.parse.urlsplit(json.loads(noted).get("url", ""))
+        path = pathlib.Path(urllib.request.url2pathname(url.path))
+        if url.scheme == "file" and path.exists():
+            source = str(path)
+    return f"pip install '{source}[{extra}]'"
+
+
 def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
     """Raise an error with the line to type if a library is not installed. Nothing is imported.
 
@@ -32,7 +54,7 @@ def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
     # extra: extra of this package that installs them, several with commas; `None` if they are installed by name
     missing = [library for library in libraries if not is_installed(library)]
     if missing:
-        line = " ".join(missing) if extra is None else f"'yobx-flatten[{extra}]'"
+        line = f"pip install {' '.join(missing)}" if extra is None else install_line(extra)
         named = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         are = "is" if len(missing) == 1 else "are"
-        raise MissingDependencyError(f"{purpose} needs {named}, which {are} not installed:\n    pip install {line}")
+        raise MissingDependencyError(f"{purpose} needs {named}, which {are} not installed:\n    {line}")

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.export import ExportedProgram
 
+from ..core.effects import undisturbed
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.spec_diff import compare_specs
 from ..errors import FlattenError, InvalidArgumentError, SpecMismatchError, describe_class
@@ -303,6 +304,7 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
     first = _result(export, example, False)
     if not isinstance(first, Exception):
         return first
+    check_itself(example, first)
     if stated == "auto" and example.bounds is None and _is_of_torch(first):
         for fewer in _with_fewer(example, first):
             logger.info("exporting %s with fewer sizes that vary", type(example.module).__qualname__, extra=STEP)
@@ -310,6 +312,20 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
             if not isinstance(found, Exception):
                 return found
     raise _in_our_words(first, example)
+
+
+def check_itself(example: Example, error: Exception) -> None:
+    """Raise the error of a module that fails for its example outside of a trace also, unless it is the same."""
+    if isinstance(error, (FlattenError, OSError, MemoryError)):
+        return
+    module = example.module
+    with undisturbed(module=module), torch.no_grad():
+        own = result_or(lambda: module(*clone(example.args), **clone(dict(example.kwargs))), lambda error: error)
+    if isinstance(own, Exception) and (type(own), str(own)) != (type(error), str(error)):
+        raise InvalidArgumentError(
+            f"{type(module).__qualname__}.forward fails with these args and kwargs, before anything is exported: "
+            f"{type(own).__name__}: {first_line(own)}"
+        ) from own
 
 
 def _in_our_words(error: Exception, example: Example) -> Exception:

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..core.compare import tolerance
 from ..core.effects import undisturbed
-from ..errors import FlattenError
+from ..errors import FlattenError, InvalidArgumentError
 from ..errors.failures import STEP, first_line
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
@@ -51,9 +51,11 @@ class Allowed:
     measures_failures: bool = False
 
     @staticmethod
-    def of(facts: ModelFacts, asked: float | None) -> Allowed:
+    def of(facts: ModelFacts, asked: object) -> Allowed:
         """Return the requested tolerance; by default the tolerance of the weights' dtype."""
         if asked is not None:
+            if not isinstance(asked, int | float) or not asked >= 0:
+                raise InvalidArgumentError(f"tolerance must be None or a number of 0 or more, found {asked!r}.")
             return Allowed(asked)
         return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})
 

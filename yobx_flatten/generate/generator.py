@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..errors.dependencies import require
 from ..runners.folder_adapters import FolderAdapters
-from ..trees.arguments import did_you_mean
 from .pictures import Pictures
 from .sampling import Sampling, ScoreProcessor, TokenChooser, score_rules
-from .settings import GenerationSettings
+from .settings import GenerationSettings, refusals_named
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
 
@@ -42,19 +40,6 @@ class SpeechCall:
     def asks(self) -> bool:
         """Whether anything is asked."""
         return any(value is not None for value in dataclasses.astuple(self))
-
-
-def refusals_named(what: str, call: Callable[[], Any]) -> Any:
-    """Return what a call of transformers returns, with its refusals as errors of this package."""
-    try:
-        return call()
-    except FlattenError:
-        raise
-    except ValueError as error:
-        from transformers import GenerationConfig
-
-        near = did_you_mean(re.findall(r"'(\w+)'", str(error)), vars(GenerationConfig()))
-        raise InvalidArgumentError(f"{what} refuses this call: {error}{near}") from error
 
 
 # parameters of generate and stream that are no keywords of transformers' generate
@@ -266,7 +251,7 @@ class Generator:
                 f"{self.parts.decoder.name} generates tokens: call generate(), not generate_speech."
             )
         asked = {"speaker_embeddings": speaker_embeddings, **options}
-        return refusals_named("generate_speech", lambda: speak(self.parts, self.settings, read, asked))
+        return refusals_named("generate_speech", lambda: speak(self.parts, self.settings, read, asked), asked)
 
     def _check_writes(self, method: str) -> None:
         if self.parts.postnet is not None:
@@ -275,7 +260,7 @@ class Generator:
                 f"not {method}."
             )
 
-    def _by_transformers(self, what: str, given: dict[str, Any], sampling: Sampling | None) -> Any:
+    def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:
         """Generate with the loops of transformers over the files."""
         require("transformers", purpose="this way to generate", extra="transformers")
         seed = None
@@ -291,7 +276,7 @@ class Generator:
         with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-            return refusals_named(what, lambda: self._model.generate(**given))
+            return self._model.generate(**given)
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -320,10 +305,10 @@ class Generator:
         several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
         inputs, speech = Inputs(**_of(_INPUTS, stated)), SpeechCall(**_of(_SPEECH, stated))
         if options or beams > 1 or several or settings.other_loops:
-            return self._by_transformers("generate", {**stated, **options}, sampling)
+            return self._by_transformers({**stated, **options}, sampling)
         source, pictures = self._read(inputs)
         if self._is_whole_speech(inputs, speech):
-            return self._by_transformers("Whisper's generate", stated, sampling)
+            return self._by_transformers(stated, sampling)
         sequence = self._begin(inputs, source, pictures)
         first = sequence.tokens
         new = list(self._stream(sequence, stated.get("max_new_tokens"), sampling))

@@ -19,16 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from ..errors import GenerationError, InvalidArgumentError
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, installed_name
 from ..runners.ports import is_present
 from .file_cache import FileCache
 from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
+from .settings import refusals_named
 from .steps import Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
@@ -159,7 +160,8 @@ class FileModel(ModelWithoutWeights):
         if self.steps.parts.vision is not None:
             kwargs = self._with_pictures(inputs, kwargs)
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
-        return super().generate(*given, **kwargs)
+        generate = super().generate
+        return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs)
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
         """The heads that times of words are read off, each by its place among those of its layer in the files."""
@@ -195,6 +197,11 @@ class FileModel(ModelWithoutWeights):
     def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """How a call generates: what is stated next to the model, and what the call changes of it."""
         config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
+        if not isinstance(config, GenerationConfig):
+            raise InvalidArgumentError(
+                f"generation_config must be a GenerationConfig, found {describe_class(config)}. Pass entries by name:\n"
+                "    generate(..., max_new_tokens=20)"
+            )
         for name, value in kwargs.items():
             if hasattr(config, name):
                 setattr(config, name, value)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import GenerationError, InvalidArgumentError
+from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class
 from ..errors.dependencies import require
+from ..errors.failures import first_line
 from ..files.document import damage_as, read_configuration, read_document
 from ..huggingface.position_switch import switch_of
+from ..trees.arguments import did_you_mean
 from .layout import MANIFEST
 from .pictures import Pictures, Tiles
 from .sampling import Sampling, ScoreProcessor, changes_scores, other_loops, sampling_of
@@ -179,6 +183,29 @@ class GenerationSettings:
     def generated_type(self) -> int:
         """The ``token_type_id`` of generated tokens, which are causal."""
         return int(self.sees_prompt)
+
+
+def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    """Return what a call of transformers returns, with its refusals as errors of this package."""
+    # given: the keywords of the call, which the message lists where transformers names none
+    try:
+        return call()
+    except FlattenError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, ValueError):
+            from transformers import GenerationConfig
+
+            near = did_you_mean(re.findall(r"'(\w+)'", str(error)), vars(GenerationConfig()))
+            raise InvalidArgumentError(f"{what} refuses this call: {error}{near}") from error
+        if not innermost.f_globals.get("__name__", "").startswith("transformers."):  # a user's streamer, for example
+            raise
+        plain = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor | None)}
+        listed = ", ".join(f"{name}: {describe_class(value)}" for name, value in plain.items())
+        raise InvalidArgumentError(
+            f"{what} cannot use an argument ({first_line(error)}). Check their types: {listed}."
+        ) from error
 
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:

@@ -24,7 +24,7 @@ from ..runners.folder_adapters import rooms_of_files
 from ..runners.open import open_runner
 from ..storage.nested import load_case
 from .export_piece import FolderFormat, export_piece
-from .manifest import FolderManifest, read_manifest
+from .manifest import FolderManifest, check_folder, read_manifest
 from .pieces.tasks import pieces_for
 from .pieces.text import Piece
 from .source.classes import without_peft
@@ -83,7 +83,7 @@ def explain_folder(
         DamagedFileError: when a file cannot be read or run.
         FlattenError: when the model cannot be exported here any more.
     """
-    path = pathlib.Path(folder)
+    path = check_folder(folder)
     manifest = read_manifest(path)
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(

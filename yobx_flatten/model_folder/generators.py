@@ -67,8 +67,7 @@ def open_generator(
     """
     if runtime is not None:
         check_runtime(runtime)
-    path = pathlib.Path(folder)
-    check_folder(path, GenerationError)
+    path = check_folder(folder, GenerationError)
     chosen = runtime_of_folder(path) if runtime is None else runtime
     if is_folder(path) and (path / MANIFEST).is_file():
         manifest = read_manifest(path)

@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable, Mapping
 
 from ..core.compare import WEIGHT_TYPES, tolerance
-from ..errors import DamagedFileError, FlattenError, ForeignFileError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, describe_class
 from ..export.proof.quality import Quality
 from ..files.document import inside, open_regular, read_document
 from ..files.scratch import is_folder
@@ -87,18 +88,24 @@ def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def check_folder(path: pathlib.Path, failure: type[FlattenError] = ForeignFileError) -> None:
-    """Refuse a path where no folder is, with the line that writes one."""
+def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError) -> pathlib.Path:
+    """Return the path of a folder; refuse what is none, with the line that writes one."""
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidArgumentError(
+            f"expected the path of an exported folder, found {describe_class(folder)}. To write one:\n"
+            '    export_folder(model, "folder")'
+        )
+    path = pathlib.Path(folder)
     if path.is_file():
         raise failure(f"{path} is a file. Name the folder that yobx-flatten export wrote.")
     if not is_folder(path):
         raise failure(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
+    return path
 
 
-def read_manifest(folder: pathlib.Path) -> FolderManifest:
+def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     """Read the file of a folder."""
-    path = folder / MANIFEST
-    check_folder(folder)
+    path = check_folder(folder) / MANIFEST
     if not path.exists():
         raise ForeignFileError(
             f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it. "

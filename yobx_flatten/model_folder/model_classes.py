@@ -65,8 +65,7 @@ class FolderModel:
             UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
-        path = pathlib.Path(folder)
-        check_folder(path, GenerationError)
+        path = check_folder(folder, GenerationError)
         if runtime is not None:
             check_runtime(runtime)
         task = read_manifest(path).task if (path / MANIFEST).is_file() else cls.tasks[0]
@@ -303,7 +302,7 @@ def open_model(
     >>> tuple(found.last_hidden_state.shape)
     (1, 3, 16)
     """
-    task = read_manifest(pathlib.Path(folder)).task
+    task = read_manifest(folder).task
     found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)
     if found is None:
         raise InvalidArgumentError(

@@ -41,7 +41,7 @@ from ..runners.ports import Runner
 from ..storage.nested import StoredCase, load_case
 from ..storage.replay import OutputDifference, run_case
 from .chat import CHATS
-from .manifest import FolderManifest, StoredAdapter, check_digests, read_manifest
+from .manifest import FolderManifest, StoredAdapter, check_digests, check_folder, read_manifest
 from .pieces.tasks import SPEAKS
 from .stored_cases import difference_of_speech
 
@@ -172,7 +172,7 @@ def verify_folder(
     >>> report.ok, report.checks[-1].file
     (True, 'generate')
     """
-    path = pathlib.Path(folder)
+    path = check_folder(folder)
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     where = _where(manifest.runtime, device, providers)

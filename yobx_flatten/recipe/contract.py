@@ -94,7 +94,8 @@ def require_class(target: object, function: str = "register_class_flattening") -
     """Refuse what is not a class, with the line to type."""
     if isinstance(target, type):
         return
-    hint = f" Did you mean type(obj), the class {type(target).__qualname__}?" if target is not None else ""
+    is_builtin = type(target).__module__ in ("builtins", "types", "typing")
+    hint = "" if is_builtin else f" Did you mean type(obj), the class {type(target).__qualname__}?"
     if isinstance(target, str):
         hint = " Pass the class, not its name."
     raise InvalidRegistrationError(

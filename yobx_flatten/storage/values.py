@@ -230,7 +230,11 @@ def _read_array(record: Record, source: Source) -> Any:
     dtype, shape = _numpy_dtype(record["dtype"]), tuple(record["shape"])
     if dtype.kind in "UO" and record.get("text", True):
         source.check(record, STRING, shape, 0)
-        return numpy.array([text.decode() for text in source.strings(record)], dtype).reshape(shape)
+        texts = [text.decode() for text in source.strings(record)]
+        widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy gives each text the room of the longest
+        if dtype.kind == "U" and dtype.itemsize * len(texts) > max(widest, _DRAWN):
+            raise DamagedFileError(f"{record['name']!r} states texts of {dtype.itemsize // 4} letters: more than 1 GB.")
+        return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
         raise DamagedFileError(f"{record['name']!r} is an array of type {record['dtype']!r}, which is never stored.")

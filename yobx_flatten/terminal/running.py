@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import FlattenError
-from ..errors.dependencies import is_installed
+from ..errors.dependencies import install_line, is_installed
 from .failures import explain_failure, interruption_behind, terminable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def has_libraries(program: str) -> bool:
     missing = [name for name in ("typer", "rich") if not is_installed(name)]
     if missing:
         wanted = " and ".join(missing)
-        sys.stderr.write(f"{program}: the command line needs {wanted}: pip install 'yobx-flatten[cli]'\n")
+        sys.stderr.write(f"{program}: the command line needs {wanted}: {install_line('cli')}\n")
     return not missing
 
 

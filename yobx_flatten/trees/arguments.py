@@ -14,7 +14,8 @@ from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredErro
 from ..recipe.aliases import DynamicShapes, PyTree
 from .walk import check_no_cycles, class_name, node_of, torch_leaves
 
-_EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
@@ -32,9 +33,9 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
         )
     if not isinstance(module, torch.nn.Module):
         hint = f" Make an instance: {module.__qualname__}(...)." if isinstance(module, type) else ""
-        raise InvalidArgumentError(
-            f"module: expected a torch.nn.Module, found {describe_class(module)}.{hint}{_EXAMPLE}"
-        )
+        if isinstance(module, str):
+            hint = f" A model by its name or folder is for:\n    export_folder({module!r}, folder)"
+        raise InvalidArgumentError(f"module: expected a torch.nn.Module, found {describe_class(module)}.{hint}")
     if not isinstance(args, tuple):
         raise InvalidArgumentError(
             f"args: expected a tuple of positional arguments, found {describe_class(args)}.{_EXAMPLE}"
@@ -45,7 +46,7 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
         )
     for name, value in inputs_by_name(module, args, kwargs).items():
         check_no_cycles(value, name)
-        _check_no_nested_tensors(value, name)
+        _check_dense(value, name)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check
@@ -60,15 +61,17 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
         ) from None
 
 
-def _check_no_nested_tensors(tree: PyTree, name: str) -> None:
+def _check_dense(tree: PyTree, name: str) -> None:
     for path, leaf in torch_leaves(tree, name):
-        if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
-            error = InvalidArgumentError(
-                f"{path} is a nested tensor, which torch.export does not accept. Pass its rows padded to one length, "
-                f"and a mask:\n    torch.nested.to_padded_tensor({path}, 0.0)"
-            )
-            error.path = path  # type: ignore[attr-defined] # for check_inputs
-            raise error
+        if not issubclass(type(leaf), torch.Tensor) or not (leaf.is_nested or leaf.layout in _SPARSE):
+            continue
+        kind, cure = "sparse", f"it dense:\n    {path}.to_dense()"
+        if leaf.is_nested:
+            kind = "nested"
+            cure = f"its rows padded to one length, and a mask:\n    torch.nested.to_padded_tensor({path}, 0.0)"
+        error = InvalidArgumentError(f"{path} is a {kind} tensor, which torch.export does not accept. Pass {cure}")
+        error.path = path  # type: ignore[attr-defined] # for check_inputs
+        raise error
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:

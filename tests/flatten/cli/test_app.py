@@ -19,6 +19,7 @@ from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import env_command, repository
 from yobx_flatten.cli.app import app
+from yobx_flatten.errors.dependencies import install_line
 from yobx_flatten.terminal import failures
 from yobx_flatten.terminal.failures import Terminated
 
@@ -84,7 +85,7 @@ def test_every_command_has_help(name):
         (["list", "--import", "no_such_module"], "the module no_such_module cannot be imported"),
         (["bench", "speed"], "there is no benchmark 'speed'; there are"),
         (["verify", "no_such_folder"], "There is no folder no_such_folder"),
-        (["generate", "no_such_folder", "--prompt", "x"], "there is no folder no_such_folder"),
+        (["generate", "no_such_folder", "--prompt", "x"], "There is no folder no_such_folder"),
         (["generate", ".", "--prompt", "x", "--temperature", "0"], "temperature must be a number above 0"),
         (["explain", "no_such_file"], "there is no file no_such_file"),
         (["check", "lama"], "'lama' is neither a folder nor a type of model that transformers has. Did you mean llama"),
@@ -136,7 +137,7 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
     assert main(["env"]) == 2
     shown = capsys.readouterr().err
-    assert shown == "yobx-flatten: the command line needs typer: pip install 'yobx-flatten[cli]'\n"
+    assert shown == f"yobx-flatten: the command line needs typer: {install_line('cli')}\n"
 
 
 def test_env_knows_what_is_installed(capsys):

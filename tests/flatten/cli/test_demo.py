@@ -16,6 +16,7 @@ from yobx_flatten import DecodeSizes, FlattenError, __version__, decode_inputs, 
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import demo
 from yobx_flatten.diagnose import spec_diff
+from yobx_flatten.errors.dependencies import install_line
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
     assert main(["demo", "--output", str(tmp_path / "made")]) == 2
     shown = capsys.readouterr().err
-    line = "pip install 'yobx-flatten[transformers,onnx]'"
+    line = install_line("transformers,onnx")
     assert f"the demo needs onnx, onnxscript and onnxruntime, which are not installed: {line}" in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "made").exists()

@@ -34,7 +34,7 @@ needs_transformers = pytest.mark.skipif(
             Pair(1, 2),
             "the Pair <tests.flatten.pair.Pair",
         ),
-        (3, "found the int 3. Did you mean type(obj), the class int?"),
+        (3, "found the int 3.\n    register_class_flattening(MyClass, ...)"),
         ("Pair", "found the str 'Pair'. Pass the class, not its name."),
         (list[int], "expected a class as first argument"),
     ],

@@ -78,22 +78,31 @@ class _Sees(torch.nn.Module):
         return pixel_values.mean((1, 2, 3))
 
 
+class _Reads(torch.nn.Module):
+    def forward(self, input_ids, pixel_values):
+        return input_ids.float().mean(1), pixel_values.mean((1, 2, 3))
+
+
+PAIR = {"input_ids": torch.ones(2, 5).long(), "pixel_values": torch.rand(3, 3, 8, 8)}
+
+
 @pytest.mark.parametrize(
-    ("module", "kwargs", "wanted"),
+    ("module", "kwargs", "texts", "pictures"),
     [
-        (_Compares(), {"input_ids": torch.ones(2, 5).long(), "pixel_values": torch.rand(3, 3, 8, 8)}, "images"),
-        (_Sees(), {"pixel_values": torch.rand(3, 3, 8, 8)}, "batch_size"),
+        (_Compares(), PAIR, "texts", "images"),
+        (_Reads(), PAIR, "batch_size", "images"),
+        (_Sees(), {"pixel_values": torch.rand(3, 3, 8, 8)}, "batch_size", "batch_size"),
     ],
-    ids=["texts and pictures", "pictures alone"],
+    ids=["each text with each picture", "pictures in a prompt", "pictures alone"],
 )
-def test_pictures_have_a_name_of_their_own_where_there_are_texts(tmp_path, module, kwargs, wanted):
+def test_pictures_have_a_name_of_their_own_where_there_are_texts(tmp_path, module, kwargs, texts, pictures):
     """As in CLIP, where each text is compared with each picture; their axis was `s99`."""
     export_onnx(module, kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
     axes = _axes(tmp_path / "a.onnx")
-    assert axes["pixel_values"][0] == wanted
-    (output,) = [names for name, names in axes.items() if name not in kwargs]
-    assert output[-1] == wanted
-    assert axes.get("input_ids", ["batch_size"])[0] == "batch_size"
+    assert axes["pixel_values"][0] == pictures
+    outputs = [names for name, names in axes.items() if name not in kwargs]
+    assert outputs[-1][-1] == pictures
+    assert outputs[0][0] == axes.get("input_ids", [texts])[0] == texts
 
 
 class _Prompted(torch.nn.Module):

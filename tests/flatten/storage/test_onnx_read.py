@@ -56,6 +56,16 @@ def edit_structure(path, change):
     edit(path, edited)
 
 
+@pytest.mark.parametrize("texts", [np.array(["a", "bc"]), np.str_("a"), np.array([["a"], ["b"]])], ids=repr)
+@pytest.mark.parametrize("letters", [300_000_000, 500_000_000])
+def test_texts_take_the_room_of_what_is_stored(tmp_path, texts, letters):
+    """NumPy gives each text the room of the longest: a file of 1 kB stated 2 GB."""
+    save_nested(tmp_path / "x.onnx", {"x": texts})
+    edit_structure(tmp_path / "x.onnx", lambda data: data["children"][0].update(dtype=f"<U{letters}"))
+    with pytest.raises(DamagedFileError, match=f"states texts of {letters} letters: more than 1 GB"):
+        load_nested(tmp_path / "x.onnx")
+
+
 def test_a_file_that_is_not_there_is_what_python_says(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"x\.onnx"):
         load_nested(tmp_path / "x.onnx")

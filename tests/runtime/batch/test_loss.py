@@ -193,7 +193,10 @@ def test_what_a_loss_function_may_return(value, kind):
         (("a", 2), "found tuple of ['str', 'int']."),
         ([1.0, 2.0], "found list of ['float', 'float']."),
         ((torch.tensor(1.0), torch.tensor(2.0)), "These may be two losses, or a sum and its weight."),
-        (torch.zeros(3), "it must be one number. Reduce it in loss_fn; without loss_fn=, the output of the model"),
+        (
+            torch.zeros(3),
+            "it must be one number. Without loss_fn=, the output of the model is the loss: pass loss_fn=.",
+        ),
         ([torch.zeros(()), torch.zeros(2)], "loss 1 has shape (2,)"),
         (WeightedLoss(learning(1.0), learning(2.0)), "return WeightedLoss(total, weight.detach())"),
         ((learning(1.0), -1), "must be a finite number of at least 0, found -1."),

@@ -18,6 +18,7 @@ from roundpipe_runtime.cli import app as app_file
 from roundpipe_runtime.cli.app import app
 from tests import fresh_process
 from yobx_flatten import __version__
+from yobx_flatten.errors.dependencies import install_line
 
 ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]
@@ -104,7 +105,7 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
     assert main(["demo"]) == 2
     shown = capsys.readouterr().err
-    assert shown == "roundpipe: the command line needs typer: pip install 'yobx-flatten[cli]'\n"
+    assert shown == f"roundpipe: the command line needs typer: {install_line('cli')}\n"
 
 
 def test_the_module_is_the_command_in_a_fresh_process():

@@ -326,7 +326,7 @@ def test_without_accelerate_the_line_to_type_is_named(monkeypatch):
     """Before the model is cut."""
     model, find = tiny.source().load(), importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
-    with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*'yobx-flatten\[transformers,train\]'"):
+    with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*pip install .*\[transformers,train\]'"):
         Training(model, tiny.blocks(), settings())
 
 

@@ -343,6 +343,9 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
             parts[name, 2] = past + ("window_length" if slides else "sequence_length")
     if len(inputs.get("pixel_values", ())) == 4:  # after the texts, as there may be as many pictures by the same symbol
         parts["pixel_values", 0] = "images" if "input_ids" in inputs else "batch_size"
+        both = {inputs[name][0] for name in ("input_ids", "pixel_values") if isinstance(inputs.get(name, [0])[0], str)}
+        if len(both) == 2 and any(both <= set(shape) for shape in outputs.values()):  # scores of pairs, as in CLIP
+            parts |= dict.fromkeys([place for place, part in parts.items() if part == "batch_size"], "texts")
     return _told_apart(parts, inputs)
 
 

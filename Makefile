@@ -45,7 +45,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tables ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks release-check house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai real runtimes clients browser clean distclean
+.PHONY: help tables ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch quantized compat newest kills fuzz ranks release-check house lint format types doctest docs site notebooks bench bench-gpu gpu-dry-run matrix operators cut-matrix trainings genai oracle real runtimes clients clients-installed browser clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -230,11 +230,20 @@ genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-gena
 
 # They ask for an older transformers than ours; of the rest, torch alone must be the one that is there.
 CLIENTS := .venv-clients/bin/python
-clients: $(VENV)/.has-test  ## open exported folders with optimum and sentence-transformers, in .venv-clients
+clients-installed: $(VENV)/.has-test
 	@test -x $(CLIENTS) || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS) -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(CLIENTS) -m pip install --quiet --disable-pip-version-check "$$(grep -i '^torch==' constraints.txt)" --group clients
+
+clients: clients-installed  ## open exported folders with optimum and sentence-transformers, in .venv-clients
 	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest tests/flatten/model_folder/test_clients.py $(PYTEST_ARGS)
+
+# optimum runs there; mobius is next to our libraries and not among them.
+oracle: clients-installed  ## export models with our exporter and with others, and verify all files; continues where it stopped
+	@test -d build/oracle/mobius || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target build/oracle mobius-onnx==0.1.0 onnx-shape-inference==0.4.0
+	ORACLE_PYTHON=$(CURDIR)/$(CLIENTS) ORACLE_LIBRARIES=$(CURDIR)/build/oracle $(BIN)/python -m matrix.oracle $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.oracle --page docs/oracle.md
 
 browser: $(VENV)/.has-test  ## open exported folders in Chromium (needs npm, chromium and chromedriver; BROWSER_MODEL=FOLDER: also a real one)
 	$(BIN)/python -m pip install --quiet --group browser

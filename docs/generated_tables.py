@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from benchmark_tables import write_benchmarks
 from error_index import write_error_index
+from oracle_table import write_oracle
 from pictures import write_pictures
 from plan_table import write_plans
 from tried_table import write_tried
@@ -25,6 +26,7 @@ def write_tables(folder: Path) -> None:
     write_plans(folder)
     write_error_index(folder)
     write_tried(folder)
+    write_oracle(folder)
     write_pictures(folder)
 
 

@@ -46,7 +46,7 @@ def add_options(
         kinds: over what ``--sample`` spreads.
     """
     results = f"results (default docs/data/{stem}-*.json)"
-    parser.set_defaults(left_out={})  # columns that cannot run here, and why
+    parser.set_defaults(left_out={}, apart=False)  # columns that cannot run here, and why; a process per column?
     parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
     parser.add_argument("--sample", metavar="N", type=int, help=f"N types, spread over: {kinds}")
     parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(columns)}")
@@ -151,11 +151,13 @@ def run_work(
         1 if what passed in ``--against`` does not pass now, or if nothing was tried.
     """
     work = list(work_left(results, names, options.columns, options.redo, state))
+    if options.apart:
+        work = [(name, [column], held) for name, todo, held in work for column in todo]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("types", total=len(work))
+        task = progress.add_task("cells" if options.apart else "types", total=len(work))
         for name, found in runner.run_types(work, options.jobs):
             results.record(name, found, state)
             progress.advance(task)

@@ -28,10 +28,6 @@ from .source import Source
 _SCORES = 2**25
 """Numbers of scores that are kept for the divergence."""
 
-
-# Let a file read a text from its first token, with an empty cache, where a call has that token in its cache.
-
-
 logger = logging.getLogger("yobx_flatten")
 
 
@@ -52,10 +48,7 @@ def measure(
         logger.info("comparing %s", case.name, extra=STEP)
         padding, steps = Padding(), example.runs.steps(case, written, source.traced.left, twice=not written)
         for pair in side_by_side(side, example.module, case, steps, example.names, padding):
-            eager = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
-            expected = dict(zip(pair.names, eager, strict=True))
-            tensors = {n: v for n, v in expected.items() if isinstance(v, torch.Tensor) and n in pair.outputs}
-            distance.add(tensors, {name: padding.blank(name, pair.outputs[name]) for name in tensors})
+            distance.add(*pair.tensors(padding))
     known = [] if known is None else known
     if not known and quantization.tokens is not None:
         known += read_by_model(example.module, example.kwargs, quantization.tokens, written)

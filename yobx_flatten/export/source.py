@@ -228,8 +228,8 @@ def _result(
             side, example.runs, case, taken=example.names, written=traced.written, left=traced.left, allowed=allowed
         )
         report.remark(*note_on_lost(example.runs.lost))
+        found = report.by_float64(found, case)
         if not found.within(report.tolerance) and found.error is None:
-            found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
             if is_varied and not found.within(report.tolerance):
                 found = _by_rounding(found, example, case, traced, report)
             if not found.within(report.tolerance) and not any(one.cause for one in report.cases):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..runners.ports import Runner
 from ..trees.naming import leaf_names, plain_names
-from .file_side import DERIVED
+from .file_side import BRANCH, DERIVED
 from .names import matched, place_of
 
 _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
@@ -55,24 +55,18 @@ def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) 
     """Yield the calls of a model that a file may stand for, likely ones first. The block must be open."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
-            made = [_without(case, left) for case in cases]
-            call = _fitting(what, module, made, runner, stated, counted)
+            made = [
+                dataclasses.replace(case, kwargs={n: leaf for n, leaf in case.kwargs.items() if n not in left})
+                for case in cases
+            ]
+            call = fitting(what, module, made, runner, stated, counted)
             if call is not None:
                 notes = [f"the file takes no {', '.join(left)}: the model is called without."] if left else []
                 notes += [f"the file takes no {name}: the model gets those that the mask counts." for name in counted]
                 yield dataclasses.replace(call, remarks=(*call.remarks, *notes))
 
 
-def call_of_cases(
-    model: torch.nn.Module, cases: Sequence[Case], runner: Runner, stated: Mapping[str, str]
-) -> Iterator[Call]:
-    """Yield the call of the caller's own cases, if the file takes their leaves."""
-    call = _fitting("the call", model, cases, runner, stated)
-    if call is not None:
-        yield call
-
-
-def _fitting(
+def fitting(
     what: str,
     module: torch.nn.Module,
     cases: Sequence[Case],
@@ -80,12 +74,13 @@ def _fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
+    """Return the call that a file stands for, if it takes all leaves of the cases."""
     # counted: inputs that the file works out from others
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)
     given = pytree.tree_leaves(inputs)
     found = matched(list(runner.ports), names, plain, stated, by_order=False)
-    merged = "use_cache_branch" in runner.ports
+    merged = BRANCH in runner.ports
     lacking = [name for name in runner.ports if name not in found and name not in DERIVED]
     if merged:  # what the other branch reads
         lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
@@ -117,7 +112,7 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
             for whole in (False, True):
                 for piece in _tried(decoder_pieces, model, whole_cache=whole):
                     yield "with a cache", piece.module, [*_cases_of(piece, 3), *_empty_cache(piece)]
-        if not caches or "use_cache_branch" in runner.ports:
+        if not caches or BRANCH in runner.ports:
             yield "without a cache", model, _whole_texts(model)
         return
     if TASKS[task] is encoder_decoder_pieces:
@@ -132,7 +127,10 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
     takes = inspect.signature(model.forward).parameters
     for piece in _tried(plain_pieces, model):
         if "token_type_ids" in takes and "token_type_ids" not in piece.kwargs:
-            yield piece.stem, piece.module, [_with_types(case) for case in _cases_of(piece, 1)]
+            cases = _cases_of(piece, 1)
+            types = [{"token_type_ids": torch.zeros_like(case.kwargs["input_ids"])} for case in cases]
+            pairs = zip(cases, types, strict=True)
+            yield piece.stem, piece.module, [dataclasses.replace(c, kwargs={**c.kwargs, **more}) for c, more in pairs]
 
 
 def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
@@ -203,11 +201,6 @@ def _whole_pairs(model: TransformersModel) -> list[Case]:
     return found
 
 
-def _with_types(case: Case) -> Case:
-    ids = case.kwargs["input_ids"]
-    return dataclasses.replace(case, kwargs={**case.kwargs, "token_type_ids": torch.zeros_like(ids)})
-
-
 # -- what a file leaves out, and the sizes that it fixes ---------------------------------------------------------------
 
 
@@ -222,11 +215,6 @@ def _left_out(
         yield tuple(left), ()
     if "position_ids" in unread:
         yield tuple(name for name in left if name != "position_ids"), ("position_ids",)
-
-
-def _without(case: Case, names: Iterable[str]) -> Case:
-    left = set(names)
-    return dataclasses.replace(case, kwargs={name: leaf for name, leaf in case.kwargs.items() if name not in left})
 
 
 def _fixed(

@@ -16,11 +16,11 @@ from ..recipe.aliases import PyTree
 from ..runners.ports import Port, Runner
 from .names import place_of
 
-_BRANCH = "use_cache_branch"
+BRANCH = "use_cache_branch"
 """The input of a merged decoder that states whether the cache is read."""
 
 DERIVED = (
-    *(_BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
+    *(BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
     *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
 )
 """Inputs that follow from the others, where the call of the module has none of that name."""
@@ -95,7 +95,7 @@ def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torc
     mask = inputs.get("attention_mask")
     held = [leaf for name, leaf in inputs.items() if place_of(name) and ".encoder." not in name]
     past = mask.shape[1] - new if mask is not None else held[0].shape[2] if held else 0
-    if port.name == _BRANCH:
+    if port.name == BRANCH:
         return torch.full((1,) if port.shape else (), reads_cache)
     if port.name.endswith("position_ids"):
         counted = torch.arange(past + new).expand(rows, -1) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)

@@ -36,6 +36,14 @@ class VerifiedFile:
         """Whether every case does what the model does; ``None`` where nothing was compared."""
         return None if self.report is None else self.report.ok
 
+    def joined(self, *others: VerifiedFile) -> VerifiedFile:
+        """Return this result with the cases of other calls of the same file."""
+        for other in others:
+            if self.report is not None and other.report is not None:
+                self.report.cases += other.report.cases
+                self.report.remark(*other.report.remarks)
+        return dataclasses.replace(self, call=", ".join([self.call, *(other.call for other in others)]))
+
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds of it."""
         found: dict[str, Any] = {"ok": self.ok, "call": self.call, "why_not": self.why_not, "names": dict(self.names)}

@@ -25,7 +25,7 @@ from ..errors.failures import first_line
 from ..export.calls import export_onnx
 from ..export.onnx.compare_nodes import Compared, compare_nodes
 from ..export.proof.eager_runs import Case, EagerRuns, check_cases
-from ..export.proof.quality import SCORES, Distance
+from ..export.proof.quality import Distance
 from ..export.proof.replay import CaseResult, Padding, replay, side_by_side
 from ..export.proof.report import ExportReport, Yardstick
 from ..export.quantization import PERPLEXITY_RATIOS
@@ -35,8 +35,8 @@ from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
 from ..runners.ports import Runner
 from ..trees.naming import output_names, plain_names
-from .calls import Call, call_of_cases, calls_of
-from .file_side import FileSide
+from .calls import Call, calls_of, fitting
+from .file_side import BRANCH, FileSide
 from .names import matched
 from .report import FileReport, VerifiedFile
 
@@ -115,7 +115,7 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
         return [place]
     if not place.exists():
         raise ForeignFileError(f"There is no file and no folder at {place}.")
-    below = (place, place / "onnx") if place.is_dir() else ()
+    below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a folder may hold one for each component
     found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
     if not found:
         raise ForeignFileError(f"There is no file with the suffix {', '.join(_SUFFIXES)} at {place}.")
@@ -166,20 +166,28 @@ def _verified(
         runner = open_runner(file, trust=trust, caller="verify_file", failure=ReplayError)
     except ReplayError as error:
         return VerifiedFile(why_not=first_line(error))
-    best: tuple[VerifiedFile, Call] | None = None
+    best: dict[bool, tuple[VerifiedFile, Call]] = {}  # a merged decoder has two branches, and each has to be right
+    merged = BRANCH in runner.ports and cases is None
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        found = calls_of(model, runner, stated) if cases is None else call_of_cases(model, cases, runner, stated)
-        for call in found:
+        own = None if cases is None else fitting("the call", model, cases, runner, stated)
+        for call in calls_of(model, runner, stated) if cases is None else filter(None, [own]):
+            branch = merged and call.reads_cache
+            if branch in best and best[branch][0].ok:
+                continue
             one = _compared(call, runner, facts, stated)
-            best = (one, call) if best is None or _rank(one) > _rank(best[0]) else best
-            if one.ok:
+            if branch not in best or _rank(one) > _rank(best[branch][0]):
+                best[branch] = one, call
+            if one.ok and not merged:
                 return one
-        if best is None:
+        if not best:
             known = "which matches none of the calls known of this model. State names=, or pass cases="
             return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {known}.")
-        if explain and file.suffix == ".onnx" and not facts.quantized:
-            return dataclasses.replace(best[0], first=_first_node(file, best[1]))
-    return best[0]
+        (worst, of), *others = sorted(best.values(), key=lambda held: held[0].ok is True)
+        if merged and worst.ok and not others:
+            return VerifiedFile(why_not=f"of its two branches one was compared: {of.what}")
+        if not worst.ok and explain and file.suffix == ".onnx" and not facts.quantized:
+            worst = dataclasses.replace(worst, first=_first_node(file, of))
+    return worst.joined(*(other for other, _ in others))
 
 
 def _rank(one: VerifiedFile) -> tuple[int, int]:
@@ -200,6 +208,8 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
         return VerifiedFile(why_not=first_line(error))
     expected = output_names(eager, call.leaves)
     outputs = matched(list(runner.outputs), expected, plain_names(eager), stated, by_order=True)
+    if BRANCH in runner.ports and call.reads_cache:  # by convention those of the first call are kept
+        outputs = {theirs: name for theirs, name in outputs.items() if ".encoder." not in name}
     side = FileSide(runner, call.leaves, call.inputs, outputs, reads_cache=call.reads_cache)
     is_half = facts.dtype != "float32"
     yardstick = None if Yardstick.why_not(call.module) else Yardstick(call.module, call.leaves, is_half=is_half)
@@ -208,28 +218,22 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
         if facts.quantized:
             _measure(side, call, runs, report, facts.quantized)
         else:
-            report.cases += [_result(side, call, runs, case, report) for case in call.cases]
+            for case in call.cases:
+                found = replay(side, runs, case, taken=call.leaves, allowed=report.explained(case))
+                report.cases.append(report.by_float64(found, case))
     report.remark(*call.remarks)
     report.input_names, report.output_names = list(runner.ports), list(runner.outputs)
     for kind in set(side.other_types.values()):
         report.remark(f"the file returns {kind} where the model returns another type.")
     missing = [name for name in expected if name not in outputs.values()]
     if missing:
-        report.remark(f"not compared, as the file does not return them: {', '.join(missing)}.")
+        report.remark(f"not compared, as the file does not return them or they are not read: {', '.join(missing)}.")
     return VerifiedFile(
         call.what,
         report,
         names={**call.inputs, **outputs},
         not_compared=[name for name in runner.outputs if name not in outputs],
     )
-
-
-def _result(side: FileSide, call: Call, runs: EagerRuns, case: Case, report: ExportReport) -> CaseResult:
-    allowed = report.explained(case)
-    found = replay(side, runs, case, taken=call.leaves, allowed=allowed)
-    if not found.within(report.tolerance) and found.error is None:
-        found = dataclasses.replace(found, allowed=report.explained_by_float64(case) or found.allowed)
-    return found
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
@@ -240,10 +244,7 @@ def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, 
         error = None
         try:
             for pair in side_by_side(side, call.module, case, steps, call.leaves, padding):
-                leaves = pytree.tree_leaves(padding.blank_leaves(pair.eager, pair.names))
-                sides = [dict(zip(pair.names, leaves, strict=True)), pair.outputs]
-                wanted = [SCORES] if SCORES in sides[0] else [name for name in sides[0] if name in sides[1]]
-                distance.add({n: sides[0][n] for n in wanted}, {n: padding.blank(n, sides[1][n]) for n in wanted})
+                distance.add(*pair.tensors(padding))
         except (FlattenError, RuntimeError) as failed:
             error = first_line(failed)
         report.cases.append(CaseResult(case.name, side.runtime, case.steps, {}, 0.0, error))

@@ -123,6 +123,12 @@ class Pair(NamedTuple):
     names: list[str]  # of the leaves of `eager`
     seconds: float  # duration of the side's call
 
+    def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What both sides return, by name, with zeros where it is padding."""
+        eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
+        expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
+        return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
+
 
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding

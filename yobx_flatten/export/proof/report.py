@@ -202,6 +202,12 @@ class ExportReport(Report):
             self.yardstick = spare
         return found
 
+    def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
+        """Return a result whose outputs may differ by what float32 costs, where they are further off than allowed."""
+        if found.error is not None or found.within(self.tolerance):
+            return found
+        return dataclasses.replace(found, allowed=self.explained_by_float64(case) or found.allowed)
+
     def remark(self, *texts: str) -> None:
         """Add notes, without repeating one.
 

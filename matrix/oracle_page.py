@@ -1,0 +1,139 @@
+"""The page of the table of exporters, and its small form for the guide: each verdict, why, and how to repeat it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .oracle_cases import RANKS, TYPES
+from .oracle_exporters import EXPORTERS
+from .page import cleaned, row, rule
+from .results import Results
+
+__all__ = ["NOT_RUN", "page_of", "small_table", "verdict_of"]
+
+NOT_RUN = "not run"
+
+_PAGE = """# Files of every exporter
+
+This table states whether exported files do what their model does. {types} model types are built from small
+configurations with random weights, and with a sliding window of eight tokens if the type has a window. Each exporter
+writes the same checkpoint, in a separate process, as its documentation describes. `verify_file` then compares the
+files with the eager model: other batch sizes and lengths, lengths past the window, padding, an empty cache, and three
+calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-files-of-other-exporters)).
+
+| verdict | meaning |
+|---|---|
+| right | all cases agree with the model |
+| right at some sizes only | a file agrees in some cases; in others it raises an error, or it fixes their sizes |
+| wrong values | a file runs and returns other values in at least one case |
+| refused | the exporter states that it does not support the model |
+| not written | the export ends with another error |
+| does not run | onnxruntime runs a file in none of the cases |
+| not judged | `verify_file` does not know the inputs, or the model itself is not precise enough |
+| not run | the cell was not tried |
+
+A file is called wrong only if two computations agree on that: the model in float32 and the model in float64. The file
+differs from each of them by more than ten times what they differ from each other. An exporter may state the difference:
+mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window.
+
+{small}
+
+## All cells
+
+{table}
+
+## What is not right
+
+{reasons}
+
+## Repeat a cell
+
+```bash
+make oracle MATRIX_ARGS="--only llama --columns 'torch.onnx' --redo all --output llama.json"
+```
+
+`make oracle` runs all cells, and continues where it stopped (`python -m matrix.oracle --help` lists the options). This
+page is written from `data/{file}`, with {versions}. The exporters:
+
+| exporter | call | versions |
+|---|---|---|
+{exporters}
+"""
+
+_CALLS = {
+    "yobx-flatten": '`export_folder("model", "out", proof="none")`: no check may hide a wrong file',
+    "transformers exporters": (
+        "`OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True))`; `export_for_generation` if the model "
+        "generates"
+    ),
+    "optimum-onnx": "`optimum-cli export onnx --model model --task ... out`",
+    "torch.onnx": (
+        "`torch.onnx.export(model, kwargs=inputs, dynamic_shapes=..., dynamo=True)`, without a cache; batch and length "
+        "vary"
+    ),
+    "onnxruntime-genai": "`python -m onnxruntime_genai.models.builder -i model -o out -p fp32 -e cpu`",
+    "mobius-onnx": "`mobius build --model model out --dtype f32`",
+}
+
+
+def verdict_of(results: Results, name: str, exporter: str) -> str:
+    """Return the verdict on a cell."""
+    result = results.types.get(name, {}).get("columns", {}).get(exporter)
+    if result is None or result["ok"] is None:
+        return NOT_RUN
+    return str(result.get("verdict", "not judged"))  # the process of the cell ended before its verdict
+
+
+def small_table(results: Results) -> str:
+    """Return how often each exporter got which verdict, in Markdown."""
+    kinds = [*RANKS, NOT_RUN]
+    counts = {one: Counter(verdict_of(results, name, one) for name in TYPES) for one in EXPORTERS}
+    kinds = [kind for kind in kinds if any(counted[kind] for counted in counts.values())]
+    lines = [row(["exporter", *kinds]), rule(len(kinds) + 1)]
+    return "\n".join([*lines, *(row([one, *(str(counts[one][kind]) for kind in kinds)]) for one in EXPORTERS)])
+
+
+def page_of(results: Results, file: str) -> str:
+    """Return the page.
+
+    Args:
+        results: the results of this matrix.
+        file: the name of the file they are from.
+    """
+    lines = [row(["type", *EXPORTERS]), rule(len(EXPORTERS) + 1)]
+    lines += [row([f"`{name}`", *(verdict_of(results, name, one) for one in EXPORTERS)]) for name in TYPES]
+    reasons = [_reason(name, one, results) for one in EXPORTERS for name in TYPES]
+    exporters = [row([name, call, _versions(results, name)]) for name, call in _CALLS.items()]
+    return _PAGE.format(
+        types=len(TYPES),
+        small=small_table(results),
+        table="\n".join(lines),
+        reasons="\n".join(line for line in reasons if line),
+        file=file,
+        versions=", ".join(f"{library} {version}" for library, version in results.versions.items()),
+        exporters="\n".join(exporters),
+    )
+
+
+def _versions(results: Results, exporter: str) -> str:
+    held = [entry["columns"].get(exporter, {}).get("versions", {}) for entry in results.types.values()]
+    known: dict[str, Any] = next((one for one in held if one), {})
+    return ", ".join(f"{library} {version}" for library, version in known.items())
+
+
+def _reason(name: str, exporter: str, results: Results) -> str:
+    """A line on a cell that is not right."""
+    verdict = verdict_of(results, name, exporter)
+    result = results.types.get(name, {}).get("columns", {}).get(exporter)
+    if verdict == "right" or result is None:
+        return ""
+    apart = result.get("apart")
+    shown = ""
+    if apart:
+        shown = (
+            f"; {apart['float32']:.1e} from float32, {apart['float64']:.1e} from float64, which are "
+            f"{apart['between']:.1e} apart"
+        )
+    where = f"`{result['file']}`, " if "file" in result else ""
+    return f"- {exporter}, `{name}`: {verdict} ({where}{cleaned(result.get('why', ''))[:240]}{shown})"

@@ -1,0 +1,95 @@
+"""Files that other exporters really wrote, and files of other runtimes, next to their model."""
+
+import shutil
+
+import pytest
+import torch
+
+from yobx_flatten import Case, export_onnx, export_program
+from yobx_flatten.model_folder.pieces.text import decoder_pieces
+from yobx_flatten.verify import verify_file
+
+from .peer_files import WRITTEN, llama, t5
+from .test_planted_faults import small_mistral
+
+
+def changed(model):
+    """The model with one weight that is not that of the file."""
+    with torch.no_grad():
+        next(model.parameters())[5] += 0.2
+    return model
+
+
+def test_a_folder_of_optimum_is_right():
+    """optimum's encoder, and its two decoders in one file: a cache is read, and none is."""
+    report = verify_file(WRITTEN / "optimum", t5())
+    assert report.ok is True, str(report)
+    merged = report.files["decoder_model_merged.onnx"]
+    assert merged.report.input_names[-1] == "use_cache_branch"
+    assert merged.call == "decoder_model, decoder_with_past_model", "both branches"
+    assert len(merged.report.cases) >= 6
+
+
+def test_a_folder_of_optimum_with_another_weight_is_wrong():
+    """Both files are compared, and neither is excused."""
+    report = verify_file(WRITTEN / "optimum", changed(t5()), explain=False)
+    assert report.ok is False
+    assert all(one.ok is False for one in report.files.values()), str(report)
+
+
+def test_a_file_of_genai_is_right_where_it_runs():
+    """The builder's attention reads one row where several tokens follow a cache; those cases are errors."""
+    (one,) = verify_file(WRITTEN / "genai", llama(), explain=False).files.values()
+    assert one.ok is False, "other cases do not run"
+    ran = [case for case in one.report.cases if case.error is None]
+    assert [case.case for case in ran] == ["batch 3, past 6, new 1", "batch 1, past 9, new 3"], str(one)
+    assert all(case.within(one.report.tolerance) and case.steps == 3 for case in ran), str(one)
+    assert all("batch_size must be 1" in case.error for case in one.report.failed()), str(one)
+    (other,) = verify_file(WRITTEN / "genai", changed(llama()), explain=False).files.values()
+    assert not any(case.within(other.report.tolerance) for case in other.report.cases)
+
+
+@pytest.fixture
+def decoder(tmp_path):
+    """An ONNX file of a Mistral, as others would hand it to another runtime."""
+    model = small_mistral()
+    (piece,) = decoder_pieces(model, whole_cache=True, proof="none")
+    export_onnx(piece.module, kwargs=piece.kwargs, path=tmp_path / "model.onnx", proof="none")
+    return model, tmp_path / "model.onnx"
+
+
+def test_a_file_of_openvino_is_compared(decoder, tmp_path):
+    """OpenVINO's own converter writes it; a window that the model does not have is found."""
+    openvino = pytest.importorskip("openvino")
+    model, path = decoder
+    (tmp_path / "openvino").mkdir()
+    openvino.save_model(openvino.convert_model(path), tmp_path / "openvino" / "model.xml", compress_to_fp16=False)
+    (one,) = verify_file(tmp_path / "openvino", model).files.values()
+    assert one.ok is True, str(one)
+    assert {case.runtime for case in one.report.cases} == {"openvino"}
+    assert verify_file(tmp_path / "openvino", small_mistral(window=None)).ok is False
+
+
+def test_a_file_of_executorch_is_compared(tmp_path):
+    """A program of ExecuTorch is right next to its model, and wrong next to another one."""
+    pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    x = torch.randn(4, 3)
+    export_program(linear, (x,)).to_executorch(tmp_path / "model.pte", backend="portable")
+    cases = [Case("the example", (x,)), Case("other values", (torch.randn(4, 3),))]
+    (one,) = verify_file(tmp_path / "model.pte", linear, cases=cases).files.values()
+    assert one.ok is True, str(one)
+    assert {case.runtime for case in one.report.cases} == {"executorch"}
+    torch.nn.init.ones_(linear[0].weight)
+    assert verify_file(tmp_path / "model.pte", linear, cases=cases).ok is False
+
+
+def test_components_in_folders_are_found(tmp_path):
+    """mobius writes one folder for each component."""
+    for part in ("encoder_model", "decoder_model_merged"):
+        (tmp_path / part).mkdir()
+        shutil.copy(WRITTEN / "optimum" / f"{part}.onnx", tmp_path / part / "model.onnx")
+    report = verify_file(tmp_path, t5())
+    assert sorted(report.files) == ["decoder_model_merged/model.onnx", "encoder_model/model.onnx"]
+    assert report.ok is True, str(report)

@@ -47,9 +47,6 @@ from .checks import Repeats
 from .layer_graph import other_leaves
 from .rows import RowTrial
 
-# Values that are compared when a proof is repeated.
-_AGAIN = 3
-
 # A batch of one microbatch has nothing to weigh, and shows nothing of other batches.
 ONE_MICROBATCH = LossProof("items")
 
@@ -115,23 +112,24 @@ class Sample:
     ) -> Proof:
         """Find the first weights with which the losses of parts give that of all rows, for all values."""
         # called: object that the calls may change, which is undone
-        # again: whether the weights were checked before, so that few values are compared
+        # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
             for place, (leaf, axis, role) in enumerate(zip(self.leaves[0], self.axes, self.roles, strict=True))
             if axis is not None and role is not None
         }
-        values = itertools.islice(variants([*columns.values()], ignored), _AGAIN if again else None)
+        values = itertools.islice(variants([*columns.values()], ignored), 1 if again else None)
         with calls_apart(called) as next_call:
 
             def apart(number: int, leaves: Sequence[Any]) -> Part:
                 next_call(number)
                 return loss(number, leaves)
 
-            return prove(partial(self._evaluate, apart, [*columns]), values, ways, as_stated=as_stated)
+            return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
-    def _evaluate(self, loss: Loss, places: Sequence[int], values: Sequence[torch.Tensor]) -> Evaluation:
+    def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
         """The losses of other values in some places, and the tensors in which gradients end."""
+        # again: whether gradients of the rows are enough, where there are any: those of a head take most of the time
         whole = list(self.leaves[0])
         for place, value in zip(places, values, strict=True):
             whole[place] = value
@@ -149,6 +147,8 @@ class Sample:
             found.append(loss(number, cut))
         trained = [leaf for leaf in whole if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         own = [whole[place] for place, axis in enumerate(self.axes) if axis is not None and whole[place].requires_grad]
+        if again and own:
+            return found[0], found[1:], own
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:

@@ -162,16 +162,12 @@ class CutModel(RoundPipe):
         if self._rp_options.has_groups:
             raise rows_are_mixed(title)
         found: LossWay = "joined" if piece == last and last > 0 else "whole"
-        self._rp_warn_of_rows(title, found)
-        return found
-
-    def _rp_warn_of_rows(self, title: str, way: LossWay) -> None:
-        """State once that layers do not compute each row by itself."""
-        how = "it runs once for the whole batch" if way == "joined" else "such batches run in one microbatch"
+        how = "it runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
         kind = type(self.cut.model).__name__
         self._rp_warn_once(
             "rows", f"{kind}: {title} computes different values for a whole batch than for its parts. So {how}."
         )
+        return found
 
     def _rp_warn_once(self, about: str, text: str) -> None:
         if about not in self._rp_warned_of:

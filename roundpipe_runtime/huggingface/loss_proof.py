@@ -150,7 +150,8 @@ class LossWays:
             states, shown = self._rows.some_states(trial, config)
             rows[1:] = [dataclasses.replace(part, state=state) for part, state in zip(rows[1:], states, strict=True)]
             nbytes = sum(value.nbytes for state in states for value in state.values.values())
-        if function is None and (found := tail.without_proof(rows[1])) is not None:
+        is_new = function is None and (known is None or not known.compared)
+        if is_new and (found := tail.without_proof(rows[1])) is not None:
             return found
         if not made.report.is_whole:
             rows[0] = dataclasses.replace(rows[0], state=self._rows.joined_state(kind, trial, states, shown))

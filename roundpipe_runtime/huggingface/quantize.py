@@ -42,7 +42,8 @@ def quantize_frozen(
         The model itself.
 
     Raises:
-        ConfigError: there is no such kind, a weight has a different shape, or the model has no linear layer in a list.
+        ConfigError: there is no such kind, a weight has a different shape, the model has no linear layer in a list, or
+            ``weights`` is given and a buffer on ``meta`` is not part of the state dict.
         MissingDependencyError: bitsandbytes or torchao is not installed.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]))
@@ -57,6 +58,13 @@ def quantize_frozen(
     chosen = dict(linear_layers(model))
     if not chosen:
         raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a list of layers.")
+    buffers = [(path, one) for path, one in model.named_buffers(remove_duplicate=False) if one.is_meta]
+    if weights and (unread := {path for path, _ in buffers}.difference(model.state_dict())):
+        raise ConfigError(
+            f"quantize_frozen: the buffer {min(unread)!r} is on meta, and it is not part of the state dict, so "
+            "weights= cannot return it. Keep buffers in memory when the model is made:\n"
+            "    with accelerate.init_empty_weights(): model = AutoModelForCausalLM.from_config(config)"
+        )
     model.requires_grad_(False)
     read = _Weights(weights)
     inside = set(map(id, chosen.values()))
@@ -64,6 +72,9 @@ def quantize_frozen(
         if id(module) not in inside:
             for name, parameter in module._parameters.items():
                 module._parameters[name] = read.parameter(f"{prefix}.{name}" if prefix else name, parameter)
+    for path, buffer in buffers if weights else ():
+        owner, _, last = path.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = read.numbers(path, buffer).clone()
     quantize = _eight_bits if kind == "int8" else partial(_four_bits, kind=kind)
     for name, layer in chosen.items():
         made = quantize(layer, read.numbers(f"{name}.weight", layer._parameters["weight"]))
@@ -106,8 +117,8 @@ class _Weights:
             self._known[id(parameter)] = parameter, made
         return self._known[id(parameter)][1]
 
-    def numbers(self, name: str, parameter: nn.Parameter | None) -> torch.Tensor:
-        """Return the numbers of a weight, which may be mapped from a file."""
+    def numbers(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
+        """Return the numbers of a weight or a buffer, which may be mapped from a file."""
         assert parameter is not None
         if not parameter.is_meta or self._read is None:
             return parameter.detach()

@@ -231,7 +231,9 @@ class WrappedModel(CutModel):
             config = dataclasses.replace(config, num_microbatch=1)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        batch = self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None
+        # rows of the batch of all ranks are known when a microbatch has its loss
+        rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
+        batch = rows_of_batch if computes_loss else None
         weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
@@ -248,11 +250,6 @@ class WrappedModel(CutModel):
                 return joined()
             result = run(dataclasses.replace(config, num_microbatch=1))
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
-
-    def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
-        """The rows of the batch of all ranks, which is known when a microbatch has its loss."""
-        rows = rows_of_call(args, kwargs)
-        return lambda: self._rp_engine.groups.rows_of_batch(rows)
 
     def _rp_backward_from_joined(
         self,

@@ -551,3 +551,23 @@ def test_a_repeated_proof_takes_no_earlier_one_back(first, then):
     before = LOSSES[first][1]
     assert ways == [before] * 3 + [before if then == first else "joined"] * 5
     pipeline.close()
+
+
+def test_a_repeated_proof_compares_one_set_of_values(monkeypatch):
+    """So that calls 2, 4, 8, ... cost little; the first proof has labels and outputs with other values."""
+    sets, evaluate = [], Sample._evaluate
+
+    def counted(self, *given):
+        sets.append(len(given))
+        return evaluate(self, *given)
+
+    monkeypatch.setattr(Sample, "_evaluate", counted)
+    layers, x, y = made(6)
+    pipeline, found = RoundPipe(layers, devices="virtual:2"), []
+    for _ in range(4):
+        sets.clear()
+        pipeline.forward_backward((x,), label=y, loss_fn=F.cross_entropy)
+        found.append(len(sets))
+    assert found[0] > 5
+    assert found[1:] == [1, 0, 1]
+    pipeline.close()

@@ -307,6 +307,35 @@ def test_what_cannot_be_quantized_is_refused(monkeypatch):
         quantize_frozen(llama())
 
 
+class Scaled(nn.Module):
+    """Has a list of linear layers, and a buffer next to it."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+        self.register_buffer("scale", torch.full((64,), 0.5), persistent=persistent)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x
+
+
+def test_buffers_on_meta_are_read_like_weights():
+    """The model answers as one that was quantized in memory; a buffer that no state dict holds is named."""
+    torch.manual_seed(0)
+    plain, x = Scaled(persistent=True), torch.randn(3, 64)
+    held = {name: value.clone() for name, value in plain.state_dict().items()}
+    with torch.device("meta"):
+        empty, without = Scaled(persistent=True), Scaled(persistent=False)
+    read = quantize_frozen(empty, "int8", weights=held.__getitem__)
+    assert not any(one.is_meta for one in (*read.parameters(), *read.buffers()))
+    assert torch.equal(read(x), quantize_frozen(plain, "int8")(x))
+    with pytest.raises(ValueError, match=r"the buffer 'scale' is on meta(.|\n)*init_empty_weights"):
+        quantize_frozen(without, "int8", weights=held.__getitem__)
+    assert all(parameter.requires_grad for parameter in without.parameters())  # it is as it was
+
+
 def test_without_adapters_nothing_would_train(folder, tmp_path, capsys):
     """The command line names the option to add."""
     line = f"train {folder / 'llama'} {folder / 'text.txt'} -o {tmp_path / 'out'} --tokenizer bytes --quantize nf4"

@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of its own; Python 3.11 or newer, pip and make are all it takes.
+# Everything runs in a separate virtual environment; only Python 3.11 or newer, pip and make are needed.
 # `make` alone lists the targets. A step installs only what it needs, and only when that changed.
 
 PYTHON ?= python3
@@ -55,7 +55,7 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 	@echo
 	@$(BIN)/python -m roundpipe_runtime demo
 
-# One installation, of some seconds even where all is there, in place of one for each step.
+# One installation instead of one per step: each takes some seconds, even if nothing is missing.
 ready: $(VENV)/.has-dev  ## install what all steps need at once
 	@touch $(addprefix $(VENV)/.has-,demo test lint types docs matrix notebooks)
 
@@ -94,10 +94,10 @@ accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerat
 		$(addprefix tests/runtime/,optim \
 		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
 
-accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime there, in two orders on 1, 2 and 4 devices; goes on where it stopped
+accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime there, in two orders on 1, 2 and 4 devices; continues where it stopped
 	$(BIN)/python -m tests.accelerator.parts --page
 
-interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; goes on where it stopped
+interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; continues where it stopped
 	$(BIN)/python -m tests.accelerator.interleavings $(COUNT)
 
 mutants: $(VENV)/.has-test  ## remove every wait, event and pin of the devices once, and see which test notices
@@ -111,7 +111,7 @@ executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torc
 
 # Next to the libraries of the tests and not among them: transformers imports torchao where it finds it.
 QUANTIZED := build/quantized
-quantized: $(VENV)/.has-test  ## run the tests of weights in few bits with bitsandbytes and torchao, in build/quantized
+quantized: $(VENV)/.has-test  ## run the tests of quantized weights with bitsandbytes and torchao, in build/quantized
 	@test -d $(QUANTIZED)/bitsandbytes || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(QUANTIZED) $$(grep -iE '^(bitsandbytes|torchao)==' constraints.txt)
 	PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(BIN)/python -m pytest -n 0 tests/runtime/quantized tests/flatten/export/test_converted.py $(PYTEST_ARGS)
@@ -142,7 +142,7 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 house:  ## print how many lines and files the packages have, by folder, next to what pyproject.toml allows
 	@$(PYTHON) tests/house.py
 
-kills: $(VENV)/.has-test  ## kill a training and everything that writes files 30 times each: the training goes on to the same bits, files are old or new
+kills: $(VENV)/.has-test  ## kill a training and everything that writes files 30 times each: the training continues bitwise identical, files are old or new
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/killed tests/runtime/checkpoint/test_killed.py \
 		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
@@ -191,7 +191,7 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
-bench-gpu: $(VENV)/.has-test  ## measure a GPU, run the tests for devices, train next to others; goes on where it stopped (GPU_ARGS="tests 1.7B")
+bench-gpu: $(VENV)/.has-test  ## measure a GPU, run the tests for devices, train next to other programs; continues where it stopped (GPU_ARGS="tests 1.7B")
 	$(BIN)/python benchmarks/gpu_day.py --out $(GPU_OUT) $(GPU_ARGS)
 	$(BIN)/python benchmarks/gpu_day.py --page --out $(GPU_OUT)
 

@@ -50,7 +50,7 @@ LAYER_MS, HOST_US = 1.0, 1000.0
 
 
 def simulated(model: str, kind: str, devices: int, microbatches: int) -> dict[str, Any]:
-    """One case, in a process of its own."""
+    """Run one case in a separate process."""
     found: dict[str, Any] = _in_process(
         devices, "-m", "benchmarks.simulated", "--model", model, "--kind", kind, "--microbatches", str(microbatches)
     )
@@ -131,7 +131,7 @@ def overhead(repeat: int) -> dict[str, float]:
         calls = LAYERS * MICROBATCHES
         return 1e6 * (seconds - inside) / calls, 1e6 * inside / calls
 
-    # By turns, so that what else runs on the machine meets all of them; the least of each.
+    # They take turns, so that other load on the machine affects all of them; the least of each counts.
     steps = (alone, checkpointed, pipeline)
     rounds = [[taken(step) for step in steps] for _ in range(repeat)]
     (plain, plain_inside), (again, _), (ours, ours_inside) = map(min, zip(*rounds, strict=True))

@@ -3,7 +3,7 @@
     python benchmarks/bench_experts.py [--width N] [--layers N] [--json FILE]
 
 A Mixtral (2 of 8 experts) and a Qwen3-MoE (4 of 32), each twice: one pipeline uploads the experts that tokens were
-routed to (`upload_experts="routed"`, the default), the other all of them. Both take the same steps by turns, of a
+routed to (`upload_experts="routed"`, the default), the other all of them. Both take turns with the same steps, of a
 forward alone and of a training, with few tokens and with many; all numbers that come out are compared bit by bit.
 Weights are random, and tokens reach fewer experts than with even routing, as the share of bytes shows. Runs that prove
 something (the first, second, fourth...) are not counted. Seconds are medians of processor time: on a CPU an upload is a
@@ -80,7 +80,7 @@ class Side:
 
 
 def compare(sides: Sequence[Side], kind: str, count: int) -> dict[str, Any]:
-    """Run batches of so many tokens on both sides, by turns."""
+    """Run batches of so many tokens on both sides alternately."""
     for side in sides:
         side.seconds, side.bytes = [], []
     for number in range(RUNS):

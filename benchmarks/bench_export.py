@@ -1,7 +1,7 @@
 """A language model's ONNX file by several exporters: the cost of making it, and of each token that it decodes.
 
-Every file is made in a process of its own, from the same folder of weights. Then one process with one thread opens all
-of them in onnxruntime and runs them by turns, next to the eager model and ``torch.compile`` with a static cache. The
+Every file is made in a separate process, from the same folder of weights. Then one process with one thread opens all
+of them in onnxruntime and runs them alternately, next to the eager model and ``torch.compile`` with a static cache. The
 clock is that of the processor: it does not count what other programs took. Each number is the least of all rounds.
 
 A product of one token reads every weight once, and how fast depends on the pages of memory that the system happens to
@@ -110,7 +110,7 @@ def _tokenizer(words: int) -> Any:
 
 
 def make(python: str, program: str, source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
-    """Run an exporter in a process of its own; return what it cost, or why it failed."""
+    """Run an exporter in a separate process; return its cost, or why it failed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     environment.pop("GLIBC_TUNABLES", None)
     started = time.perf_counter()
@@ -199,7 +199,7 @@ class File:
 
 
 class Eager:
-    """The model of transformers, with a cache that grows."""
+    """The Hugging Face model, with a cache that grows."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -299,7 +299,7 @@ def keys_kept(config: Any) -> dict[int, int]:
 def measure(
     openers: dict[str, Callable[[], Any]], model: Any, pasts: list[int], batches: list[int], rounds: int, openings: int
 ) -> list[dict[str, Any]]:
-    """Time every side by turns, and compare its logits with the eager model's: larger batches at the middle length."""
+    """Time the sides alternately, and compare their logits with the eager ones: larger batches at the middle length."""
     work = [(f"decode, {past} cached", past, 1, 1) for past in pasts]
     middle = pasts[len(pasts) // 2]
     work += [(f"decode, {middle} cached, {rows} rows", middle, 1, rows) for rows in batches]

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_flatten.py [--json FILE] [--repeat N]
 
-Every row is measured in a process of its own, next to the plain list, so that the ratio compares numbers of one
+Every row is measured in a separate process, next to the plain list, so that the ratio compares numbers of one
 process. Bars: `tree_unflatten` at most 3x the list, `tree_flatten` at most 1.5x, entering and leaving a warm block at
 most 300 µs. The exit status states whether ours meet them.
 """
@@ -150,7 +150,7 @@ def measure_block(_: str, repeat: int) -> dict[str, Any]:
 
 
 def in_a_process(row: str, repeat: int) -> dict[str, Any]:
-    """Measure one row in a process of its own; a peer that is not there states it."""
+    """Measure one row in a separate process; a peer that is not installed prints that."""
     command = [sys.executable, __file__, "--row", row, "--repeat", str(repeat)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:

@@ -1,8 +1,8 @@
 """One step of a decode loop: eager PyTorch next to the exported file in onnxruntime, with and without IO binding.
 
-All run the same small model in one process with one thread, by turns: ten steps of one, ten of the next. What is shown
-is the median step of the rounds. The sliding model runs far past its window; what its cache holds is shown at the
-beginning and at the end.
+All run the same small model in one process with one thread, and take turns of ten steps. The result is the median step
+of the rounds. The sliding model runs far beyond its window; the size of its cache is shown at the beginning and at
+the end.
 """
 
 from __future__ import annotations

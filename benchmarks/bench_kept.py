@@ -5,7 +5,7 @@
 A Llama with adapters (LoRA, r=8), and the same one with all of its weights trained over four batches for each step, on
 one virtual device with a limit. The bits of the losses are compared. The rest is counted: bytes of parameters that went
 up in the third step, bytes that the device holds between two steps, and the most that copies took on it. Seconds are
-the median of three steps by turns; on a CPU an upload is a copy in its memory, so they show what keeping costs, not
+the median of three alternating steps; on a CPU an upload is a copy in its memory, so they show what keeping costs, not
 what it saves on a link.
 """
 
@@ -86,7 +86,7 @@ class Training:
 
 
 def compare(way: str, width: int, layers: int, share: float) -> dict[str, Any]:
-    """Train with and without, by turns, on a device whose memory is a share of the weights."""
+    """Train with and without, alternately, on a device whose memory is a share of the weights."""
     models = [made(way, width, layers) for _ in range(2)]
     weights = sum(parameter.nbytes for parameter in models[0].parameters())
     sides = [Training(way, model, int(share * weights), keep) for model, keep in zip(models, (0, "auto"), strict=True)]

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_memory.py [--json FILE] [--millions N ...] [--losses STEPS]
 
-Each row trains in a process of its own: layers of one matrix each, AdamW (fused), a stage per layer, and one virtual
+Each row trains in a separate process: layers of one matrix each, AdamW (fused), a stage per layer, and one virtual
 device that has room for a tenth of the model. The number is the highest resident memory of the third step, less that of
 the same process after a training of a tiny model, per parameter. What is on the virtual device is in the memory of the
 host, and counts. Freed blocks of 1 MB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_): glibc
@@ -88,7 +88,7 @@ def plan_of() -> ModelExecutePlan:
 
 
 def planned(width: int, way: str) -> float | None:
-    """Return the bytes that the plan states, of the host and the device; none for moments and gradients in few bits."""
+    """Return the bytes that the plan states, of the host and the device; none for quantized moments and gradients."""
     options = WAYS[way]
     if "gradient_dtype" in options:
         return None
@@ -166,7 +166,7 @@ def losses(ways: list[str], steps: int) -> dict[str, list[float]]:
 
 
 def of_child(what: str, way: str, number: int) -> Any:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     command = [sys.executable, __file__, "--one", what, way, str(number)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)

@@ -4,7 +4,7 @@
 
 A Llama of 1.4 GB in float32, six rows in three microbatches on two virtual devices. Processor time, one thread, and how
 much the process grows at most, beyond what it holds before. With another checkout of this repository (``--before``),
-both are run in turns, each time in a process of its own, and the least of each number counts.
+both are run in turns, each time in a separate process, and the least of each number counts.
 
 Numbers above their bar are listed. The exit status is 0 also then, because a machine may be slow.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_ranks.py [--ranks 2] [--turns 4] [--json docs/data/bench-ranks.json]
 
-cost      seconds of processor time per step and rank, taking turns in one run: a pipeline that exchanges nothing, the
+cost      CPU seconds per step and rank, taking turns in one run: a pipeline that exchanges nothing, the
           same with ranks, and FSDP2 with a shard per layer; 25 M parameters, activations recomputed, fused AdamW
 line      layers that sleep, and a line that sleeps as long as its bytes take: what of it is not hidden
 memory    bytes per parameter of what stays on the host, counted; weights in bfloat16, the rest in float32
@@ -97,7 +97,7 @@ def processor_seconds() -> float:
 
 
 def cost(mesh: DeviceMesh, turns: int) -> dict[str, float]:
-    """Seconds of processor time of a step, medians over turns, and their ratios turn by turn."""
+    """CPU seconds of a step, medians over turns, and their ratios turn by turn."""
     alone, ranks = pipelined(None), pipelined(mesh)
     steps = {"alone": alone[2], "ranks": ranks[2], "FSDP2": sharded_by_torch(mesh)}
     ends = {"alone": alone[0].synchronize, "ranks": ranks[0].synchronize}

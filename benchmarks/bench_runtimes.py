@@ -1,13 +1,13 @@
-"""One program in every runtime: milliseconds of processor per token that a Llama decodes, with one thread.
+"""One program in every runtime: CPU milliseconds per token that a Llama decodes, with one thread.
 
 One export with bounds is written as a file for each runtime that is installed, without a proof, since the timed calls
-are compared with the eager model. Then one process runs all of them by turns, next to the eager model and
+are compared with the eager model. Then one process runs all of them alternately, next to the eager model and
 ``torch.compile`` with a static cache. Every file takes the cache and returns a longer one: that copy is measured.
 
     python benchmarks/bench_runtimes.py --compile --files build/runtimes --output docs/data/bench-runtimes.json
 
 ``--files`` keeps files and compiled code: a second run, on a quiet machine, only loads and measures. ExecuTorch brings
-torchao and needs an environment of its own: ``make executorch``, then its Python for everything.
+torchao and needs a separate environment: ``make executorch``, then its Python for everything.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def write(model: Any, most: int, folder: pathlib.Path, runtimes: list[str]) -> d
 
 
 def measure(sides: dict[str, Any], past: int, cache: dict[int, tuple[Any, Any]], rounds: int) -> dict[str, Any]:
-    """Time a token of every side, by turns, and compare its logits with the eager model's."""
+    """Time a token of every side alternately, and compare its logits with the eager model's."""
     calls = {side: sides[side].prepare(past, 1, cache) for side in sides}
     expected = calls["eager"]()
     differences = {side: float(abs(call() - expected).max()) for side, call in calls.items()}

@@ -177,7 +177,7 @@ VOCABULARY, LENGTH = 4096, 128
 
 
 class HeadWithLoss(nn.Module):
-    """The last layer, which computes the loss itself, as a model of transformers does."""
+    """The last layer, which computes the loss itself, as a Hugging Face model does."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_size.py [--millions N] [--adapters N] [--ways WAY ...] [--add] [--json FILE]
 
-Each way trains in a process of its own: 150 layers of a Llama in bfloat16, on bytes of the text that Python ships
+Each way trains in a separate process: 150 layers of a Llama in bfloat16, on bytes of the text that Python ships
 with, with two virtual devices that have room for a tenth of the weights. A device refuses the whole model. What is on
 virtual devices is in the memory of the host, and is part of what is measured and predicted. The memory of the host is
 the highest resident memory of all steps, above that of the process after a training of a tiny model.
@@ -302,7 +302,7 @@ def measure(way: str, millions: int, only_fits: bool, adds: bool) -> dict[str, A
     config, small, tiny = llama(millions), llama(millions, LAYERS // SHARE), llama(1, 2)
     run = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
     with tempfile.TemporaryDirectory() as folder:
-        if way == LORA:  # in a process of its own, so that this one never held the weights
+        if way == LORA:  # in a separate process, so that this one never held the weights
             for part in (small,) if only_fits else (config, small, tiny):
                 command = [sys.executable, __file__, "--save", folder, str(part.hidden_size)]
                 subprocess.run([*command, str(part.num_hidden_layers)], check=True)

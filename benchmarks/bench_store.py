@@ -2,7 +2,7 @@
 
     python benchmarks/bench_store.py [--json FILE] [--gigabytes N] [--repeat N] [--folder DIR]
 
-Each number comes from a process of its own, which makes the inputs (or reads them) and notes the peak of its resident
+Each number comes from a separate process, which makes the inputs (or reads them) and notes the peak of its resident
 memory. `torch.save` pickles; it is there for scale. Bars: what is read is
 what was written, bit by bit; the peak is at most the inputs, one tensor and 200 MB above that of a process that has
 imported torch and this package. The exit status states whether they are met.

@@ -5,7 +5,7 @@
     python benchmarks/gpu_day.py --wheels WHEELS        before: fetch what such a machine may lack, below 40 MB
     python benchmarks/gpu_day.py --page --out DIR       afterwards: docs/gpu.md, and lines of README and install page
 
-It ends within nine minutes, with every result written as soon as it is there; the same line again goes on where it
+It ends within nine minutes, with every result written as soon as it is there; the same line again continues where it
 stopped. Of several parts, the first two programs of every row run before the others. The plan of each row is written
 before the row runs, and is shown next to what was measured.
 
@@ -147,7 +147,7 @@ class Day:
                 break
         if done.status is None:
             self.is_whole = False
-            say("the tests were not done in time: the same line goes on")
+            say("the tests did not finish in time; run the same line again to continue")
         found = self.records.of("test")
         outcomes = [one["outcome"] for one in found.values()]
         counts = ", ".join(f"{outcomes.count(name)} {name}" for name in OUTCOMES)
@@ -218,7 +218,7 @@ class Day:
         say(f"{program}: {', '.join(filter(None, (shown, found.get('error'))))}")
 
     def _apart(self, program: str, row: Any) -> dict[str, Any]:
-        """What a program found in a process of its own, or why it found nothing."""
+        """Return the result of a program in a separate process, or why there is none."""
         from benchmarks.gpu.programs import CUDA_ONLY, LAUNCHED, NEEDS, missing
 
         if program in CUDA_ONLY and not self.device.startswith("cuda"):
@@ -427,7 +427,7 @@ def measure(options: argparse.Namespace, begin: float) -> int:
         for part in rows if len(rows) > 1 else ():
             status |= not day.run(part)
     except OutOfTimeError:
-        say("time is over: the same line again goes on from here")
+        say("time is over; run the same line again to continue from here")
         return status or UNFINISHED
     return status or (0 if day.is_whole else UNFINISHED)
 

@@ -2,8 +2,8 @@
 
     LATE_DRY=1 LATE_DEVICES=8 python -m benchmarks.simulated --model "Llama 8B" --kind H200
 
-The reference accelerator of ``tests/accelerator`` runs dry: streams, copy engines and the host have clocks that go on
-by the bytes and operations of what they are given. Prints JSON. ``bench_dry.py`` runs this file for each of its cases.
+The reference accelerator of ``tests/accelerator`` runs dry: streams, copy engines and the host have clocks that advance
+with the bytes and operations they get. Prints JSON. ``bench_dry.py`` runs this file for each of its cases.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def blocks(settings: dict[str, int], devices: Sequence[str], microbatches: int, 
 def language_model(
     settings: dict[str, Any], devices: Sequence[str], microbatches: int, tokens: int
 ) -> tuple[RoundPipe, Step]:
-    """A model of transformers with its own loss, in a plan of the runtime's own."""
+    """A Hugging Face model with its own loss, in a plan that the runtime chose."""
     from transformers import AutoConfig
 
     from roundpipe_runtime.estimate.footprint import device_kernels

@@ -1,4 +1,4 @@
-"""Programs that are compared by turns: each in processes of its own, with its own number of threads.
+"""Compare programs that take turns: each in separate processes, with its own number of threads.
 
 The number of threads is a matter of the process (OpenMP and MKL keep some of it per thread and some per process), so
 what is compared does not share one. While one of them runs, the others wait on a pipe and cost nothing.
@@ -41,7 +41,7 @@ class Samples(NamedTuple):
 
     Attributes:
         seconds: the seconds of every sample: one step, until its slowest process has ended.
-        cpu: seconds of processor time of the same step, all its processes and threads together.
+        cpu: CPU seconds of the same step, all its processes and threads together.
         result: what its first step returned, in the last of its processes.
     """
 

@@ -47,8 +47,8 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # `make notebooks` runs them
 nb_merge_streams = True
 myst_html_meta = {
-    "description": "Export PyTorch and Hugging Face models with their KV cache to ONNX and other runtimes, proven next "
-    "to the eager model; fine-tune models larger than the GPU.",
+    "description": "Export PyTorch and Hugging Face models with their KV cache to ONNX and other runtimes, checked "
+    "against the eager model; fine-tune models larger than the GPU.",
     "keywords": "PyTorch, torch.export, ONNX, KV cache, DynamicCache, pytree, onnxruntime, OpenVINO, ExecuTorch, "
     "fine-tuning, CPU offload, pipeline parallelism",
 }

@@ -145,7 +145,7 @@ def _layer_names(cache: Any) -> list[str]:
 
 
 def round_trip(trial: Trial) -> dict[str, Any]:
-    """Flatten and unflatten the cache; go on generating for 8 steps, bit by bit as before."""
+    """Flatten and unflatten the cache; the next 8 generated steps must be bitwise identical."""
     leaves = 0
     for sizes in (EXAMPLE, trial.past_the_window):
         kwargs = trial.inputs(sizes)

@@ -188,7 +188,7 @@ def run_list(
         way: the name under which results are recorded.
         columns: what is asked of a type, in order.
         types: those that there are.
-        run_type: asks it, in a process of its own.
+        run_type: runs it in a separate process.
         page_of: makes the page of the results and the name of their file.
         preload: modules to import once for all processes.
     """

@@ -18,7 +18,7 @@ of them (`python -m matrix.cut --help` lists the options to run fewer). This pag
 {versions}.
 
 CI (`.ci/run`) runs 25 types again, at least one for each family and each special feature (experts, recurrent states,
-shared keys, several phases). It fails if a type that passed does not pass any more.
+shared keys, several [phases](guide/words.md#pipelines)). It fails if a type that passed does not pass any more.
 
 | column | what is checked |
 |---|---|

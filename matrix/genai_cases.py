@@ -1,4 +1,4 @@
-"""The columns of the table of onnxruntime-genai: is a folder proven, and what does the library generate with it.
+"""The columns of the table of onnxruntime-genai: does a folder pass its checks, and what does the library generate.
 
 Models are those of `yobx-flatten export TYPE`: small, with random weights and a window of eight tokens. Those that read
 sound or pictures are split as the library runs them.

@@ -210,7 +210,7 @@ def _pairs(maker: _Labels) -> Iterator[Batch]:
 
 
 def _future(maker: _Labels) -> Iterator[Batch]:
-    """What a series goes on with."""
+    """The future values of a series."""
     if "future_values" in maker.taken:
         shape = maker.inputs["past_values"].shape[2:]
         length = int(

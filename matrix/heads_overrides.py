@@ -13,7 +13,7 @@ __all__ = ["HEADS"]
 
 Fields = dict[str, Any]
 
-# two convolutions that a second of sound goes through, in place of seven wide ones
+# two convolutions for a second of sound, instead of seven wide ones
 _SOUND: Fields = {
     "conv_dim": [16, 16],
     "conv_stride": [5, 4],

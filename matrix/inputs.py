@@ -1,4 +1,4 @@
-"""Decode inputs for every family of models, and the loop that goes on from them.
+"""Decode inputs for every family of models, and the loop that continues from them.
 
 The text models get theirs from `yobx_flatten.decode_inputs`; here is what that function is not for: models whose
 state is no ``Cache``, prompts with a picture, encoders that read pictures or sounds.
@@ -91,7 +91,7 @@ def _text_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
 
 
 def _state_inputs(model: Any, sizes: DecodeSizes, seed: int, name: str) -> dict[str, Any]:
-    """State space models go on one token at a time; several at once are a new beginning for most of them."""
+    """Inputs of one token: most state space models start anew if they get several tokens at once."""
     tokens, mask = _tokens(model, DecodeSizes(sizes.batch, sizes.past, 1, sizes.padding), seed)
     takes = inspect.signature(model.forward).parameters
     prefill = {"attention_mask": mask[:, : sizes.past]} if "attention_mask" in takes and sizes.padding else {}

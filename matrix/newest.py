@@ -1,6 +1,6 @@
 """What works with the newest versions that pip installs: ``python -m matrix.newest --help``; `make newest` runs it.
 
-Each step is a command in a process of its own: a library that cannot even be imported is a result like any other. The
+Each step is a command in a separate process: a library that cannot even be imported is a result like any other. The
 results, with the versions, go to ``docs/data/newest.json``, which the install page shows.
 """
 

@@ -1,7 +1,7 @@
 """Export operators and call each file with values unlike its example: ``python -m matrix.operators --help``.
 
-A file that computes other numbers than eager PyTorch, without an error, is what is looked for. What is recorded is not
-run again, unless ``--redo`` asks for it.
+It looks for files that silently compute different values than eager PyTorch. Recorded operators run again with
+``--redo`` only.
 """
 
 from __future__ import annotations

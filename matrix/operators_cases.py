@@ -478,6 +478,6 @@ def _encoders() -> Iterator[Operator]:
 
 
 def operators() -> Sequence[Operator]:
-    """Return all operators, each of a name of its own."""
+    """Return all operators, each with a different name."""
     made = (_unary, _binary, _reductions, _losses, _products, _indexing, _attention, _layers, _encoders)
     return [one for group in made for one in group()]

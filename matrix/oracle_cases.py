@@ -51,7 +51,8 @@ def make_checkpoint(name: str, folder: pathlib.Path) -> None:
         folder: gets them.
     """
     import transformers
-    from yobx_flatten.model_folder.source.tiny_models import small_model
+
+    from yobx_flatten.model_folder.source.classes import small_model
 
     model = small_model(name)
     model.save_pretrained(folder)

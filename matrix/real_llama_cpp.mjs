@@ -1,5 +1,5 @@
 // Time llama.cpp on a GGUF file: node real_llama_cpp.mjs FILE, in a folder that has node-llama-cpp. Each line of the input
-// is a call, [new tokens, tokens in the cache, repetitions]; each line of the output its milliseconds of the processor.
+// is a call, [new tokens, tokens in the cache, repetitions]; each line of the output its CPU milliseconds.
 import {createInterface} from "node:readline";
 import {createRequire} from "node:module";
 import {pathToFileURL} from "node:url";

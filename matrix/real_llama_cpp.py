@@ -1,7 +1,7 @@
 """Time the file that keeps the integers of a GGUF next to llama.cpp: ``python -m matrix.real_llama_cpp`` (needs npm).
 
 llama.cpp reads the GGUF itself, built for this processor, as the package ``node-llama-cpp`` of npm brings it. Both
-have one thread and run by turns, each in a process of its own.
+have one thread and take turns, each in a separate process.
 """
 
 from __future__ import annotations

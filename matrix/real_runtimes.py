@@ -1,6 +1,6 @@
 """Time a token of each runtime's folder next to onnxruntime's: ``python -m matrix.real_runtimes --help``.
 
-Folders are opened as a user opens them, each in a process of its own, since two of the libraries share no process. The
+Folders are opened as a user opens them, each in a separate process, since two of the libraries cannot share one. The
 processes take turns, so that other work on the machine delays all of them alike.
 """
 
@@ -52,7 +52,7 @@ table above, which accepts up to 4,352 tokens. Recorded in `data/{file}` by `pyt
 
 
 def opened(folder: pathlib.Path, python: str = sys.executable, module: str = "matrix.real_runtimes") -> Served:
-    """Open a folder in a process of its own, which answers a number of tokens in the cache, and of further ones.
+    """Open a folder in a separate process, which answers a number of tokens in the cache, and of further ones.
 
     Args:
         folder: where the files are.

@@ -48,7 +48,7 @@ FORMS = {
     "int8": Form({"quantize": "int8"}, 0.9),
     "int8, onnxruntime-genai": Form({**_GENAI, "quantize": "int8"}, 0.9, "genai"),
 }
-"""By name; each is proven by a sample."""
+"""By name; each is checked with ``proof="sample"``."""
 
 _RATE = 16_000
 

@@ -1,6 +1,6 @@
 """Time files of a model with trained weights next to those of another builder: ``python -m matrix.real_speed --help``.
 
-Both files run in one process by turns, one thread, through the same calls of onnxruntime: keys and values in memory
+Both files take turns in one process with one thread, through the same calls of onnxruntime: keys and values in memory
 that both read and write in place. What is compared is the file, not the loop around it.
 """
 
@@ -104,7 +104,7 @@ class File:
         self._binding.bind_output("logits")
 
     def call(self) -> float:
-        """Run the call; return milliseconds of the processor."""
+        """Run the call; return CPU milliseconds."""
         start = time.process_time()
         self._session.run_with_iobinding(self._binding)
         return (time.process_time() - start) * 1000

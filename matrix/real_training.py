@@ -39,7 +39,8 @@ for the first paragraph of each topic. Adapters are LoRA with rank 8. Recorded i
 | int4 | MB after `export OUT --quantize int4 --optimize onnxruntime`; share of equal greedy tokens in one answer |
 
 {rows} These devices have just enough memory for the embedding table as a whole: 226 MB with its gradients, or 113 MB
-when the table is frozen (adapters). One stage may take 3/10 of a device, because the next stage is loaded meanwhile
+when the table is frozen (adapters). One [stage](guide/words.md#pipelines)
+may take 3/10 of a device, because the next stage is loaded meanwhile
 and activations need the rest. So training all weights needs at least 755 MB (weights, gradients and moments take
 2,152 MB without a pipeline), and training adapters needs 378 MB. On a smaller device the table stays in CPU memory:
 rows of the table are sent to the embedding, and slices of it to the head ([devices](guide/runtime_devices.md)). The

@@ -1,4 +1,4 @@
-"""Train the model with trained weights by one command, next to the plain Trainer, and go on with what it has learnt."""
+"""Train a model with trained weights by one command, compare with the plain Trainer, and use the trained model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Train a task of `real_training_cases` as a script without a pipeline does: the Trainer on text, TRL's SFT on chats.
 
-``python -m matrix.real_training_plain TASK FILE`` prints losses, seconds and answers as JSON, in a process of its own.
+``python -m matrix.real_training_plain TASK FILE`` prints losses, seconds and answers as JSON, in a separate process.
 """
 
 from __future__ import annotations

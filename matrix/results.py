@@ -142,7 +142,7 @@ class Results:
 
 
 def symbol_of(result: dict[str, Any] | None) -> str:
-    """Return how a result is shown: passed (``*``: by a program of its own), failed, does not apply, not tried.
+    """Return how a result is shown: passed (``*``: with a separate program), failed, does not apply, not tried.
 
     >>> symbol_of({"ok": True}), symbol_of({"ok": False}), symbol_of({"ok": None}), symbol_of(None)
     ('✓', '✗', '–', '')
@@ -224,7 +224,7 @@ def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[s
 
 
 def alike(reason: str) -> str:
-    """Return a reason with a sign in place of its numbers."""
+    """Return a reason with its numbers replaced by a sign."""
     digits = "".join("#" if letter.isdigit() else letter for letter in reason)
     while "##" in digits:
         digits = digits.replace("##", "#")

@@ -137,7 +137,7 @@ def _end(process: Any) -> None:
 
 
 def _limited(target: Callable[..., None], arguments: tuple[Any, ...], folder: pathlib.Path, gigabytes: float) -> None:
-    """In the new process: a group of its own, less memory, its output into a file."""
+    """Set up the new process: a separate process group, a limit of memory, output into a file."""
     import resource
 
     os.setsid()

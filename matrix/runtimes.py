@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--folders",
         action="store_true",
-        help=f"folders that generate, of {', '.join(runtimes_cases.TYPES)}, in place of programs of all causal types",
+        help=f"folders that generate, of {', '.join(runtimes_cases.TYPES)}, instead of programs of all causal types",
     )
     options = parser.parse_args(arguments)
     table = runtimes_cases if options.folders else runtimes_programs

@@ -47,7 +47,7 @@ class ProgramTrial(Trial):
         return [Case(str(one), (), self.inputs(one), STEPS) for one in sizes]
 
     def exported(self, bounds: dict[str, int] | None = None) -> Any:
-        """Export the program, proven by torch."""
+        """Export the program, checked in torch."""
         from yobx_flatten import ReplayError, dynamic_shapes, export_program
 
         kwargs = self.inputs(EXAMPLE)

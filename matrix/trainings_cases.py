@@ -57,7 +57,7 @@ def _fused(count: int, *, some_missing: bool = False) -> Callable[[Trial], dict[
 
 
 def other_labels(trial: Trial) -> dict[str, Any]:
-    """Numbers, and several labels, in place of a class for each row: two other losses, in 3 microbatches."""
+    """Train on numbers, and on several labels, instead of one class per row: two other losses, in 3 microbatches."""
     if split_name(trial.name)[0] not in _OF_PROBLEMS:
         raise SkipColumnError("its task knows one kind of labels")
     made: dict[str, Any] = {}

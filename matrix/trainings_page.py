@@ -23,7 +23,7 @@ again, and fails if a number is wrong or an unexpected error is raised.
 
 | column | what is compared |
 |---|---|
-| 1, 2, 3 | `forward_backward` on five rows in 1, 2 or 3 microbatches, in evaluation mode: the loss and all gradients |
+| 1, 2, 3 | five rows in 1, 2 or 3 [microbatches](guide/words.md#pipelines), evaluation mode: loss and gradients |
 | without labels | 3 microbatches; all labels of the first two rows are missing |
 | other labels | 3 microbatches; labels for regression and for several classes in one row (`problem_type`) |
 | called | `model(**batch).loss.backward()` with 3 microbatches |

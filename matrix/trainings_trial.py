@@ -30,7 +30,7 @@ Batch = dict[str, Any]
 
 
 class RefusedError(SkipColumnError):
-    """The package refuses the model or the batch, with an error of its own."""
+    """The package refuses the model or the batch, with one of its errors."""
 
 
 class Trial:

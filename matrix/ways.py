@@ -76,7 +76,7 @@ class TransformersExporters(Way):
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:
-        """Register for good: that module has no way back."""
+        """Register permanently: that module cannot unregister."""
         from transformers.cache_utils import Cache
         from transformers.exporters import exporter_dynamo
 
@@ -104,7 +104,7 @@ class Executorch(Way):
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:
-        """Register for good: that module has no way back."""
+        """Register permanently: that module cannot unregister."""
         from transformers.integrations.executorch import register_dynamic_cache_export_support
 
         register_dynamic_cache_export_support()

@@ -85,7 +85,7 @@ def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
     """With a status of its own, and the line that goes on."""
     assert day("profile", "1.7B", "--minutes", "0") == gpu_day.UNFINISHED
     assert not day.records.of("row")
-    assert "the same line again goes on" in capfd.readouterr().out
+    assert "run the same line again to continue" in capfd.readouterr().out
 
 
 @pytest.fixture

@@ -50,6 +50,14 @@ def texts() -> list[Path]:
     return [ROOT / name for name in listed.split() if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]
 
 
+def everything() -> list[Path]:
+    """All texts that a user or a contributor reads."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    read = (".py", ".md", ".ipynb", ".rst", ".yml", ".toml", ".cff", ".html", ".js", ".mjs", "Makefile")
+    names = [name for name in listed if name.endswith(read) or name.startswith(".ci/")]
+    return [ROOT / name for name in names if not name.startswith(tuple(PLAIN["left_out"]))]
+
+
 PLAIN = tomllib.loads((ROOT / "tests" / "plain_english.toml").read_text(encoding="utf-8"))
 
 
@@ -83,9 +91,8 @@ def places(phrase: str, paths: list[Path]) -> list[str]:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
 @pytest.mark.parametrize(("phrase", "instead"), PLAIN["instead"].items())
 def test_an_idiom_of_our_own_is_avoided(phrase, instead):
-    """In both packages, and in the pages that are clean."""
-    packages = [path for path in texts() if path.relative_to(ROOT).parts[0] in ("yobx_flatten", "roundpipe_runtime")]
-    found = places(rf"\b(?:{phrase})", [*packages, *(ROOT / name for name in PLAIN["clean"])])
+    """In every text of the repository, except recorded results and tests."""
+    found = places(rf"\b(?:{phrase})", everything())
     assert not found, f"write {instead!r}:\n" + "\n".join(found)
 
 

@@ -55,7 +55,7 @@ def run_apart(command: list[str], environment: dict[str, str], limit: float, *, 
         log: file to which everything printed is added, and which is returned as the output.
     """
     with _file(log) as out, _file(log) as error:
-        # A group of its own: a compiler that outlives its parent would go on, and keep a pipe open.
+        # A separate process group: a compiler that outlives its parent would keep running, and keep a pipe open.
         process = subprocess.Popen(
             [sys.executable, "-c", _ENDS_WITH_PARENT, *command],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""One program on one row, in a process of its own: ``python -m benchmarks.gpu.measure ROW PROGRAM``.
+"""One program on one row, in a separate process: ``python -m benchmarks.gpu.measure ROW PROGRAM``.
 
 It prints one line of JSON after the timed steps, and a longer one after each further pass; the last line counts. So
 a process that is ended early has what it found.
@@ -150,7 +150,7 @@ def _wait(device: torch.device) -> None:
 
 
 def parameters(made: Program) -> int:
-    """Weights of the model, those in few bits by what they stand for."""
+    """Count the weights of the model; a quantized weight counts as one number each."""
     from roundpipe_runtime.huggingface.quantize import count_weights
 
     return count_weights(made.model)

@@ -114,7 +114,7 @@ and the fused AdamW, without gradient clipping.
 - *link* is the number of bytes that the profiler counts in one more step.
 - The plan is the output of `roundpipe plan` for the measured machine, written before the row ran.
 
-| row | master weights and moments | tokens of a step | microbatches | programs |
+| row | master weights and moments | tokens of a step | [microbatches](guide/words.md#pipelines) | programs |
 | --- | --- | ---: | ---: | --- |
 {rows}
 """

@@ -1,17 +1,17 @@
 """
-A class of your own is flattened
-================================
+Flatten a class of your own
+===========================
 
-A class that is not registered is one leaf to torch, however many tensors it holds. This page registers two, one inside
-the other, draws the tree before and after, and sends an object there and back.
+To torch, an object of an unregistered class is one leaf, however many tensors it contains. This page registers two nested
+classes, draws the tree before and after, and flattens and rebuilds an object.
 """
 
 # %%
 # Two classes
 # -----------
 #
-# A beam search keeps the tokens and scores of its beams, and a memory of what was read. Tensors are *children*; the
-# length penalty and the window are numbers that a program may rely on: the *static* part (*context* in torch, *aux* in
+# A beam search keeps the tokens and scores of its beams, and a memory of past tokens. Tensors are *children*. The
+# length penalty and the window are constants of an exported program: the *static* part (*context* in torch, *aux* in
 # JAX).
 
 # sphinx_gallery_thumbnail_number = 2
@@ -60,8 +60,8 @@ print(string_type(example(), with_shape=True))
 # Draw a tree
 # -----------
 #
-# One level at a time: ask torch for the children of an object and stop there. Where it gives back the object itself, it
-# has found a leaf. Leaves that hold no tensor are red: those are what ``torch.export`` refuses.
+# Ask torch for the children of an object, one level at a time. If torch returns the object itself, the object is a
+# leaf. Leaves that are not tensors are red: ``torch.export`` refuses them.
 
 NODE, LEAF, OPAQUE, STATIC_PART = "#4c72b0", "#3a923a", "#c03d3e", "#7f7f7f"
 
@@ -153,8 +153,8 @@ draw(example(), ax, "before: one leaf that torch.export refuses")
 # Register, with a check
 # ----------------------
 #
-# The functions are read off the fields. ``f_check`` flattens an example and rebuilds it at once, and would undo the
-# registration if the two differed. The inner class first: the check of the outer one meets it.
+# The fields define how the class is flattened. ``f_check`` flattens and rebuilds an example at once, and undoes the
+# registration if the two differ. Register the inner class first, because the check of the outer class needs it.
 
 checks = {Memory: lambda: example().memory, Beams: example}
 for cls, f_check in checks.items():
@@ -178,8 +178,8 @@ fig, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
 draw(example(), ax, "after: two nodes, four leaves")
 
 # %%
-# There and back
-# --------------
+# Flatten and rebuild
+# -------------------
 #
 # The rebuilt object holds the very same tensors.
 
@@ -193,10 +193,10 @@ print(
 )
 
 # %%
-# What for
-# --------
+# Export a model that uses the class
+# ----------------------------------
 #
-# A model that takes and returns the class is exported once, and called with another number of rows and another length.
+# The exported program accepts and returns the class, with any number of rows and any length.
 
 
 class Penalise(torch.nn.Module):
@@ -215,8 +215,8 @@ print(
 )
 
 # %%
-# And nothing stays behind
-# ------------------------
+# Unregister
+# ----------
 
 for cls in checks:
     unregister_class_flattening(cls)

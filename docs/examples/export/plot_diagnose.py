@@ -2,17 +2,16 @@
 A failing export, diagnosed
 ===========================
 
-A decoder is to be exported. Its inputs are a cache, an object of a class that is not registered, and a mask; torch
-refuses them one after the other, naming a class each time and never a place. Here the inputs are drawn as torch sees
-them, what is marked is registered, and what torch reports later is put into other words.
+The inputs of a decoder are a cache, an object of an unregistered class, and a mask. torch refuses one input per attempt, and
+names its class but not its place. This page draws the inputs as torch flattens them, registers the marked classes, and
+explains the next error of torch.
 """
 
 # %%
 # The inputs
 # ----------
 #
-# A model with random weights, wrapped in a module that takes what a program usually takes: tokens, the cache, and some
-# state of its own.
+# A model with random weights, in a module whose inputs are tokens, a cache, and an object with more state.
 
 import dataclasses
 
@@ -80,7 +79,7 @@ kwargs = {
 # What torch reports
 # ------------------
 #
-# The class, and three ways to go on. ``explain_error`` adds the place, and the way that fits.
+# torch names the class and three possible fixes. ``explain_error`` adds the place, and the fix that applies.
 
 decoder = Decoder(model)
 try:
@@ -100,7 +99,7 @@ before = explain(kwargs, name="kwargs")
 print(before)
 
 # %%
-# With the lines that it prints, everything is flattened.
+# Run the lines that it prints, and everything is flattened.
 
 register(Guidance)
 with register_flattening_functions(patch_transformers=True):
@@ -111,7 +110,7 @@ print(after)
 # A picture
 # ---------
 #
-# The rows of a drawing know what they are, so that it can also be drawn in colours: before and after.
+# Each row of the drawing has a kind (leaf, node, static part), so the picture can use colors: before and after.
 
 COLORS = {
     "node": "#4c72b0",
@@ -179,7 +178,8 @@ fig.legend(
 # The export
 # ----------
 #
-# Now it passes. A call with another structure is refused, in two walls of text; the difference is one line.
+# Now the export passes. A call with a different structure is refused. torch prints both structures in full;
+# ``explain_error`` prints the one line in which they differ.
 
 with register_flattening_functions(patch_transformers=True):
     print(check_inputs(decoder, (), kwargs, dynamic_shapes(kwargs)))

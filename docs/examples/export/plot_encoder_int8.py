@@ -2,9 +2,9 @@
 An encoder in 8 bits
 ====================
 
-An encoder reads many tokens at once. In int8 each token of what is multiplied has one scale then, and each output of a
-matrix: whole rows of integers are summed. A few channels of trained models are much larger than the others, and would
-decide the scale of their token; so each channel is divided by a number, which a text decides.
+An encoder processes many tokens at once. In int8, the activations of each token have one scale, and so has each output of
+a weight matrix. In trained models a few channels are much larger than the others and would determine the scale of their
+token. So each channel is divided by a number, which is computed from a sample text.
 """
 
 # %%
@@ -47,8 +47,9 @@ def tokens(rows, length):
 # Three files
 # -----------
 #
-# In blocks of 32; with a scale for each token; and the same with a text, by which channels are divided and weights
-# rounded. ``export_folder("my-encoder", "out", quantize="int8")`` does the last one, with a text of its own.
+# The first file has a scale for each block of 32 weights, the second a scale for each token. The third also uses a text
+# to divide the channels and to round the weights. ``export_folder("my-encoder", "out", quantize="int8")`` writes the
+# third kind, with a text that is part of the package.
 
 folder = pathlib.Path(tempfile.mkdtemp())
 text = tokens(32, 24)["input_ids"]
@@ -63,10 +64,11 @@ for name, quantization in forms.items():
     print(f"{name}: {exported.report.quality}")
 
 # %%
-# What rounding costs an embedding
-# --------------------------------
+# The error of an embedding
+# -------------------------
 #
-# The angle between the mean of the hidden states and the model's, for 40 texts that no file has read.
+# The embedding is the mean of the hidden states. The error is the angle between the embeddings of the file and of the
+# model, for 40 texts that were not used for the export.
 
 read = tokens(40, 16)
 with torch.no_grad():

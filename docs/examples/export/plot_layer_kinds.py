@@ -2,16 +2,16 @@
 Every kind of cache layer
 =========================
 
-Models keep different things between two tokens: keys and values, a window of them, the state of a recurrence, the keys
-of an indexer, two caches in one. Here is one small model with random weights per kind. Each has seen 12 tokens; its
-cache is flattened, rebuilt, and goes on for 8 tokens next to the original.
+Caches contain different state: keys and values, a window of them, the state of a recurrence, the keys of an indexer, two
+caches in one. This page has one small model with random weights per kind. Each model reads 12 tokens; its cache is
+flattened and rebuilt, and both caches continue for 8 tokens.
 """
 
 # %%
 # Six models
 # ----------
 #
-# All sizes are tiny; what matters is the kind of layers that the configuration asks for.
+# All sizes are tiny. The configurations differ in the kind of layers.
 
 import copy
 
@@ -112,11 +112,11 @@ def make(name):
 
 
 # %%
-# Run, flatten, rebuild, go on
+# Run, flatten, rebuild, continue
 # -------------------------------
 #
-# State space models call their cache ``cache_params``, encoder-decoder models take ``decoder_input_ids``; otherwise the
-# steps are the same. The original goes on as a copy, since some layers write into their tensors.
+# State space models call their cache ``cache_params``, and encoder-decoder models accept ``decoder_input_ids``; otherwise
+# the steps are the same. The original is copied first, since some layers write into their tensors.
 
 
 def names_of_arguments(model):
@@ -164,10 +164,10 @@ for name in MODELS:
     )
 
 # %%
-# What the leaves are
-# -------------------
+# The leaves and their names
+# --------------------------
 #
-# The letters after a name state the kind of layer; the Flattening List explains them.
+# The letter after a name is the kind of layer; the Flattening List explains the letters.
 
 for name, (_, paths, leaves, _) in found.items():
     print(name)
@@ -185,9 +185,9 @@ for row in flattening_list():
 # A picture
 # ---------
 #
-# Numbers held per model after 12 tokens, by what they are. Llama's and T5's caches grow with every token; Mamba 2's has
-# its full size from the start. On the right, the 8 steps that each rebuilt cache went on for: a filled square is a step
-# whose logits are equal bit by bit.
+# On the left, the number of elements in each cache after 12 tokens, by kind. The caches of Llama and T5 grow with every
+# token; the cache of Mamba 2 has its full size from the start. On the right, the 8 steps of each rebuilt cache: a filled
+# square is a step whose logits are bitwise identical.
 
 KINDS = {
     "keys and values": ("key", "#4c72b0"),

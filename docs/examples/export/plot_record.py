@@ -2,17 +2,17 @@
 Record a generate, export it, replay it
 =======================================
 
-Which inputs does an export need, and which of their sizes vary? A running model knows. Here a small model of the
-Mistral kind, with random weights and a sliding window, generates once; what it was given becomes two programs, one for
-the prompt and one for the tokens after it. Then it generates again, with other sizes and far past its window, and the
-programs run over what was recorded.
+Which inputs does an export need, and which of their sizes vary? A recording of a running model answers both. Here a small
+Mistral with random weights and a sliding window generates once. Its recorded calls are exported to two programs: one
+for the prompt, and one for the tokens after it. Then the model generates again, with different sizes and far beyond its
+window, and the programs are compared with this second recording.
 """
 
 # %%
-# Run the model as always
-# -----------------------
+# Run the model as usual
+# ----------------------
 #
-# Inside the block every call of ``forward`` is copied: its arguments before it runs, its outputs afterwards.
+# Inside the block every call of ``forward`` is recorded: its arguments before it runs, its outputs afterwards.
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -52,10 +52,10 @@ with record_calls(model) as calls:
     generate(batch=2, length=6, tokens=9)
 
 # %%
-# What varies
-# -----------
+# Sizes that vary
+# ---------------
 #
-# The cache states how many tokens it has seen. Every other size is named for what it follows.
+# The cache contains the number of tokens that it has seen. Each other size is named after the quantity it equals.
 
 print(calls)
 
@@ -63,7 +63,7 @@ print(calls)
 # Sizes over the calls
 # --------------------
 #
-# The same, drawn: one line per name. ``past`` and ``total`` grow, and the window keeps ``WINDOW - 1`` keys.
+# One line per name. ``past`` and ``total`` grow; the sliding layers keep ``WINDOW - 1`` keys.
 
 axes = calls.axes()
 styles = {
@@ -96,8 +96,8 @@ ax.spines[["right", "top"]].set_visible(False)
 # Two programs
 # ------------
 #
-# ``module`` is the model with its constant arguments built in, ``example`` a recorded call, ``dynamic_shapes`` what
-# varies in it. Nothing is written by hand.
+# ``module`` is the model with its constant arguments, ``example`` is a recorded call, and ``dynamic_shapes`` lists its
+# sizes that vary. Nothing is written by hand.
 
 programs = {}
 for phase, part in calls.phases().items():
@@ -111,10 +111,10 @@ for phase, part in calls.phases().items():
     print(part.replay(programs[phase]))
 
 # %%
-# Other sizes, past the window
-# ----------------------------
+# Different sizes, beyond the window
+# ----------------------------------
 #
-# A second recording, of five rows and 40 tokens, was not known when the programs were made.
+# A second recording has five rows and 40 tokens. The export did not use it.
 
 with record_calls(model) as longer:
     generate(batch=5, length=9, tokens=40)
@@ -130,7 +130,7 @@ print({phase: (len(replay.calls), replay.ok) for phase, replay in replays.items(
 print(f"largest difference of {len(differences)} calls: {max(differences):.0e}")
 
 # %%
-# The differences stay at the rounding of float32, below the window and past it.
+# The differences are the rounding of float32, below the window and beyond it.
 
 fig, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
 ax.semilogy(past, np.maximum(differences, 1e-9), "o-", ms=3.5, lw=1, color="#8172b3")

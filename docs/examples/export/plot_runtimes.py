@@ -2,16 +2,16 @@
 One program in several runtimes
 ===============================
 
-A program of ``torch.export`` is the source of files for several runtimes. Here a small Llama with random weights is
-exported once, written for onnxruntime and for OpenVINO, and each file is called with the same tokens. Each file was
-replayed next to the model before it got its name.
+One program of ``torch.export`` is converted to files for several runtimes. Here a small Llama with random weights is
+exported once and written for onnxruntime and for OpenVINO. Both files are called with the same tokens. Each file
+appears only after it was compared with the model.
 """
 
 # %%
 # Export once
 # -----------
 #
-# ``bounds`` states the largest sizes: files for OpenVINO refuse more, and ExecuTorch plans its memory for them.
+# ``bounds`` sets the largest sizes: files for OpenVINO refuse larger ones, and ExecuTorch allocates memory for them.
 
 import importlib.util
 import tempfile
@@ -46,8 +46,8 @@ print(exported.report)
 # Write a file for each runtime
 # -----------------------------
 #
-# OpenVINO is an extra of the package; ``to_aotinductor`` and ``to_executorch`` work in the same way, where there is a
-# compiler, and where ExecuTorch is installed.
+# OpenVINO is an extra of the package. ``to_aotinductor`` works in the same way and needs a compiler, and
+# ``to_executorch`` needs ExecuTorch.
 
 folder = Path(tempfile.mkdtemp())
 reports = {
@@ -65,8 +65,8 @@ for name, (path, report) in reports.items():
 # Call them in the same way
 # -------------------------
 #
-# A runner takes inputs by name and returns outputs by name, and ``step`` keeps the cache in the memory of the library.
-# Here each one reads a prompt and goes on for 40 tokens; the scores of each step are compared with the model's.
+# A runner accepts inputs by name and returns outputs by name. ``step`` keeps the cache in the memory of the runtime.
+# Here each runner reads a prompt and generates 40 tokens; the logits of each step are compared with the model's.
 
 prompt, steps = torch.tensor([[7, 21, 3]]), 40
 tokens = model.generate(
@@ -109,7 +109,7 @@ for name, (path, _) in reports.items():
     )
 
 # %%
-# How far each runtime's scores are from those of the model:
+# The difference between the logits of each runtime and those of the model:
 
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for name, off in found.items():
@@ -121,10 +121,10 @@ axes.legend(frameon=False)
 plt.show()
 
 # %%
-# More than the bounds
-# --------------------
+# More tokens than the bounds allow
+# ---------------------------------
 #
-# The file was made for 64 tokens, and states that before anything is computed.
+# The file was exported for up to 64 tokens. It refuses more before anything is computed.
 
 if "OpenVINO" in reports:
     runner = open_runner(reports["OpenVINO"][0])

@@ -2,16 +2,16 @@
 One graph, below and past the window
 ====================================
 
-A layer with a sliding window keeps the last ``window - 1`` keys and forgets the rest. A trace follows one branch: is
-the window full or not? Traced as it stands, the program serves one of the two. Here a small model of the Gemma 3 kind,
-with random weights, goes to ONNX once, and generates in onnxruntime from 3 tokens seen to 51, three times its window.
+A layer with a sliding window keeps the last ``window - 1`` keys. The model's code branches on whether the window is full,
+and a trace follows one branch only, so a program traced by torch alone is wrong in the other case. Here a small Gemma 3
+with random weights is exported to ONNX once. In onnxruntime it generates from 3 tokens to 51, three times its window.
 """
 
 # %%
 # A model with two kinds of layers
 # --------------------------------
 #
-# Two layers slide, the last one attends to everything.
+# Two layers have a sliding window; the last layer attends to all tokens.
 
 import tempfile
 from pathlib import Path
@@ -46,8 +46,8 @@ model = Gemma3ForCausalLM(config).eval()
 # Export once
 # -----------
 #
-# The example has two rows, five tokens seen and three new ones: sizes of 0 and 1 would be fixed in the program. The
-# cases that ``export_onnx`` would choose by itself are left out, because the loop below is a longer one.
+# The example has two rows, five past tokens and three new ones, because sizes of 0 and 1 would be fixed in the program.
+# ``cases=[]`` skips the cases that ``export_onnx`` chooses, because the loop below checks more.
 
 inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
 print(string_type(inputs, with_shape=True))
@@ -61,8 +61,8 @@ print(f"largest difference for the example: {exported.report.max_difference:.0e}
 # Generate in onnxruntime
 # -----------------------
 #
-# One row, one token at a time, the cache goes round: what comes out as ``present.*`` goes in as ``past_key_values.*``.
-# The eager model gets the same tokens, and a cache of its own.
+# The loop has one row and one token per call. The outputs ``present.*`` are the next inputs ``past_key_values.*``.
+# The eager model gets the same tokens and its own cache.
 
 
 def keys_per_layer(feeds):
@@ -113,11 +113,11 @@ print("most keys kept by a sliding layer:", max(max(row[:2]) for row in kept))
 print(f"largest difference of all steps: {max(differences):.0e}")
 
 # %%
-# What is kept, and how far the two are apart
-# -------------------------------------------
+# Keys in the cache, and differences
+# ----------------------------------
 #
-# The two sliding layers stop at ``window - 1`` = 15 keys, in the graph as in the eager model, and the full layer goes
-# on. The differences stay at the rounding of float32, on both sides of the window.
+# The two sliding layers keep ``window - 1`` = 15 keys, in the graph and in the eager model. The full layer keeps all keys.
+# The differences are the rounding of float32, below and beyond the window.
 
 fig, (above, below) = plt.subplots(
     2, 1, figsize=(8, 6.4), sharex=True, layout="constrained"

@@ -4,15 +4,15 @@ Losses that compare rows with each other
 
 A contrastive loss compares each row with all others of its batch, so the losses of microbatches do not add up to that
 of the batch. A pipeline refuses such a loss in microbatches, and computes it once for the whole batch with
-``loss_reduction="joined"``. This page trains both ways next to the same layers without a pipeline.
+``loss_reduction="joined"``. This page trains in both ways, and compares with the same layers without a pipeline.
 """
 
 # %%
 # Pairs to distinguish
 # --------------------
 #
-# Each input has a partner. The layers map it to a vector that is to be like the partner of the same row, and unlike
-# those of all other rows.
+# Each input has a partner. The layers map the input to a vector. The loss is small if the vector is close to the partner
+# of its row and far from the partners of all other rows.
 
 import copy
 
@@ -39,8 +39,8 @@ def contrast(outputs, labels):
 # Microbatches would change the loss
 # ----------------------------------
 #
-# With three microbatches, each row would be compared with seven others instead of 23. The first run notices it: the
-# loss of some rows is not the mean of those of their parts.
+# With three microbatches, each row would be compared with seven others instead of 23. The first run detects it: the
+# loss of some rows differs from the mean of the losses of their parts.
 
 model = RoundPipe(copy.deepcopy(plain), devices="virtual:2")
 in_parts = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
@@ -55,8 +55,8 @@ except RoundPipeError as error:
 # Once for the whole batch
 # ------------------------
 #
-# The layers still run microbatch by microbatch. Their outputs are joined, the loss function is called once, and the
-# backward goes on in microbatches from the gradients of the outputs.
+# The layers still run in microbatches. Their outputs are joined, the loss function is called once, and the backward
+# runs in microbatches again.
 
 joined = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
 
@@ -100,5 +100,5 @@ axes.legend()
 plt.show()
 
 # %%
-# Models of transformers need no word for it: how their loss adds up is proven at the first call of each kind
-# (:doc:`/guide/runtime_loss`). CLIP, for example, computes it once for the whole batch by itself.
+# Hugging Face models need no option. The first call of each kind checks how their loss adds up
+# (:doc:`/guide/runtime_loss`). For CLIP, for example, the loss is then computed once for the whole batch.

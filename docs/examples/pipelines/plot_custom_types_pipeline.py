@@ -2,17 +2,17 @@
 Custom types, split and joined
 ==============================
 
-A pipeline cuts what it is called with into microbatches and joins what comes out. This page sends classes through: a
-dataclass, optional fields, nested containers, a class written the JAX way, a cache and an output of transformers. It
-draws what is cut and what goes whole to every microbatch, and shows what is refused.
+A pipeline splits its arguments into microbatches and joins the outputs. This page passes several types: a dataclass,
+optional fields, nested containers, a class written the JAX way, a cache and a transformers output. It draws which tensors
+are split and which are passed whole to every microbatch, and shows which arguments are refused.
 """
 
 # %%
 # The classes
 # -----------
 #
-# What torch flattens is cut. Three ways: its own function; a decorator that reads the
-# fields; methods as for JAX.
+# Registered classes are split. There are three ways to register: functions, a decorator that reads the fields, and
+# methods as in JAX.
 
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ class State:
 # One batch of all of them
 # ------------------------
 #
-# Ten rows. The cache is cut along the axis that its registration declares, inside of the block.
+# The batch has ten rows. The cache is split along the axis that its registration declares, inside the block.
 
 ROWS = 10
 batch = {
@@ -102,12 +102,12 @@ for name, value in parts[0].kwargs.items():
     print(f"{name:9}", string_type(value, with_shape=True))
 
 # %%
-# What is cut, and what is not
-# ----------------------------
+# What is split, and what is not
+# ------------------------------
 #
-# One row per leaf, drawn along axis 0; a colour per microbatch. Grey goes whole to each of them, as the same object:
-# class weights, a mask of one row that broadcasts, a number. The static parts (``language``, ``depth``) are also in
-# every microbatch.
+# Each bar is a leaf, drawn along axis 0, with a color per microbatch. Grey leaves are passed whole to every microbatch, as
+# the same object: class weights, a mask of one row that broadcasts, a number. The static parts (``language``,
+# ``depth``) are also in every microbatch.
 
 COLOURS = ["#4477aa", "#ee6677", "#ccbb44"]
 figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
@@ -145,7 +145,7 @@ plt.show()
 # Joined again
 # ------------
 #
-# Tensors are concatenated along the axis they were cut on; what went whole comes back whole.
+# Tensors are concatenated along the axis of the split. Leaves that were passed whole are returned whole.
 
 with register_flattening_functions(patch_transformers=True):
     joined = join([part.kwargs for part in parts], [part.rows for part in parts])
@@ -164,8 +164,8 @@ print(
 # From layer to layer
 # -------------------
 #
-# Layers hand the classes to each other, and the loss reads an attribute. Nothing is declared about any of it but the
-# registration: the outputs are those of the reference model.
+# Layers pass the classes to each other, and the loss reads an attribute. The registration is all that the pipeline needs:
+# the outputs are those of the reference model.
 
 
 class Read(nn.Module):
@@ -229,7 +229,8 @@ print(
 # What is refused
 # ---------------
 #
-# A class that is not registered is one leaf to torch. Its tensors would be neither cut nor moved, so the call stops:
+# To torch, an object of an unregistered class is one leaf. Its tensors would be neither split nor moved, so the call is
+# refused:
 
 
 class ModelOutput:
@@ -247,20 +248,20 @@ def show(call):
 show(lambda: pipeline(ModelOutput(torch.zeros(ROWS, 3), torch.zeros(ROWS, 8))))
 
 # %%
-# Above, inputs and labels agree on ten rows. Without labels, three class weights could also be three rows, and
-# nothing is guessed:
+# Above, inputs and labels have ten rows. Without labels, the three class weights could also be three rows, so the
+# call is refused:
 
 show(lambda: pipeline(text))
 
 # %%
-# With the line from the message it runs. ``Replicate`` states that the weights go whole to every microbatch.
+# It runs with the line from the message. ``Replicate`` passes the weights whole to every microbatch.
 
 whole = RoundPipeRunConfig(split_input={"args[0].weights": Replicate})
 print(torch.allclose(pipeline(text, roundpipe_run_config=whole).logits, plain.logits))
 
 # %%
-# What is not a tensor must be the same in all microbatches. A layer that counts the rows of its microbatch and puts
-# the number into the static part gets an error when the outputs are joined:
+# Values other than tensors must be the same in all microbatches. If a layer puts the number of rows of its microbatch into
+# the static part, joining the outputs raises an error:
 
 
 class CountRows(nn.Module):
@@ -274,7 +275,7 @@ counting = RoundPipe(
 show(lambda: counting(text))
 
 # %%
-# After each of these, the pipeline goes on with the next call as if nothing had happened.
+# After each of these errors, the next call of the pipeline works.
 
 pipeline.close()
 counting.close()

@@ -1,21 +1,21 @@
 """
-What a cut holds, drawn
-=======================
+How a Hugging Face model is split, drawn
+========================================
 
-A model of transformers is cut into *pieces*: calls of its layers, and *phases*, which are the model's own code before,
-between and after them. This page draws the pieces of four models, and every tensor that passes between them. The words
+A Hugging Face model is split into *pieces*: its layers, and *phases*, which are the model's own code before,
+between and after the layers. This page draws the pieces of four models, and every tensor that passes between them. The words
 are explained in :doc:`../../guide/runtime_huggingface`.
 
-The models are as wide as the real ones and a few layers deep. The weights of three of them are on ``meta``: they have
-shapes, and take no memory.
+The models are as wide as the real ones, and have a few layers. The weights of three of them are on ``meta``: they have
+shapes, and need no memory.
 """
 
 # %%
 # Two calls
 # ---------
 #
-# ``cut`` makes the pieces and states how large they are. ``passed_tensors`` runs them on an example, one after the
-# other, and states of each tensor who makes it and who gets it.
+# ``cut`` splits the model and returns the sizes of the pieces. ``passed_tensors`` runs the pieces on an example, and returns
+# for each tensor the piece that makes it and the pieces that get it.
 
 import matplotlib.pyplot as plt
 import torch
@@ -63,9 +63,9 @@ for tensor in passed_tensors(pieces, batch)[:4]:
 # The drawing
 # -----------
 #
-# Above stand the pieces, from left to right as they run, with the bytes of their parameters. Below is a row per tensor:
-# a dot where it is made, a ring at each piece that gets it. As long as its line is, it travels with the microbatch.
-# What a piece hands on altogether stands at the bottom.
+# At the top are the pieces, in the order in which they run, with the bytes of their parameters. Below is a row per tensor:
+# a dot at the piece that makes it, a ring at each piece that gets it. Along its line, the tensor travels with the
+# microbatch. At the bottom are the bytes that each piece passes to the next.
 
 KINDS = {
     "hidden": ("#222222", "hidden state, from layer to layer"),
@@ -240,8 +240,8 @@ def draw(model, batch):
 # Llama
 # -----
 #
-# Phase 0 embeds the tokens and makes what all layers share. Phase 1 is the model's forward once more, with what the
-# layers returned in place of the layers: it holds the embedding again, the norm and the head.
+# Phase 0 embeds the tokens and makes the mask and positions that all layers share. Phase 1 runs the model's forward
+# again, with the outputs of the layers instead of the layers: it contains the embedding again, the norm and the head.
 
 draw(model, batch)
 plt.show()
@@ -250,9 +250,9 @@ plt.show()
 # Mixtral, with the logits of its routers
 # ---------------------------------------
 #
-# Almost all bytes are in the layers, and a layer is the least that a device has to hold. What a router returns is
-# captured in each layer and travels to the end, where the model makes a loss of it. That loss looks at numbers, so this
-# model has weights, and is a small one.
+# Almost all bytes are in the layers, and a device needs room for at least one layer. The logits of each router travel to
+# the end, where the model computes a loss from them. That loss depends on values, so this model is small and has
+# real weights.
 
 config = MixtralConfig(
     hidden_size=256,
@@ -275,8 +275,8 @@ plt.show()
 # Gemma 3n, whose last layers have no keys of their own
 # -----------------------------------------------------
 #
-# They read those of earlier layers, out of a dictionary which the layers write. Each layer also has an input of its
-# own, which waits for it, and two kinds of layers have two kinds of positions.
+# These layers read the keys of earlier layers from a dictionary. Each layer also has its own extra input, and the two kinds
+# of layers have two kinds of positions.
 
 config = Gemma3nTextConfig(
     num_hidden_layers=4,
@@ -290,8 +290,8 @@ plt.show()
 # T5, an encoder and a decoder
 # ----------------------------
 #
-# The norm of the encoder stands between the two lists of layers, so there is a phase between them. The first layer of
-# each list makes the bias of the positions, and the others hand it on.
+# The norm of the encoder is between the two lists of layers, so there is a phase between them. The first layer of
+# each list computes the bias of the positions, and the other layers pass it on.
 
 batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
 batch["decoder_input_ids"] = batch["input_ids"][:, :256]

@@ -3,7 +3,7 @@ Custom types between machines
 =============================
 
 The stages of ``torch.distributed.pipelining`` send tensors. ``DistributedPipeline`` lets them send any registered
-object: a dataclass, a cache, a model output. This page trains two stages; run it alone, as it was for this page, or in
+object: a dataclass, a cache, a model output. This page trains two stages. Run it in one process, as on this page, or in
 two processes:
 
 .. code-block:: bash
@@ -12,10 +12,10 @@ two processes:
 """
 
 # %%
-# What crosses
-# ------------
+# The class that is sent
+# ----------------------
 #
-# A dataclass with a tensor that learns, one that does not, and a static part.
+# The dataclass has a tensor with gradients, a tensor without, and a static part.
 
 import copy
 import os
@@ -61,8 +61,8 @@ class Answer(nn.Module):
 # The stages of this process
 # --------------------------
 #
-# ``torchrun`` sets the number of this process. Every process makes the pipeline, with its stages; what
-# a stage returns is found out without running it, and is the same from then on. Stages may be
+# ``torchrun`` sets the rank of this process. Every process makes the pipeline, with its own stages. The shapes that
+# a stage returns are computed without running the stage, and must not change later. Stages may be
 # ``RoundPipe`` pipelines, for layers that do not fit on the devices of their machine.
 
 rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -93,7 +93,7 @@ print(
 # A step
 # ------
 #
-# All processes call it: the arguments are those of the first stage, the labels those of the last one, which gets the
+# All processes make the same call. The first stage uses the arguments; the last stage uses the labels and returns the
 # loss. Loss and gradients are those of the model in one process, microbatch by microbatch.
 
 loss = pipeline.forward_backward(
@@ -117,8 +117,8 @@ if loss is not None:
     print(f"loss {loss.item():.4f}")
 
 # %%
-# Who runs what when
-# ------------------
+# Which process runs what, and when
+# ---------------------------------
 #
 # With one forward and one backward in turn (1F1B), the first of two processes runs one microbatch ahead. A backward
 # is drawn twice as long as a forward.
@@ -154,10 +154,10 @@ for side in ax.spines.values():
 plt.show()
 
 # %%
-# What cannot cross
-# -----------------
+# What cannot be sent
+# -------------------
 #
-# Sizes and static parts are agreed on once. A batch whose microbatches have other sizes is refused by the first process
+# Sizes and static parts are fixed by the first call. The first process refuses a batch whose microbatches have other sizes,
 # before anything is sent:
 
 if rank == 0:

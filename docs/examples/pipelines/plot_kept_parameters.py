@@ -2,16 +2,16 @@
 Weights that stay on the device
 ===============================
 
-A pipeline uploads the parameters of a stage each time the stage runs, so weights that do not train go up twice in each
-step. ``keep_parameters`` lets a device keep as many as it has room for. This page trains small layers between frozen
-ones, counts what is uploaded for devices of different sizes, and compares the losses.
+A pipeline uploads the parameters of a stage each time the stage runs, so frozen weights are uploaded twice in each
+step. With ``keep_parameters`` a device keeps as many weights as it has room for. This page trains small layers between
+frozen layers, counts the uploaded bytes for devices of different sizes, and compares the losses.
 """
 
 # %%
 # A model whose large weights are frozen
 # --------------------------------------
 #
-# Twelve blocks: a wide layer that does not train, and next to it a narrow way that does, as an adapter.
+# The model has twelve blocks: a wide frozen layer, and in parallel a narrow trained layer, like an adapter.
 
 import matplotlib.pyplot as plt
 import torch
@@ -51,9 +51,8 @@ print(f"{weights / 1e6:.2f} MB of weights, {trained / 1e6:.2f} MB of them train"
 # Devices of several sizes
 # ------------------------
 #
-# Each trains the same steps. The first one keeps nothing; the others have room for a share of the weights. Each block is a
-# stage of its own: of the memory for parameters, stages of that size need little, and what is left is for those that
-# stay.
+# Every device trains the same steps. The first one keeps nothing; the others have room for a share of the weights. Each
+# block is a separate stage: small stages need little of the memory for parameters, and the remaining memory keeps weights.
 
 blocks = [range(number, number + 1) for number in range(12)]
 plan = ModelExecutePlan(blocks[:-1], blocks[::-1])
@@ -90,15 +89,15 @@ for name, (_, uploaded, kept) in found.items():
     print(f"{name:16} {uploaded[-1] / 1e6:5.2f} MB up, {kept / 1e6:5.2f} MB stay")
 
 # %%
-# The bits of the losses do not depend on it:
+# The losses are bitwise identical:
 
 print(len({tuple(losses) for losses, _, _ in found.values()}))
 
 # %%
-# What goes up
-# ------------
+# Uploaded bytes
+# --------------
 #
-# The first step uploads everything. Later ones upload what a step changed, and what the device has no room for.
+# The first step uploads everything. Later steps upload changed weights, and weights that the device has no room for.
 
 figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 for (name, (_, uploaded, _)), colour in zip(

@@ -2,9 +2,9 @@
 A pipeline next to plain training
 =================================
 
-A small transformer reads bytes. It is trained twice from the same weights: plainly, and through a pipeline over two
-devices that run a few layers at a time. The losses are drawn over each other, and below them what ran
-where and when.
+A small transformer for bytes is trained twice from the same weights: with PyTorch alone, and through a pipeline over two
+devices that run a few layers at a time. The page draws both losses in one picture, and below them a timeline of the
+devices.
 """
 
 # %%
@@ -47,7 +47,7 @@ def batches(seed):
 # The model
 # ---------
 #
-# A list of layers, each with one input and one output: an ``nn.Sequential``.
+# The model is an ``nn.Sequential``: a list of layers, each with one input and one output.
 
 
 class Block(nn.Module):
@@ -103,8 +103,8 @@ for inputs, labels in batches(seed=1):
 # The pipeline
 # ------------
 #
-# The loop has one call for forward and backward, and one for the step. ``loss_reduction="mean"`` states that
-# ``loss_fn`` returns a mean over its rows; the total is then the mean over the batch, also for microbatches of 4, 3 and
+# The loop has one call for forward and backward, and one for the step. With ``loss_reduction="mean"``,
+# ``loss_fn`` returns a mean over its rows, and the result is the mean over the batch, also for microbatches of 4, 3 and
 # 3 rows.
 
 pipeline = RoundPipe(
@@ -126,11 +126,11 @@ print(
 )
 
 # %%
-# What ran where
-# --------------
+# The timeline of the devices
+# ---------------------------
 #
-# A few more runs, recorded; the fastest one is drawn. Rows are devices, letters are work: ``F`` forward, ``R`` forward
-# again, ``L`` loss, ``B`` backward, ``u`` and ``d`` copies of parameters and gradients.
+# A few more runs are recorded, and the fastest is drawn. Each row is a device. The letters are: ``F`` forward, ``R``
+# recomputation, ``L`` loss, ``B`` backward, ``u`` and ``d`` copies of parameters and gradients.
 
 
 def record():
@@ -150,11 +150,11 @@ pipeline.close()
 print(timeline.draw(100))
 
 # %%
-# All in one picture
-# ------------------
+# Losses and timeline in one picture
+# ----------------------------------
 #
-# Above, the two curves lie on each other. In the middle, what is between them: the rounding of 32 bits, as sums are
-# taken microbatch by microbatch. Below, the recorded run; numbers are microbatches.
+# At the top, the two curves coincide. In the middle is their difference: the rounding of float32, because sums are
+# computed per microbatch. At the bottom is the recorded run; the numbers are microbatches.
 
 COLOURS = {
     "forward": "#4477aa",

@@ -2,17 +2,17 @@
 Experts that are uploaded
 =========================
 
-A pipeline uploads the experts of a mixture that a token was routed to. This page runs a small Mixtral with batches of several
-sizes, counts the bytes that went up next to those of all experts, and compares them with what is to be expected of even
-routing.
+In a mixture of experts, a pipeline uploads only the experts that some token was routed to. This page runs a small Mixtral
+with batches of several sizes, and compares the uploaded bytes with the bytes of all experts, and with the expectation for
+even routing.
 """
 
 # %%
 # Bytes of a run
 # --------------
 #
-# Two of eight experts see each token. The first two runs of a size prove that what was not uploaded is not read, and upload
-# more for it; the third is counted.
+# Each token is routed to two of eight experts. The first two runs of a size upload more, to check that the model does not
+# read the other experts; the third run is counted.
 
 import matplotlib.pyplot as plt
 import torch
@@ -53,10 +53,10 @@ for count in sizes:
     print(f"{count:2} tokens: {shares[-1]:.2f} of the experts")
 
 # %%
-# Next to even routing
-# --------------------
+# Compared with even routing
+# --------------------------
 #
-# Above three quarters, all experts are uploaded ahead, while the device computes something else.
+# If more than three quarters of the experts are needed, all experts are uploaded early, while the device computes.
 
 figure, axis = plt.subplots(figsize=(6, 3))
 axis.plot(sizes, shares, "o", label="uploaded")

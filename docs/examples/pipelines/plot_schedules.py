@@ -2,8 +2,8 @@
 Stages, microbatches, schedules: drawn
 ======================================
 
-A batch is cut into *microbatches*, the layers of a model into *stages*. The *schedule* states which device runs which
-stage on which microbatch, and when. This page draws it; nothing is trained here. The words are explained in
+A batch is split into *microbatches*, the layers of a model into *stages*. The *schedule* is the order in which devices run
+stages on microbatches. This page draws schedules; nothing is trained. The words are explained in
 :doc:`../../guide/runtime_plan`.
 """
 
@@ -11,8 +11,9 @@ stage on which microbatch, and when. This page draws it; nothing is trained here
 # One iteration
 # -------------
 #
-# A model of seven equal layers on two devices, three microbatches. A layer takes 1 forward; going back, where its
-# forward is computed again, it takes 3. So forward stages hold three layers, and backward stages one.
+# The model has seven equal layers, and runs on two devices in three microbatches. The forward of a layer takes 1 unit of
+# time; its backward, which also recomputes the forward, takes 3. So forward stages have three layers, and backward stages
+# one.
 
 import matplotlib.pyplot as plt
 
@@ -120,7 +121,7 @@ plt.show()
 # Why microbatches
 # ----------------
 #
-# In one piece, the batch is on one device at a time, and the other waits. With as many microbatches as devices,
+# An unsplit batch is on one device at a time, and the other device waits. With as many microbatches as devices,
 # no device waits in the middle; one more, as above, hides the copies between the devices.
 
 figure, axes = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained")
@@ -132,7 +133,7 @@ plt.show()
 # Why stages of one length
 # ------------------------
 #
-# The same layers, the last five of them in one stage: the other device waits for it.
+# The same layers, with the last five in one stage: the other device waits for this stage.
 
 uneven = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 7), range(2)]).stages(
     "fused", num_layers=7
@@ -145,9 +146,9 @@ plt.show()
 # Why more stages than devices
 # ----------------------------
 #
-# Devices wait at both ends of an iteration, and only there. The more rounds are between the ends, the less that is.
-# Here are equal stages on four devices, with copies that take no time, and, dotted, over a link on which a stage takes
-# as long to load as to compute for four microbatches.
+# Devices wait at both ends of an iteration only. With more rounds between the ends, the wait is a smaller share. The
+# picture has equal stages on four devices. Solid lines: copies take no time. Dotted lines: loading a stage takes
+# as long as computing it for four microbatches.
 
 MICROBATCHES, LOADED = 5, 4
 figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")

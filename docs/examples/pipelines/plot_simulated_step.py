@@ -3,13 +3,13 @@ What a step waits for
 =====================
 
 A training step computes, copies parameters to the devices and gradients back, and runs the optimizer on the host. The
-longest of them is the bottleneck, and which one it is depends on the number of tokens. The first half of this page
-simulates a step on a machine that is not here; the second half trains on virtual devices and draws what each waited for.
+longest of these is the bottleneck; the number of tokens decides which one it is. The first half of this page
+simulates a step on a machine with two GPUs. The second half trains on simulated devices and draws what each device waits for.
 """
 
 # %%
-# A machine that is not here
-# --------------------------
+# A simulated machine
+# -------------------
 #
 # Sixteen layers of 200 million parameters each, on ``meta``, so nothing is allocated; two GPUs with a link of 25 GB/s
 # each.
@@ -75,8 +75,8 @@ for tokens, step in zip(counts, steps, strict=True):
     print(f"{tokens:,} tokens: {step.bottleneck} is busy longest")
 
 # %%
-# Seconds of a step, and how long each part of the machine is busy in it. Copies of parameters and the optimizer take the
-# same time for any number of tokens; computation grows with them and takes over.
+# The picture shows the seconds of a step, and how long each part of the machine is busy. Copies of parameters and the
+# optimizer take the same time for any number of tokens. Computation grows with the tokens, and becomes the bottleneck.
 
 colours = {
     "compute": "#4477aa",
@@ -93,7 +93,7 @@ ax.legend()
 plt.show()
 
 # %%
-# What the devices do meanwhile:
+# The devices during this step:
 
 shares = {"compute": [1 - sum(step.bubbles.values()) for step in steps]}
 for cause in ("transfer", "optimizer", "dependency", "interpreter"):
@@ -110,11 +110,11 @@ ax.legend(loc="lower right")
 plt.show()
 
 # %%
-# Devices that are here
-# ---------------------
+# A recorded training
+# -------------------
 #
-# Two steps on two virtual devices, recorded, as a page that zooms, and explains what is under the pointer. The page is one
-# file that loads nothing; ``roundpipe timeline run.json --html run.html`` writes it from a stored timeline.
+# Two steps on two simulated devices are recorded and written as a page that you can zoom. The page is one
+# file without further downloads; ``roundpipe timeline run.json --html run.html`` writes it from a stored timeline.
 
 torch.set_num_threads(1)
 layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)], nn.Linear(256, 1024))

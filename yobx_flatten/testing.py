@@ -24,7 +24,7 @@ __all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]
 
 
 def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: Any) -> None:
-    """Fail unless a file that any exporter wrote does what its model does.
+    """Fail unless a file, from any exporter, computes the same as its model.
 
     Args:
         path: the file, or a folder of files; see :func:`~yobx_flatten.verify.verify_file`.

@@ -145,7 +145,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return how much of a leaf no comparison can show: NaN equals NaN, whatever was computed before it.
+    """Return the share of NaN in a leaf, which a comparison cannot check, since NaN equals NaN.
 
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)
@@ -183,7 +183,7 @@ def _same_text(expected: object, found: object) -> float:
 
 
 def _apart(expected: complex, found: complex) -> float:
-    """How far two numbers are apart; integers of Python have no largest one."""
+    """Return the difference of two numbers; Python's integers have no largest one."""
     if expected == found or (expected != expected and found != found):
         return 0.0
     difference = float(abs(expected - found))

@@ -116,7 +116,7 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Layouts of classes, each worked out once. Lives as long as one walk, so classes are known by their id."""
+    """Cache of the layouts of classes by their id, for one walk."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Layout] = {}

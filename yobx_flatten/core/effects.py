@@ -63,7 +63,7 @@ class Effects(dict[str, Effect]):
         self.objects: dict[str, tuple[Any, Any]] = {}
 
     def note(self, path: str, effect: Effect, before: object, after: object) -> None:
-        """Add an effect; the first of a place stays."""
+        """Add an effect, unless its place has one already."""
         if path not in self:
             self[path] = effect
             self.objects[path] = before, after
@@ -103,7 +103,7 @@ class Snapshot:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy values that can be written in place: all but parameters, and the given parameters."""
+        """Copy values that can be written in place: everything except parameters, and the given parameters."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:
@@ -249,7 +249,7 @@ def _is_pipeline(kind: type) -> bool:
 
 
 def _is_own_code(module: object) -> bool:
-    """Whether a module is a user's: its globals and classes can hold what a call changes."""
+    """Return whether a module is the user's, so that a call may change its globals and classes."""
     return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
 
 
@@ -277,7 +277,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """How one kind of holder is read and written: a dict."""
+    """How one kind of holder (here a dict) is read and written."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)
@@ -441,7 +441,7 @@ def _is_data(value: object) -> bool:
 
 
 class _Holder(NamedTuple):
-    """An object that holds others, and what it held."""
+    """An object that contains others, and its contents at the time of the snapshot."""
 
     path: str
     owner: Any
@@ -500,7 +500,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _is_longer(one: object, other: object) -> bool:
-    """Whether a tensor stands for one that was shorter along one axis: a cache that grew."""
+    """Return whether a tensor replaces one that was shorter along one axis, as a growing cache does."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dim() != other.dim():
         return False
     differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
@@ -544,7 +544,7 @@ class _Content:
 
 
 def _reader(kind: type) -> _Reader | None:
-    """A function that reads the value of an instance, to see whether it changed; None for classes without values."""
+    """Return a function that reads the value of an instance, to detect changes; None for classes without values."""
     if issubclass(kind, torch.Tensor):
         return _mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -592,7 +592,7 @@ def _numpy_state(generator: Any) -> object:
 
 
 def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
-    """Copy the values of an object, and return what writes them back."""
+    """Copy the values of an object, and return a function that restores them."""
     if isinstance(obj, torch.Tensor):
         return _restoring_tensor(obj, mark, grad, copied)
     if isinstance(obj, random.Random):
@@ -644,7 +644,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _torch_generators_restored(seed: int | None) -> Iterator[None]:
-    """Restore torch's generators after the block; start with a seed, if there is one, and start the shared ones."""
+    """Restore torch's generators after the block; inside, seed them if a seed is given."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         if seed is not None:

@@ -193,7 +193,7 @@ class Undo(dict[type, bool]):
                 self._stack.callback(REGISTRY.release, claim)
 
     def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
-        """Register what modules define that are imported while this is active."""
+        """Register the classes of modules that are imported while the block is open."""
 
         def action(module: ModuleType) -> None:
             for recipe in recipes_of(module):

@@ -99,7 +99,7 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """An object and what is below it, before it is drawn. Equal parts look equal, but for the numbers in labels."""
+    """An object and its children, before it is drawn. Equal parts differ in the numbers of their labels only."""
 
     label: str = dataclasses.field(compare=False)
     text: str
@@ -193,7 +193,7 @@ def _one_line(value: object) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Make one part of several equal ones, also of those that alternate."""
+    """Merge equal siblings into one part, also alternating ones."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0
@@ -209,7 +209,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """How many of the next siblings alternate, and how often; ``(1, 1)`` if they do not."""
+    """Return the length and the number of repetitions of the next siblings; ``(1, 1)`` if they do not repeat."""
     best = (1, 1)
     for period in range(1, _LONGEST_PERIOD + 1):
         end = start + period

@@ -34,7 +34,7 @@ from .opaque import find_unregistered, remedy_for
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to know before an export.
+    """One error or warning before an export.
 
     Attributes:
         severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
@@ -68,7 +68,7 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings with which the export fails or goes wrong."""
+        """The findings that make the export fail or return wrong values."""
         return tuple(finding for finding in self if finding.severity == "error")
 
     def raise_errors(self) -> None:
@@ -328,7 +328,7 @@ def _sizes_that_stay(axes: list[Axis]) -> Iterator[Finding]:
 
 
 def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
-    """Axes that vary by different names, or in different places of a shape, and are of one size in the example.
+    """Return varying axes with different names or positions that have the same size in the example.
 
     Axis 0 of one tensor and axis 0 of another are taken for the same thing, most often the batch.
     """

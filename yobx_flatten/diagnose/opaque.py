@@ -181,7 +181,7 @@ class _Walk:
         self._layouts, self._covers = layouts, covers
 
     def step(self) -> None:
-        """Go through the children of the innermost object, as far as the first that has to be entered."""
+        """Visit the children of the innermost object, up to the first one that must be entered."""
         frame = self.frames[-1]
         for step, child in frame.children:
             layout = self._layouts(type(child))
@@ -310,7 +310,7 @@ def _is_registered_with_jax(cls: type) -> bool:
 
 
 def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
-    """The line for a class that is neither a dataclass nor like a dict, from what one instance holds."""
+    """Return the line that registers another class than a dataclass or dict, from the attributes of one instance."""
     cls = type(obj)
     layout = layouts(cls)
     attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
@@ -324,7 +324,7 @@ def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
-    """Tensors, ``None`` in their place, and what holds some; an empty container, since it may be filled later.
+    """Return whether a value may contain tensors: a tensor, ``None``, an empty container, a container with tensors.
 
     What is only reached through the owner is not the value's.
     """

@@ -42,7 +42,7 @@ class Report(abc.ABC):
         return [name for name, share in self._least_nan().items() if share == 1.0]
 
     def nan_notes(self) -> list[str]:
-        """Return a sentence on outputs without a finite number, and one on those with NaN among others."""
+        """Return a note on outputs without a finite number, and a note on outputs that contain some NaN."""
         notes, nothing = [], self.without_number()
         if nothing:
             notes.append(

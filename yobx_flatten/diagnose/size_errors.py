@@ -95,7 +95,7 @@ def _shapes_do_not_fit(failure: Failure, found: re.Match[str]) -> Explanation:
 
 
 def misfit_in_our_words(failure: Failure) -> str:
-    """Return what ``check_dynamic_shapes`` finds in the shapes of a failure; ``""`` for nothing."""
+    """Return the findings of ``check_dynamic_shapes`` for a failed export; ``""`` if there are none."""
     if failure.dynamic_shapes is None:
         return ""
     inputs = failure.inputs()

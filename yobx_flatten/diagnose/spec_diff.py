@@ -233,7 +233,7 @@ def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> It
 
 
 def _is_call(view: _View) -> bool:
-    """Return whether a structure is that of a program's inputs: a tuple of positional ones, a dict of the others."""
+    """Return whether a structure is a program's inputs: a tuple of positional and a dict of keyword arguments."""
     classes = [child.cls for child in view.children.values()]
     return view.cls == "tuple" and classes == ["tuple", "dict"]
 

@@ -56,7 +56,7 @@ def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exce
 
 @contextlib.contextmanager
 def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
-    """Add a note to whatever a block raises, and let it come out.
+    """Add a note to any exception that a block raises.
 
     >>> with noted_on_failure(lambda error: "in the third row"):
     ...     int("three")

@@ -47,7 +47,7 @@ def untried_versions() -> list[Untried]:
 
 
 def possible_cause() -> str:
-    """Return the line that follows an error's message where a newer version may be its cause; empty without one."""
+    """Return the line about a newer library version that may cause an error; empty if all versions are tested."""
     untried = untried_versions()
     if not untried:
         return ""

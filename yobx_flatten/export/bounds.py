@@ -83,7 +83,7 @@ class Bounds:
     def check_program(
         self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram, names: Sequence[str]
     ) -> None:
-        """Refuse a program one of whose sizes varies, and is above its bound in the example."""
+        """Refuse a program with a varying size whose value in the example is above its bound."""
         # names: names of all leaves of the inputs, in order
         found = dict(zip(names, traced_inputs(program), strict=True))
         leaves = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)

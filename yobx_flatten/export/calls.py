@@ -298,7 +298,7 @@ _Axis = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
-    """Export an example; where torch fails, again with fewer sizes that vary. The report states which, and why."""
+    """Export an example; if torch fails, try again with fewer varying sizes. The report names them, with the reason."""
     # export: takes an example, and whether sizes of it were fixed here
     # stated: dynamic shapes of the caller, which are never changed
     first = _result(export, example, False)
@@ -329,7 +329,7 @@ def check_itself(example: Example, error: Exception) -> None:
 
 
 def _in_our_words(error: Exception, example: Example) -> Exception:
-    """Replace a long error of torch by a short one; errors of the model's code stay."""
+    """Replace a long error of torch by a short one; errors of the model's code are unchanged."""
     if isinstance(error, FlattenError) or not type(error).__module__.startswith(("torch.", "onnx_ir.")):
         return error
     explained = InvalidArgumentError(

@@ -242,7 +242,7 @@ def _complete(
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
 ) -> _Completed:
-    """Dynamic shapes for all inputs, the names in them, and what they state of sizes."""
+    """Return dynamic shapes for all inputs, the names in them, and their relations of sizes."""
     if shapes is None:
         return _Completed(None, {})
     check_spelling(module, swallowed_names(module, kwargs))
@@ -308,7 +308,7 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let ``forward`` have keyword parameters of these names inside, instead of its ``**kwargs``."""
+    """Inside the block, replace the ``**kwargs`` of ``forward`` by keyword parameters with these names."""
     # names: see `swallowed_names`; nothing changes without any
     if not names:
         yield
@@ -370,7 +370,7 @@ def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor
 
 
 def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of an example in other sizes, repeated or cut, by name; ``None`` where that cannot be done."""
+    """Return the inputs of an example in other sizes by name, repeated or shortened; ``None`` if impossible."""
     wanted = {name: found for name, _, found in signature.inputs}
     made: dict[str, torch.Tensor] = {}
     for name, leaf in tensors_of(example, signature).items():

@@ -77,7 +77,7 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
 
 
 def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
-    """Let a graph write to copies of its inputs: a file returns what it changed, and the tensors are the caller's.
+    """Make a graph write to copies of its inputs, since the tensors belong to the caller; a file returns the changes.
 
     States of transformers are changed in place, and code of AOTInductor would write them back.
     """
@@ -150,7 +150,7 @@ _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "sl
 
 
 def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
-    """The number of rows of the table that an input is looked up in, by name of the input."""
+    """Return the number of rows of the table in which an input is looked up, by name of the input."""
     found: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
         table, given = node.args[:2]
@@ -197,13 +197,13 @@ def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _name(node: torch.fx.Node) -> str:
-    """The name of a node's operator, without its overload; empty where torch has none of it."""
+    """Return the name of a node's operator without its overload; empty if it is not an operator."""
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
 
 
 def _length_of_range(place: Any) -> Any:
-    """The length of a range that starts at 0, where an index is all of one; ``None`` for others."""
+    """Return the length if an index is a whole range that starts at 0; ``None`` otherwise."""
     if not isinstance(place, torch.fx.Node):
         return None
     entries = place.meta["val"].numel()
@@ -216,7 +216,7 @@ def _length_of_range(place: Any) -> Any:
 
 
 def _size(size: Any) -> Size:
-    """A size as factors of other sizes; nothing is known of one that is not a sum of them."""
+    """Return a size as a sum of multiples of other sizes; nothing for any other expression."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
@@ -319,7 +319,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """A node of the new graph that stands for this one; ``None`` where there is none."""
+    """Return the node of the new graph for this node; ``None`` if there is none."""
     target = node.target
     if target in _CASTS and _same_type(node):
         return copied[node.args[0]]  # type: ignore[index] # the tensor, a node
@@ -343,7 +343,7 @@ def _same_type(node: torch.fx.Node) -> bool:
 def _traced_alone(
     node: torch.fx.Node, graph: torch.fx.Graph, copied: dict[torch.fx.Node, Any], table: Mapping[Any, Any]
 ) -> Any:
-    """Trace what one operator is made of, and put it in its place."""
+    """Replace one operator by the trace of its decomposition."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
     values = [leaves[place].meta.get("val") for place in places]

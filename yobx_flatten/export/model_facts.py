@@ -99,7 +99,7 @@ def peak_memory() -> int:
 
 
 def memory_available() -> int:
-    """Return how many bytes of memory processes can still take, limits of containers included."""
+    """Return the bytes of memory that are free, within the limits of containers."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

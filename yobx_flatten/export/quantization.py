@@ -124,7 +124,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether inputs of products may have one scale for each token, where that is near enough."""
+        """Return whether inputs may have one scale per token, if that is accurate enough."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 
@@ -201,7 +201,7 @@ def choose_quantization(
 
 
 def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
-    """Check what quantizes for another runtime than onnxruntime."""
+    """Check that the quantizer of another runtime is installed."""
     asked = f"quantize={chosen.weights!r}"
     if chosen.activations != "auto":
         raise InvalidArgumentError(
@@ -272,7 +272,7 @@ def _without_handlers() -> Iterator[None]:
 
 @functools.cache
 def _why_not_run(bits: int) -> str | None:
-    """Why onnxruntime does not run the operator, found with a file of one product; ``None`` where it does."""
+    """Run a file with one operator; return why onnxruntime cannot run it, or ``None`` if it can."""
     import numpy
     import onnx
     from onnx import TensorProto, helper, numpy_helper

@@ -39,7 +39,7 @@ def measure(
     block_size: int,
     known: list[Texts] | None = None,
 ) -> Quality:
-    """Return how far a file is from the module of a source. The block must be open."""
+    """Return the difference of a file to the module of a source. The block must be open."""
     # block_size: number of weights that share a scale, as the quality states it
     # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
     example, written, distance = source.example, source.traced.written, Distance()
@@ -79,7 +79,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return the inputs that read all tokens; ``None`` where these are not only tokens, a mask and keys and values."""
+    """Return the inputs of one call with all tokens; ``None`` for other inputs than tokens, mask and cache."""
     # feeds: inputs by name, with the first token in the cache
     # tokens: the text, int64 of shape (rows, length)
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
@@ -136,14 +136,14 @@ class RoundingCalls:
 
 
 def reads_once(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether inputs are tokens, read in one call that leaves no cache."""
+    """Return whether inputs are tokens that are read in one call without a cache."""
     return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
 
 
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> RoundingCalls | None:
-    """Return the calls by which the matrices of a file are rounded; ``None`` without a text."""
+    """Return the calls with which matrices are rounded; ``None`` without a text."""
     # at_most: so many texts and tokens of each; `None`, the default, for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
@@ -223,7 +223,7 @@ class Budget:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Return the first bits that are within the ratio, and what was measured; else the last that were tried."""
+        """Return the first choice of bits within the ratio, and its measurement; else the last choice."""
         bits: dict[str, int] = dict.fromkeys(self._roles, self._first)
         width = self._first
         heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
@@ -256,7 +256,7 @@ class Budget:
 
     @staticmethod
     def _is_enough(quality: Quality, width: int) -> bool:
-        """From 4 bits on also by what the model would write; float costs too much for that."""
+        """Return whether a measurement is within the ratio; at 4 bits, also on text that the model generates."""
         return quality.is_close if width == 4 else quality.ok
 
     def _full(self, bits: Bits) -> float:
@@ -265,7 +265,7 @@ class Budget:
         return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """The head, then the roles by what more bits bring for each byte."""
+        """Return the head first, then the roles by the improvement that more bits bring per byte."""
         lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
         rest = [role for role in lossy if not role.is_last]
         yield from (role.name for role in lossy if role.is_last)

@@ -60,7 +60,7 @@ class Allowed:
         return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
-        """Let a report allow what the type of the weights costs, or note why that cannot be measured."""
+        """Add the error of the weights' dtype to the allowed difference, or note why it cannot be measured."""
         # known: a yardstick of the same module, whose measurements are taken; `None`, the default, for none
         if report.proof == "none" or example.no_data:
             return
@@ -169,7 +169,7 @@ def prove(
 
 
 def _varied_of(example: Example, traced: Traced, asked: Asked, report: ExportReport) -> list[Case]:
-    """Cases of other sizes and values, where none were asked for, and inputs are not made as generation makes them."""
+    """Return cases of other sizes and values, for modules without given cases that are not language models."""
     if asked.cases is not None or not example.why_not:
         return []
     is_free = asked.allowed.measures_failures or asked.allowed.measures
@@ -201,13 +201,13 @@ def replay_cases(
     cases: Sequence[Case],
     report: ExportReport,
 ) -> None:
-    """Replay cases next to the module, and put the results into the report. The block must be open."""
+    """Replay cases in the module and the program, and add the results to the report. The block must be open."""
     for case, side in itertools.product(cases, sides):
         _add(_result(side, example, traced, case, report, is_varied=False), report)
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
-    """Put a result into the report: as a case, or as a remark where it does not fail."""
+    """Add a result to the report: as a case, or as a note if it may differ."""
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
         return
@@ -239,7 +239,7 @@ def _result(
 
 
 def _by_rounding(found: CaseResult, example: Example, case: Case, traced: Traced, report: ExportReport) -> CaseResult:
-    """The result, with what the last digits of inputs change in the module itself among what is allowed."""
+    """Return the result; differences that rounded inputs also cause in the module itself are allowed."""
     changes = rounding_changes(example, case, traced, report.tolerance)
     allowed = {name: max(found.allowed.get(name, 0.0), changes.get(name, 0.0)) for name in found.differences}
     allowed = {name: size for name, size in allowed.items() if size > report.tolerance}
@@ -258,7 +258,7 @@ def replay_file(
     report: ExportReport,
     why_not: Callable[[FlattenError], str] = first_line,
 ) -> None:
-    """Load a file and replay the cases with it; where it cannot be loaded, one result states why."""
+    """Load a file and replay the cases with it; if it cannot be loaded, one result has the reason."""
     # why_not: returns what the report states of an error of `load`; its first line by default
     if not source.cases:
         return
@@ -311,7 +311,7 @@ def shortened(example: Example, case: Case) -> Case:
 
 
 def left_out(count: int) -> list[str]:
-    """Return the note on cases that were not replayed; none where there are none."""
+    """Return a note on cases that were not replayed; none if all were."""
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
@@ -319,7 +319,7 @@ _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, A
 
 
 def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
-    """Return a note on sizes that were left to the trace and became numbers; none where the model needs them."""
+    """Return a note on sizes that the trace fixed; none if the model needs a fixed size."""
     if example.shapes is None:
         return []
     fixed: dict[int, dict[str, list[int]]] = {}  # by size: sizes that belong together change together
@@ -368,7 +368,7 @@ def _of_each_size(example: Example) -> dict[int, dict[str, list[int]]]:
 
 
 def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
-    """Whether the model itself takes one more along axes."""
+    """Return whether the model accepts a size that is larger by one along these axes."""
     given, larger = example.inputs, {}
     for name, leaf in zip(leaf_names(given), leaves_of(given), strict=True):
         made = leaf
@@ -391,7 +391,7 @@ def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]])
 
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """The sizes of every leaf of the inputs, symbols among them; none of what is not a tensor."""
+    """Return the sizes of every input leaf, including symbols; none for values other than tensors."""
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
 
 

@@ -55,7 +55,7 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
 
 
 def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, ...]:
-    """Return the assertions: sizes of one variable are equal, others are as stated, and the assumptions hold."""
+    """Return the assertions about sizes: equal variables, stated values and assumptions."""
     leaves = leaf_names(inputs)
     places: dict[str, Place] = {}
     found: list[Expression] = []
@@ -98,7 +98,7 @@ def asserted_in_forward(
     names: Sequence[str],
     relations: Sequence[Relation],
 ) -> Iterator[None]:
-    """Let ``forward`` assert relations of sizes inside, before anything else."""
+    """Inside the block, ``forward`` first asserts relations of sizes."""
     # relations: what to assert; nothing changes without any, and without shapes that torch would find at `forward`
     original = module.forward
     if not relations and attached_spec(original) is None:
@@ -186,7 +186,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Yield comparisons that all have to hold: those of an *and*, and of an *or* one of numbers."""
+    """Yield the comparisons of an *and*, and of an *or* the one without symbols, all of which must hold."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
@@ -284,7 +284,7 @@ def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
 
 
 def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
-    """The range of each size, where the program has one."""
+    """Return the range of each size that has one."""
     for place, size in _sizes(program).items():
         known = program.range_constraints.get(size.node.expr)
         if known is not None:
@@ -315,7 +315,7 @@ def _asserted(program: ExportedProgram) -> Iterator[Any]:
 
 
 def as_expression(expression: sympy.Basic) -> Expression | None:
-    """Return an expression of sympy as data; ``None`` for one with other operators than those of sizes.
+    """Return a sympy expression as data; ``None`` if it has operators that sizes do not use.
 
     >>> import sympy
     >>> as_expression(sympy.Eq(sympy.Symbol("a") + 2, sympy.Symbol("b")))

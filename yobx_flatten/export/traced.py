@@ -75,7 +75,7 @@ class Traced:
 
     @property
     def complex_outputs(self) -> list[str]:
-        """The outputs that are complex numbers, which files have as pairs of real ones."""
+        """Return the complex outputs, which are pairs of real numbers in files."""
         types = zip(self.output_names, self.output_types, strict=True)
         return [name for name, dtype in types if dtype is not None and dtype.is_complex]
 
@@ -164,7 +164,7 @@ def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[st
 
 
 def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
-    """The largest sizes by name of a leaf of the inputs, but for those that the dynamic shapes or tables state.
+    """Return the largest sizes by name of an input leaf, except sizes that dynamic shapes or tables bound.
 
     A model itself stops where its table of positions has no row.
     """
@@ -218,7 +218,7 @@ _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\]
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
-    """Name what a program takes and returns, and give it its own copies of the state that it writes to."""
+    """Name the inputs and outputs of a program, and copy the state that it writes to."""
     # program: the program; tensors of its state may be replaced
     module, signature = example.module, with_relative_origins(program).graph_signature
     check_static_parts(program)
@@ -242,7 +242,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """Keep torch's notes on failing calls off the terminal: an error or a remark of ours states what they are about."""
+    """Suppress torch's log of failing calls: an error or a note of this package has the same content."""
     unwanted = {
         "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
         "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
@@ -254,7 +254,7 @@ def calm() -> Iterator[None]:
 
 
 class _WithoutGraphs(io.TextIOBase):
-    """Where torch prints the graph of a trace that failed, twice: all but that goes to the stream."""
+    """A stream that drops the graph of a failed trace, which torch prints twice."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -273,7 +273,7 @@ def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
-    """Give a program the weights that its module gets when a layer is called; tied ones once."""
+    """Load into a program the weights that its module loads when a layer is called; tied weights once."""
     # program: the program; its state is changed in place
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():
@@ -283,7 +283,7 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
 
 
 def _explain(example: Example, error: BaseException) -> FlattenError | None:
-    """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
+    """Return an explained error for an error of the trace that names neither place nor remedy."""
     module, inputs, message = example.module, example.inputs, str(error)
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
         text = explain_error(error, module).text.removesuffix(":")
@@ -377,7 +377,7 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
-    """A tensor for the trace; ``None`` for one that stays."""
+    """Return the tensor to use in the trace; ``None`` to keep the original."""
     # device: that of the inputs; `None` where they are on `meta`
     learns = tensor.requires_grad
     if device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
@@ -393,7 +393,7 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
 
 
 def _is_of_integers(tensor: torch.Tensor) -> bool:
-    """Whether torchao computes a weight from integers, and multiplies it with what is not rounded."""
+    """Return whether torchao dequantizes a weight, and multiplies it with inputs that are not rounded."""
     kind: Any = type(tensor)
     wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
     rounds = ("activation_quantization", "act_quant_kwargs")
@@ -432,7 +432,7 @@ def _relative(name: str) -> str:
 
 
 class _OfSizes(type):
-    """Makes a class that is called, compared and tested as ``int`` is, and hands a size on."""
+    """Metaclass of a stand-in for ``int`` that returns a symbolic size unchanged."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.SymInt):

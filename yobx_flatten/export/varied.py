@@ -76,7 +76,7 @@ def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False
 
 
 def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: float) -> dict[str, float]:
-    """Return by output how far the module itself goes when the inputs of a case change in their last digits.
+    """Return for each output how much the module changes if the last digits of the inputs change.
 
     It is the tolerance at least, to the size of the output, which grows with the inputs.
     Of what is rounded, sorted, or chosen of equals, no comparison shows more. Zeros stay zeros, since a module may have
@@ -146,7 +146,7 @@ class _Maker:
         self._seconds = time.perf_counter() - start
 
     def made(self, only_largest: bool, magnitudes: bool) -> Varied:
-        """Return the cases, and remarks on what the module did not accept."""
+        """Return the cases, and notes on inputs that the module refused."""
         if self._nan is None:
             return Varied()
         first, base, remarks = self._resized()
@@ -193,7 +193,7 @@ class _Maker:
         return case, self._leaves, [remark]
 
     def _larger(self) -> Iterator[dict[str, int]]:
-        """Sizes to try: all larger, then one after the other, as long as they meet what the program asserts."""
+        """Yield sizes to try: all larger, then each alone, if they meet the program's assertions."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
         grows = {
@@ -270,7 +270,7 @@ class _Maker:
         return self._nan is not None and share <= self._nan
 
     def _share_of_nan(self, case: Case) -> float | None:
-        """How much of the outputs is NaN; ``None`` where the module stops."""
+        """Return the share of NaN in the outputs; ``None`` if the module raises an error."""
         try:
             steps = self._example.runs.steps(case, self._traced.written, self._traced.left, twice=True)
         except InvalidArgumentError as error:
@@ -323,7 +323,7 @@ def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _mask_rows(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All of a row, the first part of it, and none of it."""
+    """Return three mask rows: all positions, the first part, and none."""
     length = base.shape[-1] if base.ndim else 1
     places = torch.arange(length, device=base.device)
     return places >= 0, places < (length + 1) // 2, places < 0
@@ -421,7 +421,7 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
 
 
 def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None:
-    """A case in which nothing is padded, or the first row alone; ``None`` without a mask of several rows."""
+    """Return a case without padding, or with padding in the first row only; ``None`` without a mask of several rows."""
     made = Case(case.name, *clone((case.args, dict(case.kwargs))))
     masks = list(_masks(module, made))
     for mask in masks:

@@ -159,7 +159,7 @@ def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Excep
 
 
 def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]) -> None:
-    """Refuse a file of an untrusted folder that is a link to a file elsewhere: a private one would be published."""
+    """Refuse a file of an untrusted folder that links to a file elsewhere: an export could publish it."""
     if path.is_symlink() and not path.exists():
         raise failure(f"{path} is a link that leads to no file. Remove it.")
     check_regular(path, failure, _LARGEST)

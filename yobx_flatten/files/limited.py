@@ -90,7 +90,7 @@ class _Child:
         self.end = weakref.finalize(self, _end, self.owner, number, self._connection)
 
     def ask(self, arguments: object) -> tuple[bool, Any] | None:
-        """Return whether a call returned, with its result or error; ``None`` where the process ended in it."""
+        """Return whether a call returned, with its result or error; ``None`` if the process ended during the call."""
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):

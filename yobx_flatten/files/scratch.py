@@ -80,7 +80,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return where data go that a file refers to: ``NAME.data`` for the first file of a name, then another each time.
+    """Return the path of a file's data: ``NAME.data`` for the first file of a name, then a new name each time.
 
     So a reader that finds a file finds its data, and not those of the file before or after it.
     """
@@ -97,7 +97,7 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield where to write a file, which is there whole after the block, or not at all."""
+    """Yield a path to write to; the file appears at the end of the block, complete, or not at all."""
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout, a pipe: no name to give, and a folder is refused
         yield target
@@ -108,7 +108,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file of text, in UTF-8, that is there whole or not at all."""
+    """Write a UTF-8 text file, which appears complete or not at all."""
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
 
@@ -179,7 +179,7 @@ def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
-    """Move all files to a folder, where they can be looked at."""
+    """Move all files to a folder for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir()):
         os.replace(file, folder / file.name)
@@ -202,7 +202,7 @@ def settle(target: pathlib.Path) -> None:
 
 
 def is_folder(path: pathlib.Path) -> bool:
-    """Whether there is a folder, also one that a killed process was about to replace."""
+    """Return whether a folder exists, after restoring one that a killed process was about to replace."""
     if not path.exists() and path.name:
         reason = ""
         try:
@@ -235,7 +235,7 @@ def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
-    """Remove a hidden folder while its lock is held: who waits for that would write to a folder that is going."""
+    """Remove a hidden folder while holding its lock, so that no other process writes to it."""
     if os.name == "nt":  # an open file cannot be removed there
         lock.release()
     # The lock goes last: as soon as its file is gone another one can be made and held, and who holds it may read what

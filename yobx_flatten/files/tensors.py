@@ -71,7 +71,7 @@ def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 class _Lenient(io.FileIO):
-    """Notes the first error of a write, and drops what comes after it."""
+    """A file that records the first error of a write, and drops all later data."""
 
     failure: BaseException | None = None
 

@@ -66,7 +66,7 @@ class Entries(_Tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(Entries):
-    """Types of further entries of ``generation_config.json``; in a model's own, such a name may be another thing's."""
+    """Types of other entries of ``generation_config.json``; a model's configuration may use these names otherwise."""
 
     max_length: _Count | None = None
     do_sample: bool | None = None
@@ -83,7 +83,7 @@ class Choices(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What generation reads of the description of a folder."""
+    """The parts of a folder's description that generation reads."""
 
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     rereads_at_switch: bool | None = None

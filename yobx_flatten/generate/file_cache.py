@@ -38,7 +38,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @classmethod
     def of(cls, given: Any, steps: Steps) -> FileCache:
-        """Let an empty cache of transformers, of any kind, become one of files: callers continue with their object."""
+        """Turn the caller's empty transformers cache into a cache of the files, in place."""
         made: Any = given
         if isinstance(given, FileCache):
             return given
@@ -68,7 +68,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return made
 
     def __copy__(self) -> Self:
-        """The same as a deep copy: two caches over one state would each count half of the tokens."""
+        """Return a deep copy, since two caches over one state would each count half of the tokens."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -78,7 +78,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         )
 
     def hold(self) -> None:
-        """Keep the present state, to return to it."""
+        """Save the present state, to return to it."""
         assert self.state is not None
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
@@ -121,7 +121,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return [False]
 
     def activate_past_recording(self) -> None:
-        """Do nothing: what a call of several tokens begins with is held anyway."""
+        """Do nothing: the state before a call of several tokens is always saved."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -150,7 +150,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self._held = None
 
     def crop(self, tokens: int) -> None:
-        """Take tokens back."""
+        """Remove the last tokens."""
         # tokens: how many to take back, as a negative number; a positive one is how many to keep
         kept = tokens if tokens > 0 else self.seen + tokens
         state = self.state

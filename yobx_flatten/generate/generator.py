@@ -285,7 +285,7 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Choose the loop of a call: one token after the other, that of Whisper, or another one of transformers."""
+        """Choose the loop of a call: greedy or sampled here, Whisper's, or another loop of transformers."""
         self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
             options, sampling = {}, Sampling()
@@ -317,7 +317,7 @@ class Generator:
     # -- before the first token ----------------------------------------------------------------------------------------
 
     def _is_whole_speech(self, inputs: Inputs, asked: SpeechCall) -> bool:
-        """Whether Whisper's own loop decides which tokens begin a text, and how sound is cut."""
+        """Return whether Whisper's own loop chooses the first tokens of a text, and splits the sound."""
         if inputs.input_features is None or not self.settings.is_speech:
             if asked.asks:
                 raise InvalidArgumentError(

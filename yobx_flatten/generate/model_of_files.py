@@ -85,7 +85,7 @@ class EncoderOfFiles(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The pictures of a prompt, which transformers' loops hand on as they are."""
+    """The pictures of a prompt, which transformers' loops pass on unchanged."""
 
     pictures: Sequence[Pictures]  # pictures and videos
     rows: int  # number of rows of the prompt, before a loop lets each stand for several
@@ -195,7 +195,7 @@ class FileModel(ModelWithoutWeights):
         return {"cross_attentions": tuple(made), "decoder_attentions": ()}
 
     def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """How a call generates: what is stated next to the model, and what the call changes of it."""
+        """Return the generation settings of a call: those of the folder, changed by the call's arguments."""
         config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
         if not isinstance(config, GenerationConfig):
             raise InvalidArgumentError(
@@ -210,7 +210,7 @@ class FileModel(ModelWithoutWeights):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Let a loop begin with the cache of the files, whichever kind it makes for the model, or is passed."""
+        """Start a loop with the cache of the files, whichever cache the loop would make or was passed."""
         name = installed_name()
         if model_kwargs.get(name) is None:
             if generation_config.use_cache is not False:
@@ -221,7 +221,7 @@ class FileModel(ModelWithoutWeights):
 
     @functools.cached_property
     def _returns_all(self) -> bool:
-        """Whether the file returns the scores of every token; only those of one that reads text alone may not."""
+        """Return whether the file returns the logits of every token; only text models may return the last ones."""
         parts = self.steps.parts
         if parts.encoder is not None or parts.vision is not None:
             return True
@@ -229,7 +229,7 @@ class FileModel(ModelWithoutWeights):
         return bool(self.steps.scores(self.steps.begin(two, None, {}, None, ())).shape[1] == 2)
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Hand pictures on in one piece: loops would repeat patches as if they were rows."""
+        """Pass pictures in one object, because loops would repeat patches as if they were rows."""
         if kwargs.get("assistant_model") is not None:  # which is given the same, and one row has nothing to repeat
             return kwargs
         given = {name: kwargs.pop(name, None) for name in _defaults(FileModel._pictures)}
@@ -270,7 +270,7 @@ class FileModel(ModelWithoutWeights):
         return read(cache, **given)
 
     def _cache(self, given: Any) -> FileCache:
-        """The cache of a call: what an earlier call returned, an empty one of the caller, or a new one."""
+        """Return the cache of a call: that of an earlier call, an empty one of the caller, or a new one."""
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
             raise InvalidArgumentError(
@@ -444,7 +444,7 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool = False,
     ) -> torch.Tensor:
-        """A further call: the state has all tokens, and the files read those that they have not."""
+        """Run a later call: the files read the tokens that are not in the state yet."""
         state, count = cache.state, tokens.shape[1]
         assert state is not None
         state.tokens, state.mask = torch.cat([state.tokens, tokens], dim=1), mask
@@ -476,7 +476,7 @@ class FileModel(ModelWithoutWeights):
         return scores[:, -count:]
 
     def _check_types(self, cache: FileCache, given: torch.Tensor) -> None:
-        """Refuse types of tokens that are not those which the files are given."""
+        """Refuse token types that differ from those that the files get."""
         state = cache.state
         assert state is not None
         own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
@@ -502,7 +502,7 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
 
 
 def _stated(steps: Steps) -> Mapping[str, Any]:
-    """The configuration that is next to the files; empty without one."""
+    """Return the configuration in the folder of the files; empty without one."""
     return {} if steps.settings.documents is None else steps.settings.documents.config
 
 

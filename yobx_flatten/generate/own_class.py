@@ -182,7 +182,7 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
-    """Make a class with the name and the parameters of the exported one, which tools of transformers go by."""
+    """Make a class with the name and parameters of the exported class, which transformers' tools check."""
     # takes: what the files take, in order, with defaults: the parameters where transformers has no such class
     own, kind = exported_class(stated), inspect.Parameter
     every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]
@@ -201,7 +201,7 @@ def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mappin
 
 
 def exported_class(stated: Mapping[str, Any]) -> Any:
-    """Return the class that a configuration names; ``None`` where transformers has no model of that name here."""
+    """Return the class that a configuration names; ``None`` if the installed transformers has no such model."""
     import transformers
 
     found = getattr(transformers, _class_name(stated), None) if _class_name(stated) else None

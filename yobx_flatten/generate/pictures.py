@@ -54,7 +54,7 @@ class Pictures:
         return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
-        """Return their features, as many as the prompt has tokens for them; none of no pictures."""
+        """Return the features of pictures, one per picture token of the prompt; none without pictures."""
         if self.pixels is None:
             return []
         if vision is None:
@@ -79,7 +79,7 @@ class Pictures:
         return self.tiles.packed([outputs["image_features"] for outputs in found], newline, self.sizes)
 
     def _calls(self, vision: Runner) -> Iterator[dict[str, torch.Tensor]]:
-        """The inputs of each call of the file, which takes one picture at a time: of a video, a frame."""
+        """Yield the inputs of each call of the file, which reads one picture, or one frame of a video, at a time."""
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.word == "video":
@@ -153,7 +153,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions of so many tokens, counted from 0, and how far the text is moved by them."""
+        """Return the positions of a number of tokens, counted from 0, and the offset of the text after them."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -203,7 +203,7 @@ class Tiles:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Tiles | None:
-        """Return those of a configuration; ``None`` for a model whose pictures are not cut."""
+        """Return the tiles of a configuration; ``None`` for a model that does not tile pictures."""
         return Tiles(config) if config.get("model_type") in TILED else None
 
     def split(
@@ -245,7 +245,7 @@ class Tiles:
         return torch.cat(tuple(found))
 
     def _counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
-        """The number of tiles of each picture, the whole one among them."""
+        """Return the number of tiles of each picture, including the whole picture."""
         _, config, pack = self._classes()
         count_of = vars(sys.modules[pack.__module__])["image_size_to_num_patches"]
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]
@@ -317,5 +317,5 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
 
 
 def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a file takes of what there is, with elements of the type that it takes."""
+    """Return the inputs that a file accepts, in the dtypes that it accepts."""
     return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

@@ -71,7 +71,7 @@ def _is_number(value: object) -> bool:
 
 
 def sampling_of(generation: Mapping[str, Any]) -> Sampling:
-    """Return how ``generation_config.json`` draws tokens, with transformers' defaults, if it does."""
+    """Return the sampling settings of ``generation_config.json``, with transformers' defaults, if it samples."""
     if not generation.get("do_sample"):
         return Sampling()
     top_k = generation.get("top_k")
@@ -196,7 +196,7 @@ def _stated(generation: Mapping[str, Any], plain: Mapping[str, float | None]) ->
 def score_rules(
     model: Any, prompt: torch.Tensor, longest: int, mask: torch.Tensor | None, source: torch.Tensor | None, first: Any
 ) -> ScoreProcessor:
-    """Return what transformers does with the scores of a call, as one function."""
+    """Return transformers' logits processors for a call as one function."""
     # model: a `.FileModel`; longest: tokens of a row at most; source: what an encoder read, or the prompt of a decoder
     # first: the token after a single first one, such as a language
     config = copy.deepcopy(model.generation_config)

@@ -186,7 +186,7 @@ class GenerationSettings:
 
 
 def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-    """Return what a call of transformers returns, with its refusals as errors of this package."""
+    """Call transformers, and convert its refusals to errors of this package."""
     # given: the keywords of the call, which the message lists where transformers names none
     try:
         return call()

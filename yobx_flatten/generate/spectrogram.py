@@ -111,7 +111,7 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Keep the last frame for the decoder; the loop hands over all of them."""
+        """Keep the last frame for the decoder; the loop passes all frames."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(

@@ -85,7 +85,7 @@ class TextState:
         self.types = None if self.types is None else self.types[:, :count]
 
     def follow(self, new: torch.Tensor) -> None:
-        """Let tokens of shape (batch, 1) be what the next call is given."""
+        """Use tokens of shape (batch, 1) as the inputs of the next call."""
         self.new = new
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
         self.positions = None if self.positions is None else self.positions[..., -1:] + 1
@@ -140,7 +140,7 @@ class Steps:
         decoder_input_ids: torch.Tensor | None,
         pictures: Sequence[Pictures],
     ) -> TextState:
-        """Return a text before the first call: its prompt, what an encoder or a vision file read, an empty cache."""
+        """Return the state before the first call: prompt, features of an encoder or vision file, an empty cache."""
         context: dict[str, torch.Tensor] = {}
         seen: list[Seen] = []
         positions = types = None
@@ -195,7 +195,7 @@ class Steps:
     def encode(
         self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return what the encoder makes of its input for the decoder, and the number of rows."""
+        """Return the encoder's outputs for the decoder, and the number of rows."""
         encoder = self.parts.encoder
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
@@ -236,7 +236,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, pictures: Sequence[Pictures]) -> torch.Tensor | None:
-        """Positions of the prompt in time, height and width; ``None`` where the decoder takes one per token."""
+        """Return the prompt's positions in time, height and width; ``None`` for one position per token."""
         port = self.parts.decoder.ports.get("position_ids")
         if port is None or len(port.shape) != 3:
             return None
@@ -244,7 +244,7 @@ class Steps:
         return image_positions(tokens, mask, grids, self.settings.spatial_merge_size or 1)
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Let the next call read all tokens, with an empty cache, where the model's own loop does that."""
+        """Make the next call read all tokens with an empty cache, if the model's own loop does that."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
@@ -277,7 +277,7 @@ class Steps:
         return outputs["logits"]
 
     def _check_positions(self, sequence: TextState) -> None:
-        """Refuse a token that the model has no position for: what a file does with it depends on its runtime."""
+        """Refuse a token beyond the model's last position, whose result depends on the runtime."""
         most = self.settings.positions
         if most is None:
             return
@@ -362,7 +362,7 @@ def check_given(named: Mapping[str, Any]) -> None:
 
 
 def _conversion(name: str, value: Any) -> str:
-    """The line that makes tokens of a value of another kind; empty where none does."""
+    """Return the line that converts a value to tokens; empty if there is none."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
         return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"

@@ -131,7 +131,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter with the usual word may be a cache by its type: one that states none may be.
+    """Return whether a parameter named like a cache may be one by its annotation; without annotation it may.
 
     Thirty forwards of transformers 5.24 (RoBERTa's) still state what caches were once: tuples and lists of tensors.
     """
@@ -153,7 +153,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the one of some names that is a word for it.
+    """Return keyword arguments with the cache under the name that the model accepts.
 
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
@@ -191,7 +191,7 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 
 
 def spellings_of(path: str) -> list[str]:
-    """Return the path of a leaf with each known word for the cache in front; none for a leaf of another entry.
+    """Return the path of a cache leaf with each known name of the cache; none for other leaves.
 
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])

@@ -211,7 +211,7 @@ def _given_or_random(
     length: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Tokens that were given, or random ones, where the model's inputs belong."""
+    """Return the given tokens, or random ones, under the model's name for them."""
     shape = (sizes.batch, length)
     if given is None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -349,7 +349,7 @@ def keeps_all(cache: TransformersCache) -> bool:
 
 
 def _fresh_cache(model: TransformersModel, example: TransformersCache) -> TransformersCache | None:
-    """An empty cache like the example's, where a model does not make such a one by itself; ``None`` lets it."""
+    """Return an empty cache like the example's, if the model does not make one by itself; else ``None``."""
     kind = type(example).__name__
     if kind == "QuantizedCache" and _is_fp8(example):
         return type(example)("fp8", model.config)

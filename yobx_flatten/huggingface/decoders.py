@@ -140,7 +140,7 @@ class SlidingDecoder(torch.nn.Module):
         return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: what was kept, as many random tokens, a longer mask.
+        """Make the inputs of the next call: the kept cache, as many random tokens, a longer mask.
 
         Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has its own vocabulary.
         """
@@ -169,7 +169,7 @@ def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
 
 
 def has_states_alone(model: TransformersModel) -> bool:
-    """Return whether the cache of a model holds states, and no keys and values of tokens.
+    """Return whether the cache of a model contains states only, and no keys and values.
 
     The kinds of its layers state it. A model with its own cache class (xLSTM, and Mamba before transformers 5)
     is one if that class counts no tokens.
@@ -201,7 +201,7 @@ class StateDecoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: torch.nn.Module) -> bool:
-        """Return whether a model continues from states alone, and takes a mask also after a state."""
+        """Return whether a model continues from states alone, and accepts a mask with them."""
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters

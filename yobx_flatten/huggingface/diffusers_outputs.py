@@ -57,7 +57,7 @@ class DiffusersSupport:
         return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
-        """Put nothing in place."""
+        """Do nothing: a trace of diffusers needs no replacement."""
         return contextlib.nullcontext()
 
     def translations(self) -> Iterator[Translation]:

@@ -24,7 +24,7 @@ Reader = Callable[[], torch.Tensor]
 
 
 class _LayerWeights:
-    """The weights of one layer, brought before it is called and dropped after."""
+    """The weights of one layer, loaded before each call and dropped afterwards."""
 
     # readers: a reader for each name of a weight in the layer
 
@@ -65,7 +65,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 
 
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Let the layers of a module bring their weights when they are called.
+    """Make the layers of a module load their weights when they are called.
 
     A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module brings its own parameters.
     """
@@ -104,7 +104,7 @@ def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
 
 
 def largest_layer(module: torch.nn.Module) -> int:
-    """Return how many bytes the largest layer takes of those that bring their weights; 0 where none does."""
+    """Return the bytes of the largest layer that loads its weights on demand; 0 if there is none."""
     layers = {part: _LAYERS[part] for part in module.modules() if part in _LAYERS}
     sizes = [
         sum(part.get_parameter(name).numel() * part.get_parameter(name).element_size() for name in layer.readers)

@@ -57,7 +57,7 @@ def subclasses_of(cls: Any) -> Iterator[type]:
 
 
 class ModelClasses:
-    """The classes of imported model modules that pass a test. A module is looked at once."""
+    """The classes of imported model modules that pass a test. The results are cached."""
 
     def __init__(self, fits: Callable[[Any], bool]) -> None:
         self._fits = fits

@@ -33,7 +33,7 @@ def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Return the length up to which rotary embeddings have their first angles; ``None`` where there are no others."""
+    """Return the length above which rotary embeddings change their angles; ``None`` if they never do."""
     kind, longest = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
     if kind in ("longrope", "su"):
         places = (rope, config)

@@ -162,7 +162,7 @@ def _with_keys(flatten: Flatten) -> FlattenWithKeys:
 
 
 def _is_plain_cache(cls: type) -> bool:
-    """Return whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
+    """Return whether a class is a model's own cache that does not derive from ``Cache``, by its name."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}

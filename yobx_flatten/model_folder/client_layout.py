@@ -126,7 +126,7 @@ def _add(path: pathlib.Path, entries: dict[str, Any]) -> None:
 
 
 def _point_to(path: pathlib.Path, data: str) -> None:
-    """Let a file find its weights under another name."""
+    """Change the name under which a file finds its weights."""
     model = read_onnx(path, failure=DamagedFileError)
     for tensor in _tensors(model.graph):
         for entry in tensor.external_data:
@@ -187,7 +187,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Put the shared weights instead of those of a graph; return their new names by their old ones."""
+        """Replace weights of a graph by the shared ones; return their new names by their old names."""
         import onnx_ir as ir
 
         renamed = {}
@@ -270,14 +270,14 @@ def _free(value: ir.Value) -> ir.Shape | None:
 
 
 def _data_of(path: pathlib.Path) -> str | None:
-    """The name of the file with the weights of a file; ``None`` where it holds them itself."""
+    """Return the name of the file with the weights; ``None`` if the weights are inside."""
     graph = read_onnx(path, failure=DamagedFileError).graph
     entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
     return next((str(entry.value) for entry in entries if entry.key == "location"), None)
 
 
 def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
-    """Let a file read its weights from the data of another."""
+    """Make a file read its weights from the data of another file."""
     model = read_onnx(path, failure=DamagedFileError)
     for tensor in model.graph.initializer:
         name = tensor.name

@@ -152,7 +152,7 @@ def load_model(given: TransformersModel | str | os.PathLike[str], manifest: Fold
 def pieces_of_folder(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest
 ) -> tuple[list[Piece], int | None]:
-    """Return the modules that the files are of, with their example and one case, and the rows they are fixed to."""
+    """Return the module of each file, its example and one case, and the fixed number of rows."""
     runners = {name: open_runner(located(folder, name), caller="pieces_of_folder") for name in manifest.files}
     sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
     rows = next(iter(sizes)) if len(sizes) == 1 else None

@@ -45,7 +45,7 @@ def export_piece(
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
-    """Export a piece, with pictures of one size where those of others do not become a file."""
+    """Export a piece; if pictures of all sizes cannot be exported, with pictures of one size."""
     # model: name of the class that the piece is of
 
     def export(one: Piece) -> ExportReport:
@@ -229,7 +229,7 @@ def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
 
 
 def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
-    """Return how many new tokens a case for generation has room for."""
+    """Return the largest number of new tokens in a case for generation."""
     return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
 
 

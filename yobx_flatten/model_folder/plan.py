@@ -84,7 +84,7 @@ class FolderPlan:
 
     @property
     def bits(self) -> WeightBits | None:
-        """The type of stored weights; ``None`` where all are stored as they are."""
+        """The dtype of stored weights; ``None`` if they are not converted."""
         return None if self.quantization is None else self.quantization.weights
 
     @property
@@ -93,7 +93,7 @@ class FolderPlan:
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
-        """Return the decoder with a cache that slides, where none in one piece of memory is possible."""
+        """Return the decoder with a sliding cache, which cannot be in one piece of memory."""
         (piece,) = _cut(self.model, self.task, self.form, self.proof, whole_cache=False)[1]
         return piece
 
@@ -186,7 +186,7 @@ def _cut(
 
 
 def _check_class(model: TransformersModel, task: str) -> None:
-    """Refuse a task that the model's own class is not of, where one call does both: scores are no embeddings."""
+    """Refuse a task that does not fit the model's class, since scores are not embeddings."""
     found, kind = task_of(model), type(model)
     of_head = f"is for {found}, not for {task}. Leave the task out, or ask for {found}."
     if task == found == "feature-extraction" and kind.__module__.startswith("transformers."):
@@ -226,7 +226,7 @@ def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof
 
 
 def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form: FolderFormat) -> tuple[str, ...]:
-    """The prompts that weights are quantised by; none without a file of them."""
+    """Return the prompts of the quantization; none without a file of prompts."""
     prompts = () if accuracy.calibration is None else read_prompts(accuracy.calibration)
     has_text = quantization is not None and quantization.tokens is not None
     if prompts and (quantization is None or has_text or form.logits == "last"):
@@ -242,7 +242,7 @@ def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form
 
 
 def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLike[str] | None) -> FolderPlan:
-    """The plan with what quantised weights are measured on: a text, and the answers to some prompts."""
+    """Add the text and the answers on which quantized weights are measured to the plan."""
     quantization, form, model = plan.quantization, plan.form, plan.model
     generates = plan.task == "text-generation"
     if quantization is None or quantization.tokens is not None or not generates or form.logits != "all":
@@ -270,7 +270,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
-    """The plan with what the matrices of an encoder are rounded by, and with sentences to compare embeddings on."""
+    """Add the text by which an encoder's matrices are rounded, and sentences to compare, to the plan."""
     quantization, form, model = plan.quantization, plan.form, plan.model
     is_rounded = quantization is not None and quantization.weights != "keep" and form.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:
@@ -289,7 +289,7 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """The plan with what matrices are rounded by: chats, and a text that the file is not measured on."""
+    """Add the chats and the text by which matrices are rounded to the plan."""
     quantization, form, model = plan.quantization, plan.form, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan

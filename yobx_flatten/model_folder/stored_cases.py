@@ -68,7 +68,7 @@ def generation_case(
     length: int = PROMPT,
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> GenerationCase:
-    """Let the eager model generate greedily; of three rows two are padded on the left."""
+    """Generate greedily with the eager model; two of three rows are padded on the left."""
     # tokens: the number of new tokens, where the model has room for them
     # prompts: text to begin with and its mask; `None`, the default, for random tokens
     text = model.config.get_text_config(decoder=True)
@@ -107,7 +107,7 @@ def generation_case(
 
 @contextlib.contextmanager
 def _in_one_thread(model: TransformersModel) -> Iterator[None]:
-    """Compute in one thread, unless a model is large: in steps of one token, further threads mostly wait, and spin."""
+    """Compute small models in one thread: in steps of one token, more threads mostly wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if weight_bytes(model) < SAMPLED_FROM else before)
     try:
@@ -176,7 +176,7 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
 def store_calls(
     piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES, runs: EagerRuns | None = None
 ) -> list[str]:
-    """Store the example and cases of a piece, with what the model returns; return their paths in the folder.
+    """Store the example and cases of a piece with the model's outputs; return their paths in the folder.
 
     Inputs and outputs are stored leaf by leaf under their names: no class is needed to read them back.
     """
@@ -221,7 +221,7 @@ def store_generation(
     after: int = 0,
     below: str = CASES,
 ) -> str:
-    """Store what the model generates, after a short prompt, or ``after`` so many tokens."""
+    """Store the tokens that the model generates after a short prompt, or after ``after`` tokens."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.new_tokens} tokens, greedily{f', after {after}' if after else ''}"
     return _store_tokens(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
@@ -264,7 +264,7 @@ _NEVER = math.inf  # a threshold that no frame reaches: the number of calls deci
 
 @torch.no_grad()
 def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
-    """Let the eager model speak; one of several rows is padded."""
+    """Generate speech with the eager model; one of several rows is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
     speaker = torch.randn(rows, config.speaker_embedding_dim, generator=torch.Generator().manual_seed(rows))

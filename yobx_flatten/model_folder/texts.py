@@ -202,7 +202,7 @@ def in_own_cache(model: TransformersModel) -> dict[str, str]:
 
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:
-    """Cut texts, one after the other, into rows of equal length; ``None`` where there is less than one."""
+    """Join texts and split them into rows of equal length; ``None`` if they are shorter than one row."""
     # multiple: what the number of rows is a multiple of
     whole = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64)
     rows = len(whole) // length // multiple * multiple

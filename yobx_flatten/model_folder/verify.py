@@ -225,7 +225,7 @@ def _checks(
 
 
 def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
-    """Run a stored case through its file; one without a name is generated with all of them."""
+    """Run a stored case with its file; a case without a file name generates with all files."""
     manifest, tokens = opened.manifest, None
     nan: Mapping[str, float] = {}
     file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
@@ -295,7 +295,7 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
 
 
 def _where(runtime: str, device: str | None, providers: Providers | None) -> Providers | None:
-    """The providers of onnxruntime; ``None`` for another runtime."""
+    """Return the providers of onnxruntime; ``None`` for another runtime."""
     only_for_onnxruntime(runtime, device, providers)
     if runtime != "onnxruntime":
         return None
@@ -340,7 +340,7 @@ class _Opened:
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:
-    """Whether an output is within what its folder allows, a tenth of its own range at most: others wrote the folder."""
+    """Return whether an output is within the folder's tolerance, capped at a tenth of the output's range."""
     stated, expected = manifest.tolerances.get(file, {}).get(found.name), case.outputs.get(found.name)
     allowed = manifest.tolerance
     if stated is not None and isinstance(expected, torch.Tensor) and expected.is_floating_point():
@@ -350,7 +350,7 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 
 
 def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
-    """How far a spectrogram is from the model's, and whether that is near enough."""
+    """Return the difference of a spectrogram to the model's, and whether it is small enough."""
     manifest = opened.manifest
     stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
     # each frame is read again, so that what one is off is also in those that follow
@@ -390,7 +390,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """How the tokens of a loop compare with those of the model."""
+    """Number of equal and different tokens of a loop, compared with the model."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # how many of them differ: when the files generate on their own, where after a first one the rest of its row
@@ -445,7 +445,7 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
 
 
 def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
-    """Where the new tokens of the model are, without what fills a row that has ended."""
+    """Return the positions of the model's new tokens, without the padding of ended rows."""
     expected: torch.Tensor = case.outputs["sequences"]
     start = _start(case)
     ends = torch.isin(expected, torch.tensor(generator.settings.eos_token_ids, dtype=torch.int64))
@@ -456,7 +456,7 @@ def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
 
 
 def _start(case: StoredCase) -> int:
-    """How many tokens each row begins with; a decoder after an encoder has its own."""
+    """Return the number of first tokens of each row; a decoder after an encoder has its own."""
     expected, prompt = case.outputs["sequences"], case.inputs.get("input_ids")
     length = 0 if prompt is None else prompt.shape[1]
     begins = prompt is not None and length < expected.shape[1] and torch.equal(expected[:, :length], prompt)
@@ -464,7 +464,7 @@ def _start(case: StoredCase) -> int:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens differ or one is missing, and which of these are the first of their rows."""
+    """Return where tokens differ or are missing, and the first such place of each row."""
     same = torch.zeros_like(read)
     if len(found) == len(expected):
         length = min(found.shape[1], expected.shape[1])
@@ -474,7 +474,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> t
 
 
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
-    """The token that the files would choose at each place, while the model's own text is what they read."""
+    """Return the tokens that the files choose after each part of the model's own text."""
     expected: torch.Tensor = case.outputs["sequences"]
     chosen = torch.full_like(expected, -1)  # no token, where the files end before the model does
 

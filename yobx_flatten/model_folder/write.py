@@ -160,7 +160,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
-    """Write what is planned to a hidden folder, prove it there, and give it its name."""
+    """Write the plan to a hidden folder, check it there, and rename the folder."""
     with scratch_for(folder) as work:
         made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
         with leave_room(plan.model, plan.rooms):
@@ -185,7 +185,7 @@ class _Made:
 
     @property
     def first(self) -> ExportReport:
-        """The report that has the notes and the times of the whole folder."""
+        """The report with the notes and times of the whole folder."""
         return next(iter(self.reports.values()))
 
 
@@ -229,7 +229,7 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
 
 
 def _write_cases(plan: FolderPlan, made: _Made) -> None:
-    """Store what the model generates, for a folder that generates."""
+    """Store the model's generated tokens, if the folder generates."""
     if plan.task not in (*GENERATES, *SPEAKS) or plan.proof == "none":
         return
     model, form, work = plan.model, plan.form, made.work
@@ -259,7 +259,7 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
 
 
 def _write_configuration(plan: FolderPlan, made: _Made) -> None:
-    """Write what belongs next to the files: configuration, tokenizer, processor."""
+    """Write configuration, tokenizer and processor next to the files."""
     model, work, task, modules = plan.model, made.work, plan.task, plan.modules
     if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
         why = modules.why_not or f"{task} has no hidden states among its outputs"
@@ -361,7 +361,7 @@ def _open(
     trust: bool,
     task: str,
 ) -> OpenedModel:
-    """The model itself, or the one that is named."""
+    """Return the model, or load the named one."""
     if isinstance(model, (str, os.PathLike, FoundModel)):
         found = model if isinstance(model, FoundModel) else find_model(os.fspath(model), trust_remote_code=trust)
         if unmatched is not None:
@@ -485,7 +485,7 @@ def write_companions(
 
 
 def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Let the tokenizer of a folder return what its file takes, and nothing else; no tokenizer is made."""
+    """Make the tokenizer of a folder return only the inputs of its file; the tokenizer is not loaded."""
     path = folder / "tokenizer_config.json"
     if "input_ids" not in names or not path.exists():
         return

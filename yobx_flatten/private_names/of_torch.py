@@ -160,7 +160,7 @@ def is_jit_tracing() -> bool:
 
 
 def storage_use_count() -> Any:
-    """Return torch's count of who uses a storage, or ``None``: then all are taken for used."""
+    """Return torch's use count of a storage, or ``None``, which counts as used."""
     return getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -170,7 +170,7 @@ def grouped_products() -> set[Any]:
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Return how many hold a tensor, graphs included. Gone: 1, and a gradient that comes late is not refused."""
+    """Count the references to a tensor, graphs included. If torch lacks it: 1, and late gradients are not refused."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 

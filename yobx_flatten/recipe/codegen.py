@@ -151,7 +151,7 @@ def checked(value: Static, where: str) -> Static:
 
 
 def _is_fit(value: Any) -> bool:
-    """The quick answer for what static data mostly is; ``False`` means: look closer."""
+    """Return whether static data is of a common simple type; ``False`` needs a full check."""
     kind = type(value)
     if kind in _FIT or (kind is float and value == value):  # not so for NaN
         return True
@@ -170,7 +170,7 @@ def builtin_base(cls: type) -> type:
 
 
 class _Items(NamedTuple):
-    """How the items of a built-in container are read and put back: source, with the names of the unflatten function."""
+    """Source code that reads and restores the items of a built-in container."""
 
     children: str
     keyed: str
@@ -184,7 +184,7 @@ _NEW = "builtin.__new__(cls)"  # dynamo of torch 2.11 follows no other name of t
 
 
 def _items_of(cls: Any) -> _Items | None:
-    """The source for the items of a class, past its own methods; ``None`` where its built-in base has no items."""
+    """Return source that reads items without the class's own methods; ``None`` if its built-in base has no items."""
     base = builtin_base(cls)
     if base not in _CONTAINERS:
         return None
@@ -310,7 +310,7 @@ def run_source(start: str, source: str, scope: dict[str, Any]) -> None:
 
 
 def _remember(start: str, source: str) -> str:
-    """Put the source where tracebacks look; the same source of the same class is kept once."""
+    """Register the source for tracebacks; equal source of one class is stored once."""
     count = 1
     while True:
         filename = f"{start}>" if count == 1 else f"{start} {count}>"

@@ -80,7 +80,7 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        """Return whether both recipes do the same, so that registering one after the other changes nothing."""
+        """Return whether two recipes have the same functions."""
         mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
         return all(map(_same_function, mine, theirs))
 
@@ -105,7 +105,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Refuse what is not a class, and classes that are nodes, or never are, whatever is registered."""
+    """Refuse anything but a class, and classes that torch always or never flattens."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "
@@ -169,7 +169,7 @@ def _same_function(one: object, other: object) -> bool:
 
 
 def _given(recipe: Recipe) -> FlattenWithKeys | None:
-    """The keyed function the author gave, ``None`` for keys by position."""
+    """Return the author's keyed function; ``None`` for keys by position."""
     return (
         None
         if getattr(recipe.flatten_with_keys, "__name__", "") == "flatten_with_positions"
@@ -178,7 +178,7 @@ def _given(recipe: Recipe) -> FlattenWithKeys | None:
 
 
 def _with_positions(flatten: Flatten) -> FlattenWithKeys:
-    """Key paths by position, for classes whose author gave none."""
+    """Return key paths by position, for classes without keys."""
 
     def flatten_with_positions(obj: object) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         children, static = flatten(obj)
@@ -259,7 +259,7 @@ def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
 
 
 def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
-    """Whether setting what is declared also sets this attribute, as the setter of a property does."""
+    """Return whether setting a declared attribute also sets this one, as the setter of a property does."""
     behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
     if not behind:
         return False
@@ -286,7 +286,7 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
 
 
 class HeldStatic:
-    """Static data that does not hash by itself; two are equal when what they hold is."""
+    """A hashable wrapper of static data; two are equal if their contents are."""
 
     __slots__ = ("_hash", "value")
 
@@ -326,7 +326,7 @@ def original(static: Static) -> Static:
 
 
 def own_copy(value: Static) -> Static:
-    """Return static data with fresh lists, dicts and sets, nested at will: a change of one is none of the other.
+    """Return a copy of static data with new lists, dicts and sets at every level.
 
     >>> names = ["a"]
     >>> own_copy((names, 1))[0] is names

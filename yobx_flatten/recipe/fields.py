@@ -34,7 +34,7 @@ from .mappings import is_mapping, mapping_functions
 
 
 def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
-    """Make the flatten, keyed flatten and unflatten functions of a class that states by itself what it holds."""
+    """Make the flatten, keyed flatten and unflatten functions of a class that declares its contents."""
     # cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
     # `keys()` and `values()` (a `dict` subclass, a `ModelOutput`), one with JAX's `tree_flatten()` and
     # `tree_unflatten()`, or one with nothing but `__slots__`. A field declared with `metadata={"static": True}` becomes
@@ -57,7 +57,7 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a recipe of a class that states by itself what it holds; see :func:`functions_of`."""
+    """Make a recipe of a class that declares its contents; see :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 

@@ -28,7 +28,7 @@ def is_mapping_like(cls: type) -> bool:
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether the items of instances are all they hold, as far as their class states.
+    """Return whether a class declares that its instances contain nothing but items.
 
     chex writes dataclasses with the methods of a mapping, and a dataclass can derive from ``dict`` and never put its
     fields there; the fields state more then. A ``ModelOutput`` makes items of its fields when it is made.

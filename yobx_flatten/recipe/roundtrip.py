@@ -122,7 +122,7 @@ def _check_placeholders(recipe: Recipe, sample: object) -> None:
 
 
 def _check_hashable(recipe: Recipe, sample: object) -> None:
-    """The static part hashes, or is made of lists, dicts and sets of what does: JAX keeps programs by it."""
+    """Check that the static part, or the contents of its containers, hashes: JAX caches programs by it."""
     _, static = _flatten(recipe, sample)
     try:
         hashable(static)
@@ -193,7 +193,7 @@ def _tensors_in(static: Static) -> Iterator[Any]:
 
 
 def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
-    """The attributes that have another value, or none; what is computed anew when it is read may go.
+    """Return attributes that are lost or have another value, except cached ones that are computed again.
 
     A default of the constructor has the name of what it replaces: values are compared, tensors by identity.
     """

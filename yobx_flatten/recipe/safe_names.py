@@ -28,7 +28,7 @@ _KNOWN = re.compile(
 
 
 def may_be_imported(module: str) -> bool:
-    """Return whether a module is one of the fixed table, which are imported for a file that names a class of theirs.
+    """Return whether a module is in the fixed table of modules that a file may import.
 
     >>> may_be_imported("transformers.models.llama.modeling_llama"), may_be_imported("numpy.f2py.__main__")
     (True, False)
@@ -72,12 +72,12 @@ def find_named(name: object, kind: str) -> Any:
 
 
 def _bears(found: object, name: str) -> bool:
-    """Whether something was defined where the file states: a module also holds what it imported itself."""
+    """Return whether an object was defined in the module that the file names, and not imported into it."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
 
 def _is_of_python(name: str) -> bool:
-    """Whether a name is of the standard library, where some classes and functions run what they are given."""
+    """Return whether a name belongs to the standard library, where some classes run their arguments."""
     return name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 

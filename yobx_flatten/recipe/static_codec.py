@@ -357,7 +357,7 @@ _MOST_LABELS = 100_000
 
 
 def objection_to(stated: Mapping[str, Any]) -> str | None:
-    """Return why a configuration is not read, as the end of a sentence; ``None`` for one that may be.
+    """Return why a configuration is refused, as the end of a sentence; ``None`` if it is accepted.
 
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
     'states num_labels = 1,000,000,000, and 100,000 are the most'

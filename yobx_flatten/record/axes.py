@@ -33,7 +33,7 @@ _Sizes = dict[int, int]  # by the index of the call
 
 @dataclasses.dataclass
 class Axes:
-    """What varies."""
+    """The axes that vary."""
 
     # the name of the size at each place that varies. A place that is not there is fixed.
     names: dict[Place, str] = dataclasses.field(default_factory=dict)
@@ -106,7 +106,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """The name of these sizes: a new one unless a name of this kind stands for the same sizes."""
+        """Return the name of a series of sizes: an existing name of the same kind, or a new one."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)
@@ -150,7 +150,7 @@ class _AxisReading:
     # -- what is left --------------------------------------------------------------------------------------------------
 
     def find_batch(self) -> None:
-        """Without a cache: the size that axis 0 has everywhere, or else the one that varies along most axes 0."""
+        """Find the batch size without a cache: the size that all, or most, axes 0 have."""
         first = {place: sizes for place, sizes in self.places.items() if place[1] == 0 and place not in self.fixed}
         if "batch" in self.axes.sizes or not first:
             return
@@ -201,7 +201,7 @@ class _AxisReading:
                 self.axes.relations += [relation] if relation else []
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
-        """How a size follows from others that vary, where more than two calls show it."""
+        """Return how a size follows from other varying sizes, if more than two calls agree."""
         sizes = self.axes.sizes[name]
         if len(set(sizes.values())) < 2:
             return None
@@ -352,7 +352,7 @@ def _facts_of(call: Call, name: str) -> list[Any]:
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:
-    """A number, string or the like, or a built-in container: an empty cache is none, since the call fills it."""
+    """Return whether a value is a number, text or built-in container; an empty cache is not: the call fills it."""
     return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(map(_is_plain, spec.children())))
 
 

@@ -246,7 +246,7 @@ def _listed(phases: Mapping[str, RecordedCalls]) -> str:
 
 
 def _stored_callee(path: pathlib.Path, about: About) -> Callee:
-    """Return what was called, from the facts in a file."""
+    """Return the callee from its stored description."""
     with damage_as(RecordError, str(path)):
         parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
@@ -362,7 +362,7 @@ def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) 
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Gather calls of one kind and one structure, under a name that states what is special about it."""
+    """Group calls of one kind and structure, under a descriptive name."""
     groups: list[list[Call]] = []
     for call in calls:
         alike = next((group for group in groups if _alike(group[0], call)), None)
@@ -476,7 +476,7 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
 
 
 def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """How the program is called with the inputs of a call, by name."""
+    """Return the program's arguments for the inputs of a call, by name."""
     program = getattr(program, "program", program)  # of an ExportedModel
     if not isinstance(program, ExportedProgram):
         return lambda inputs: program(**{name: x for name, x in inputs.items() if name not in constants})

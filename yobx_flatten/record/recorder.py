@@ -185,13 +185,13 @@ class Watcher(Protocol):
     """A function that gets each call."""
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return a token for this call; ``None`` if it is of no interest."""
+        """Return a token for a call to record; ``None`` for other calls."""
 
     def after(self, token: Any, result: object) -> None:
-        """The call returned."""
+        """Record the outputs of a call."""
 
     def failed(self, token: Any, error: BaseException) -> None:
-        """The call raised."""
+        """Record the exception of a call."""
 
 
 class _Interception:

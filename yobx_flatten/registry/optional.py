@@ -122,7 +122,7 @@ def _entry(key: KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """The one entry class that optree takes per class; each child gets the kind that its own key states."""
+    """The entry class of optree; each child gets the kind of its own key."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
@@ -163,7 +163,7 @@ class Jax:
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Take the recipe out of force; JAX continues with the last one.
+        """Remove the recipe; JAX uses the last one.
 
         A class is only claimed where nothing of ours was found, and what others registered cannot be replaced.
         """
@@ -225,7 +225,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """The static part under a class's second recipe or a later one; under the first it travels as it is."""
+    """The static part under a later recipe of a class; under the first recipe it is not wrapped."""
 
     number: int
     static: Any
@@ -297,14 +297,14 @@ class Waiting:
         return self._recipes.get(cls)
 
     def add(self, recipe: Recipe) -> None:
-        """Let a recipe wait, replacing an earlier recipe of its class."""
+        """Add a waiting recipe, replacing an earlier recipe of its class."""
         with self.lock:
             if not self._recipes:
                 self._hook.install()
             self._recipes[recipe.cls] = recipe
 
     def drop(self, recipe: Recipe) -> None:
-        """Let exactly this recipe wait no longer."""
+        """Remove exactly this waiting recipe."""
         with self.lock:
             if self._recipes.get(recipe.cls) is recipe:
                 del self._recipes[recipe.cls]

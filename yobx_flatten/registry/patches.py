@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 class AttributePatch:
-    """One attribute, or one entry of a dict, that is replaced while at least one holder wants it so.
+    """An attribute or dict entry that is replaced while it has at least one holder.
 
     Holders may come and go in any order, from any thread. If other code replaced the attribute after us, that
     replacement stays.
@@ -60,7 +60,7 @@ class AttributePatch:
 
 
 class _Traces(threading.local):
-    """The traces that are under way in this thread, one in another."""
+    """The nested traces that run in this thread."""
 
     count = 0
 
@@ -79,7 +79,7 @@ def tracing_here() -> Iterator[None]:
 
 
 class TracePatch(AttributePatch):
-    """A function, of a module or a class, that is another one for threads in :func:`tracing_here`."""
+    """A function that is replaced for threads in :func:`tracing_here`."""
 
     def __init__(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         self._original = vars(owner)[name]

@@ -134,7 +134,7 @@ def register_again(found: Any) -> None:
 
 @contextlib.contextmanager
 def order_kept(found: Any) -> Iterator[None]:
-    """Optree can only append; a class that was there before goes back to its place."""
+    """Restore the order of classes, since optree can only append."""
     table = _table()
     order = list(table) if found is not None else []
     try:

@@ -102,7 +102,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """Let projections add a product with two matrices inside, which a trace sees; outside they are as they were."""
+    """Inside the block, projections also add a product with two LoRA matrices, as inputs of the trace."""
     # sizes: inputs and outputs of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []

@@ -37,7 +37,7 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Shapes of a file that takes one row and writes its cache in place."""
+    """Shapes of a file that reads one row and writes its cache in place."""
 
     in_place: Sequence[str]  # the inputs that are buffers
     inputs: Mapping[str, int]  # the axis of rows of each input that has one
@@ -118,7 +118,7 @@ class ExecuTorchRunner(CheckedRunner):
         return [torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), axes, strict=True)]
 
     def _one(self, name: str, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """The part of an input that is of one row."""
+        """Return the part of an input for one row."""
         assert self._rows is not None
         axis = self._rows.inputs.get(name)
         return tensor if axis is None else tensor.narrow(axis, row, 1).contiguous()
@@ -150,7 +150,7 @@ def require_executorch(caller: str) -> None:
 
 
 def _use_threads(threads: int) -> None:
-    """Have so many threads in the pool of ExecuTorch, which all files of the process share."""
+    """Set the number of threads of ExecuTorch's pool, which all files of the process share."""
     library: Any = importlib.import_module("executorch.extension.pybindings._C")
     found = library._threadpool_get_thread_count()
     if found == threads:

@@ -20,7 +20,7 @@ from .signature import Signature
 
 
 class InPlaceCache(dict[str, Any]):
-    """A cache by name of the input, in values of the library. A step changes it: earlier states are gone."""
+    """A cache by name of the input, in the library's memory. Each step overwrites it."""
 
     # presents: for each input that is written in place, the name of the output that it would be
 
@@ -35,7 +35,7 @@ class InPlaceCache(dict[str, Any]):
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of what is written in place and filled; none where its values are read as others are."""
+        """Return copies of the filled part of the cache; none if its tensors can be read directly."""
         return {}
 
     def crop(self, kept: int) -> None:
@@ -95,11 +95,11 @@ class TensorBuffers(InPlaceCache):
         self._move({name: self[name] for name in self.presents})
 
     def _room(self, total: int) -> int:
-        """For how many tokens to take memory, where there are so many and at least one more."""
+        """Return the number of tokens to allocate, given the present number and at least one more."""
         return max(2 * total, _LEAST)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Take new memory that begins with these tokens; zeros take none before something is written."""
+        """Allocate memory that begins with these tokens; zero pages need no memory until they are written."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
             self[name] = leaf.new_zeros(rows, heads, self._capacity, *size)
@@ -116,7 +116,7 @@ class TensorBuffers(InPlaceCache):
         self._note_shapes()
 
     def crop(self, kept: int) -> None:
-        """Take out the last tokens: what lies after the others is written again."""
+        """Remove the last tokens; their memory is written again later."""
         self._seen = kept
         self._note_shapes()
 
@@ -161,7 +161,7 @@ class CheckedRunner:
             return {name: found[name] for name in self.outputs}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`: the tensors themselves, or what the library writes in place."""
+        """Return a cache for :meth:`step`: tensors, or memory that the library writes in place."""
         if not self.in_place or not self.in_place.keys() <= tensors.keys():
             return dict(tensors)
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):
@@ -202,11 +202,11 @@ class CheckedRunner:
         return found
 
     def _kept(self, cache: InPlaceCache) -> dict[str, torch.Tensor]:
-        """Copies of what is written in place, by name of the output."""
+        """Return copies of tensors that are written in place, by name of the output."""
         return {self.in_place[name]: tensor for name, tensor in cache.tensors().items()}
 
     def _reason(self, error: BaseException) -> str:
-        """Return what a user reads of an error of the library."""
+        """Return the part of a library's error that helps a user."""
         return first_line(error)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

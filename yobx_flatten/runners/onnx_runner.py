@@ -173,7 +173,7 @@ class OnnxRunner:
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The outputs of calls of one token each, as one call of all tokens returns them."""
+        """Join the outputs of calls of one token to those of one call."""
         last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
@@ -293,10 +293,10 @@ class BufferedCache(InPlaceCache):
             self._move(name, old[:, :, : total - new])
 
     def crop(self, kept: int) -> None:
-        """Do nothing: what lies after the tokens of the mask is written again."""
+        """Do nothing: memory after the tokens of the mask is written again."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Have other rows."""
+        """Select rows of the cache."""
         for name, array in self._arrays.items():
             found = array[:, :, : self._seen][rows.numpy()]
             if len(rows) == len(array):
@@ -323,7 +323,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def is_refused(inputs: Mapping[str, Any]) -> bool:
-    """Return whether ``GroupQueryAttention`` refuses a call: several tokens after others are for one row only."""
+    """Return whether ``GroupQueryAttention`` refuses a call: several new tokens after a cache need a single row."""
     # inputs: the inputs of the call by name, with tokens or embeddings, and `attention_mask` over them and what is in
     # the cache
     tokens = _tokens(inputs)

@@ -76,7 +76,7 @@ def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) 
 
 
 def _half_precision(path: str | os.PathLike[str]) -> int:
-    """How many bytes the weights of half precision take."""
+    """Return the bytes of half precision weights."""
     import onnx
 
     model = read_onnx(pathlib.Path(path), failure=DamagedFileError)
@@ -128,7 +128,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """The ranges of memory of this process that belong to no file; none where there is no list of them."""
+    """Return the anonymous memory ranges of this process; none if the system does not list them."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # another system
@@ -143,7 +143,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of ranges that are in no other one: Linux joins neighbours."""
+    """Return the parts of ranges that are not in other ranges, since Linux merges neighbours."""
     for start, end in ranges:
         for low, high in sorted(others):
             if low >= end or high <= start:

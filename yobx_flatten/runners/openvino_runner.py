@@ -114,7 +114,7 @@ def last_line(error: BaseException) -> str:
 
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:
-    """The stored signature, which knows how sizes depend on each other; else what the model itself states."""
+    """Return the stored signature, which includes relations of sizes, or else the model's own."""
     for place in ([KEY], ["framework", KEY]):  # of its own files; of the metadata of an ONNX file
         if model.has_rt_info(place):
             return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
@@ -138,12 +138,12 @@ BEAMS = "beam_idx"
 
 
 def variable_of(name: str, present: str) -> str:
-    """Return the name of the part of the state that takes the place of an input and an output."""
+    """Return the name of the state that replaces an input and its output."""
     return name + present
 
 
 class StateCache(InPlaceCache):
-    """A cache by name of the input: parts of the state of a request, and tensors for what calls return."""
+    """A cache by name of the input: parts of a request's state, and returned tensors."""
 
     # request: an `openvino.InferRequest` of its own
     # values: all leaves, as tensors
@@ -179,7 +179,7 @@ class StateCache(InPlaceCache):
         return found
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has read tokens, by which its state is longer now."""
+        """Note that a call has read tokens, which made the state longer."""
         shapes = self.shapes.items()
         self.shapes = {name: (len(self.rows), heads, seen + tokens, *size) for name, (_, heads, seen, *size) in shapes}
         self.rows = torch.arange(len(self.rows), dtype=torch.int32)

@@ -48,7 +48,7 @@ class CacheSlot:
 
 
 def present_of(name: str) -> str | None:
-    """Return the output that takes the place of an input in the next call; ``None`` if it is not of the cache.
+    """Return the output that is the input of the next call; ``None`` if the input is not part of the cache.
 
     >>> present_of("past_key_values.0.key"), present_of("input_ids")
     ('present.0.key', None)
@@ -83,7 +83,7 @@ def check_cache_outputs(
 
 
 def _grown(name: str) -> str | None:
-    """The output in which an input that grows comes back; what an encoder made does not grow."""
+    """Return the output that contains a growing input; an encoder's keys do not grow."""
     return None if ".encoder." in name else present_of(name)
 
 
@@ -133,7 +133,7 @@ def split_cache(
 
 
 def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
-    """Return a leaf of a cache with other rows; one that all rows share, as the number of tokens seen, stays.
+    """Return a cache leaf with other rows; a leaf that all rows share, such as a token counter, is unchanged.
 
     >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
     [[3, 4], [3, 4], [1, 2]]

@@ -34,7 +34,7 @@ def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return a cache without its last tokens; ``None`` where a leaf does not hold every token on its own."""
+    """Return a cache without its last tokens; ``None`` if a leaf is not separable by token, such as a state."""
     # cache: the cache; it may not be used any more
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
@@ -54,7 +54,7 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be held of a cache during a call so that :func:`rewound` can go back to it."""
+    """Return the leaves that must be saved during a call so that :func:`rewound` can restore them."""
     return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
 
 

@@ -214,7 +214,7 @@ def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def randomized(structure: Structure) -> Structure:
-    """Drop the data of the tensors of floats; the model draws numbers in their place, the same ones in each run."""
+    """Drop the data of float tensors; the model draws the same random numbers in each run instead."""
     payloads: list[Payload] = []
     for payload in structure.payloads:
         if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:
@@ -270,7 +270,7 @@ class RunOutputs:
             raise DamagedFileError(f"The model returns no {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an output into memory; what the graph cast to float32 is cast back."""
+        """Copy the bytes of an output to memory; outputs that the graph cast to float32 are cast back."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

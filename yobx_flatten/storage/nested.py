@@ -69,7 +69,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 
 
 def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[Any] | None = None) -> Any:
-    """Read what :func:`save_nested` stored.
+    """Read a value that :func:`save_nested` stored.
 
     Classes must be registered, and their modules imported, before: a file does not choose what is imported, except for
     modules of torch, NumPy, transformers and diffusers. onnxruntime is not needed.
@@ -186,7 +186,7 @@ class Initializers:
         self._sizes: dict[str, int] = {}
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        """Refuse a record that does not match the stored data, before memory is allocated for it."""
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
             raise self._damaged(record, "has another type or shape than its metadata say")
@@ -204,7 +204,7 @@ class Initializers:
             raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory."""
+        """Copy the bytes of an initializer to memory."""
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)
@@ -261,7 +261,7 @@ class Initializers:
 
 
 def _read(file: BinaryIO, view: memoryview) -> int:
-    """Fill memory from a file; return the checksum of what was read."""
+    """Fill memory from a file; return the checksum."""
     checksum = 0
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
@@ -317,7 +317,7 @@ def save_case(
 
 
 def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> StoredCase:
-    """Read what :func:`save_case` stored.
+    """Read a case that :func:`save_case` stored.
 
     Args:
         path: the file.

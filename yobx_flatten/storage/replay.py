@@ -143,7 +143,7 @@ def replay_case(
 
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
-    """Run an open file or program on the inputs of a case, and compare what it returns with the outputs of the case."""
+    """Run an open file or program on the inputs of a case, and compare its outputs with those of the case."""
     inputs, unused = _inputs(runner, case.inputs)
     start = time.perf_counter()
     results = runner.run(inputs)
@@ -190,7 +190,7 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
 
 
 def _difference(expected: object, found: object) -> tuple[float, str | None]:
-    """The largest difference, and what makes the two incomparable."""
+    """Return the largest difference, and why two values are incomparable."""
     try:
         return largest_difference(expected, found), None
     except ReplayError as error:

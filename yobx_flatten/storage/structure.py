@@ -69,7 +69,7 @@ def flatten_tree(tree: PyTree) -> Structure:
 
 
 def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTree:
-    """Rebuild what :func:`flatten_tree` was given."""
+    """Rebuild the object that :func:`flatten_tree` flattened."""
     read: dict[str, Any] = {}
 
     def visit(part: dict[str, Any]) -> Any:
@@ -135,7 +135,7 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse static data that torch's own functions would call: a named tuple's class, what fills a defaultdict."""
+    """Refuse static data that torch would call: the class of a named tuple, the factory of a defaultdict."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):

@@ -46,10 +46,10 @@ class Source(Protocol):
     """Where the data of the initializers are read."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        """Refuse a record that does not match the stored data, before memory is allocated for it."""
 
     def fill(self, record: Record, element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory."""
+        """Copy the bytes of an initializer to memory."""
 
     def strings(self, record: Record) -> list[bytes]:
         """Return the elements of an initializer that holds strings."""
@@ -196,7 +196,7 @@ def _nothing() -> memoryview:
 
 
 def read_leaf(record: Record, source: Source, device: Device) -> Any:
-    """Bring back what :func:`write_leaf` was given."""
+    """Rebuild a leaf that :func:`write_leaf` stored."""
     kind = record["leaf"]
     if kind == "static":
         return load_trusted(record["value"])

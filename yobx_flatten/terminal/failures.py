@@ -105,7 +105,7 @@ def _about_files(error: BaseException) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM; a text of it reports what was written by then."""
+    """The process got SIGTERM; the text lists what was written before."""
 
 
 @contextlib.contextmanager

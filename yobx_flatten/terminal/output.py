@@ -101,7 +101,7 @@ def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[s
 
 
 class _Lines(logging.Handler):
-    """Hands the stages that the package logs to the bar."""
+    """Passes logged stages of the package to the progress bar."""
 
     def __init__(self, show: Any) -> None:
         super().__init__(logging.INFO)
@@ -115,7 +115,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
-    """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
+    """Show progress on stderr: a bar on a terminal, elsewhere a line for each stage.
 
     While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left;
     once one is logged with the ``share`` of all work that is done, stages state how long the others take.

@@ -149,7 +149,7 @@ class _LastingStream:
             self._discard()
 
     def _discard(self) -> None:
-        """Let the descriptor lead nowhere, also for what Python flushes when the process ends."""
+        """Redirect the descriptor to nowhere, so that Python can flush it at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

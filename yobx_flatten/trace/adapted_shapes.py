@@ -88,7 +88,7 @@ class _Adapting:
         return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
 
     def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
-        """Fix axes that never vary (heads, what a convolution keeps) where torch was to find out by itself."""
+        """Fix axes that never vary, such as heads, where the caller left the choice to torch."""
         rows = recipe.flatten_with_keys(cache)[0]
         if len(rows) != len(entries) or recipe.axes is None:
             return entries
@@ -175,7 +175,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Entries by tensor, of a list of those of the keys and one of those of the values."""
+    """Convert a list of entries for keys and a list for values to entries per tensor."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
@@ -192,7 +192,7 @@ def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any]
 
 
 def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Entries by tensor, of a list with one for each tensor in the order of the attributes."""
+    """Convert a list with one entry per attribute to entries per tensor."""
     tensors = list(_tensors_of(cache))
     if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
         return None
@@ -251,7 +251,7 @@ def attached_spec(forward: Callable[..., Any]) -> DynamicShapes:
 
 
 def forget_attached(forward: Callable[..., Any]) -> None:
-    """Take what the decorator attached from a function that wraps another one."""
+    """Remove the decorator's data from a wrapper function."""
     vars(forward).pop(_ATTACHED, None)
 
 

@@ -257,7 +257,7 @@ def _wrapping(
 
 
 def _with_own_memory(tree: PyTree) -> PyTree:
-    """Example inputs whose tensors are not slices of larger ones, and each in one place.
+    """Return example inputs whose tensors are not slices, and each in one place.
 
     ``ids[:, 5:]`` has strides that nothing else has: the program would refuse all contiguous tensors ("Guard
     failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
@@ -283,7 +283,7 @@ _LOADER_LOG = logging.getLogger("torch._export.serde.serialize")
 
 
 def _is_sound(record: logging.LogRecord) -> bool:
-    """Leave out one record of torch 2.13 that has fewer arguments than its text needs.
+    """Drop one log record of torch 2.13 that has too few arguments for its text.
 
     Loading a program whose example inputs hold a cache unpickles them and states it; Python then prints the traceback
     of the broken record to the terminal.

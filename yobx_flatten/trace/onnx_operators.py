@@ -117,7 +117,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> OnnxValue:
-    """Attention in one operator; where it does not take the arguments, in several."""
+    """Translate attention to one operator, or to several if ONNX's operator does not accept the arguments."""
     from onnxscript import opset23 as op
 
     if dropout_p == 0 and _is_one_operator(query, key, value, enable_gqa):
@@ -145,7 +145,7 @@ def _attention_spelt_out(
 
 
 def _is_one_operator(query: OnnxValue, key: OnnxValue, value: OnnxValue, enable_gqa: bool) -> bool:
-    """Whether ONNX's ``Attention`` takes these: four axes, one batch size, heads of keys that divide the others."""
+    """Return whether ONNX's ``Attention`` accepts these: four axes, one batch size, matching numbers of heads."""
     shapes = [one.shape for one in (query, key, value)]
     if any(shape is None or len(shape) != 4 for shape in shapes):
         return False
@@ -211,7 +211,7 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
 
 def _decomposed() -> tuple[Any, ...]:
-    """Return what decompositions are made of: the operators, those that others are made of, and Python's own."""
+    """Return the operators that occur in decompositions, including Python's own."""
     from ..private_names.of_torch import decompositions
 
     return (
@@ -222,7 +222,7 @@ def _decomposed() -> tuple[Any, ...]:
 
 
 def _known() -> tuple[Any, ...]:
-    """Return what a table is made of: the operators that libraries have defined by now, and onnxscript's functions."""
+    """Return the sources of a table: the operators that libraries have defined so far, and onnxscript's functions."""
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (
@@ -240,10 +240,10 @@ class TraceSupport(Protocol):
     modules: str
 
     def acquire(self) -> None:
-        """Put in place what programs of its models need wherever they are called: a block opens."""
+        """Open a block: install the replacements that programs need wherever they are called."""
 
     def release(self) -> None:
-        """Put it back: a block closes."""
+        """Close a block: restore the originals."""
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return keyword arguments, or their dynamic shapes, under the names that a forward has for them."""
@@ -255,7 +255,7 @@ class TraceSupport(Protocol):
         """Return the example inputs as the trace should see them."""
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
-        """Put the traceable versions in place."""
+        """Install the traceable versions."""
 
     def translations(self) -> Iterable[Translation]:
         """Return the translations to ONNX of the operators that the library defines."""
@@ -266,6 +266,6 @@ OPEN: list[TraceSupport | None] = []
 
 
 def open_supports() -> list[TraceSupport]:
-    """Return what the model libraries of the open blocks need, each once."""
+    """Return the trace supports of the open blocks, each once."""
     with LOCK:
         return [support for support in dict.fromkeys(OPEN) if support is not None]

@@ -94,7 +94,7 @@ def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
 
 
 def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue:
-    """Next to the larger one: powers of large numbers are infinite, and of numbers below zero nothing."""
+    """Compute logaddexp relative to the larger number, since exponentials of large numbers are infinite."""
     op = _operators()
     apart = op.Where(op.Equal(x, y), _like(0.0, x), op.Neg(op.Abs(op.Sub(x, y))))
     rest = op.Log(op.Add(op.Exp(op.Mul(apart, _like(math.log(base), x))), _like(1.0, x)))
@@ -102,7 +102,7 @@ def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue
 
 
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
-    """The larger or smaller one, or the one that is a number."""
+    """Return the larger or smaller number; if one is NaN, the other one."""
     op = _operators()
     found = op.Max(x, y) if largest else op.Min(x, y)
     if not _is_float(x):
@@ -143,7 +143,7 @@ def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) 
 
 
 def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """The largest or smallest number; NaN where one of them is."""
+    """Return the largest or smallest number; NaN if one of them is NaN."""
     op = _operators()
     axes = _axes(*dims) if dims else None
     reduce = op.ReduceMax if largest else op.ReduceMin
@@ -155,7 +155,7 @@ def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest
 
 
 def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """The first place of the largest or smallest number; of NaN where there is one."""
+    """Return the first place of the largest or smallest number, or of NaN if there is one."""
     op = _operators()
     find = op.ArgMax if largest else op.ArgMin
     found = find(x, axis=dim, keepdims=int(keepdim))
@@ -269,7 +269,7 @@ def _median(x: OnnxValue, dim: int, keepdim: bool = False) -> tuple[OnnxValue, O
 
 
 def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """The lower of the two numbers in the middle; NaN where there is one."""
+    """Return the lower of the two middle numbers; NaN if there is one."""
     op = _operators()
     count = op.Gather(op.Shape(x), _axes(dim))
     found, place = _kth(x, op.Div(op.Add(count, _axes(1)), _axes(2)), dim, keepdim, is_float=is_float)
@@ -314,7 +314,7 @@ def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, inver
 
 
 def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
-    """Parts of one size, and the rest; where that size varies, by the sizes of all, as the optimizer needs them."""
+    """Split into parts of one size and the rest; if that size varies, by the sizes of all parts."""
     op = _operators()
     if isinstance(size, int):
         return op.SplitToSequence(x, op.Constant(value_int=size), axis=dim)

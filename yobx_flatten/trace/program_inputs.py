@@ -64,7 +64,7 @@ def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Membe
 
 
 def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTree, PyTree]:
-    """Put members of enums back among the arguments of a call, where :func:`enums_as_texts` found them."""
+    """Restore the enum members in the arguments of a call that :func:`enums_as_texts` replaced."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     args, kwargs = pytree.tree_unflatten([members.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
     return args, kwargs
@@ -72,7 +72,7 @@ def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTre
 
 @contextlib.contextmanager
 def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
-    """Let a module get members of enums inside, where a trace gives it texts."""
+    """Pass enum members to a module whose trace has texts instead."""
     # names: the keyword arguments, in the order in which the places of members were counted
     if not members:
         yield
@@ -198,7 +198,7 @@ def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Seque
 
 
 def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
-    """Return the node that puts new tokens after those of an input and returns them; ``None`` for anything else."""
+    """Return the node that appends new tokens to an input and is returned; ``None`` for any other input."""
     value = past.meta.get("val")
     if value is None or value.ndim != 4:
         return None

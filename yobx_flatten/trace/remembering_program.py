@@ -81,7 +81,7 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _own_specs(program: ExportedProgram) -> None:
-    """Give a program static parts of its own: a list that the user appends to would change what it accepts.
+    """Copy the static parts of a program, so that a later change of the user's list does not affect it.
 
     Recipes of ours hand out copies of lists; a flatten function of a user may not, and a configuration is an object.
     """
@@ -186,7 +186,7 @@ def _always_holds(expression: sympy.Basic) -> bool:
 
 
 def _in_order(extreme: sympy.Expr) -> sympy.Expr:
-    """The least, or greatest, of several sizes, where all sizes agree which one that is."""
+    """Return the smallest or largest of several sizes, if it is the same for all values of the symbols."""
     for one in extreme.args:
         differences = [sympy.expand(other - one) for other in extreme.args]
         if all(d.is_nonnegative if isinstance(extreme, Min) else d.is_nonpositive for d in differences):
@@ -278,7 +278,7 @@ _METADATA = "aot_inductor.metadata"
 
 
 def remembering_strides(flatten_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the version of ``_aoti_flatten_inputs`` (``torch._inductor.compile_fx``) that notes what is contiguous."""
+    """Make the version of ``_aoti_flatten_inputs`` (``torch._inductor.compile_fx``) that records contiguous inputs."""
 
     @functools.wraps(flatten_inputs)
     def _aoti_flatten_inputs(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class AttentionSizes:
-    """While it is on, a trace reads the size of what an attention returns off its arguments.
+    """Inside the block, a trace computes the output size of an attention from its arguments.
 
     torch finds it out by running the twenty operators that the attention consists of on tensors without values. With
     sizes that vary this takes two fifths of a trace of Llama. What these operators ask of the sizes is also asked here,
@@ -134,7 +134,7 @@ FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
 
 
 def sizes_differ(*trees: Any) -> bool:
-    """Return whether torch's cache of what operators return is a loss.
+    """Return whether torch's cache of operator results slows a trace down.
 
     It finds results again where layers have equal shapes (an encoder: without it, a trace takes 1.6 times as long).
     With keys and values each layer has its own sizes: few results are found, an entry costs more than its operator, and
@@ -145,7 +145,7 @@ def sizes_differ(*trees: Any) -> bool:
 
 @contextlib.contextmanager
 def fake_tensor_cache_off() -> Iterator[None]:
-    """Let torch forget what operators returned for other tensors."""
+    """Clear torch's cache of operator results for other tensors."""
     # Also a setting per thread; imported here because it brings all of dynamo.
     from ..private_names.of_torch import dynamo_config
 
@@ -175,7 +175,7 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
 
 
 def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """The size of what comes out, under the conditions that the operators of the attention state, in their order."""
+    """Return the output size, after the checks that the attention operators make, in their order."""
     heads = query.shape[1]  # also of keys and values: each is repeated if they have fewer
     width, length = key.shape[3], key.shape[2]
     torch._check(query.shape[3] == width, lambda: f"queries of {query.shape[3]} numbers, and keys of {width}")

@@ -19,7 +19,7 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Refuse what is not a module, and arguments that its ``forward`` or any program cannot take.
+    """Refuse anything but a module, and arguments that its ``forward`` or a program does not accept.
 
     The latter hold themselves, or are nested tensors.
     """

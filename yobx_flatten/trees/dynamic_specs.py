@@ -59,7 +59,7 @@ class Stated(NamedTuple):
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a specification states of each input by its name, and its assumptions."""
+    """Return the specification of each input by name, and its assumptions."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form: the entries of `"*args"` and of `"**kwargs"`,
     # which may also be called as the function calls them, get the names of the inputs. Anything else is returned as it
     # is.
@@ -207,7 +207,7 @@ class _Writing:
 
 
 def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
-    """Refuse an example that is not as its specification states."""
+    """Refuse an example that contradicts its specification."""
     first: dict[Any, Size] = {}
     for size in sizes:
         if size.variable is not None:
@@ -247,7 +247,7 @@ def _kind(spec: DynamicShapes) -> str:
 
 
 def _name(expression: sympy.Basic) -> str:
-    """An expression without the numbers that distinguish variables of one name."""
+    """Return an expression without the numbers that distinguish variables of one name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
         text = text.replace(symbol, symbol.partition("#")[0])

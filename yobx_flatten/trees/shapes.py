@@ -151,7 +151,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Write None for each leaf for one None of a container, which ``torch.export`` does not take."""
+    """Replace one None for a container, which ``torch.export`` does not accept, by a None for each leaf."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes
@@ -237,7 +237,7 @@ def _axes(recipe: Recipe | None, key: object) -> dict[int, str] | None:
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
-    """Put entries together as torch wants them: built-in containers and named tuples as they are, else as a list."""
+    """Combine entries in torch's form: built-in containers and named tuples keep their type, others become a list."""
     kind = builtin_kind(obj, node)
     if kind is None or kind is list:
         return below

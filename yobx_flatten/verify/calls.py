@@ -52,7 +52,7 @@ class Call:
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
-    """Yield the calls of a model that a file may stand for, likely ones first. The block must be open."""
+    """Yield the calls of a model that a file may implement, likely ones first. The block must be open."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
             made = [
@@ -134,7 +134,7 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
 
 
 def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
-    """The pieces of a model; none where our own exports have none of it."""
+    """Return the pieces of a model; none if this package cannot export it."""
     try:
         found = make(*args, **how)
     except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
@@ -147,7 +147,7 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 
 def _empty_cache(piece: Piece) -> list[Case]:
-    """The first call of a generation, with keys and values of no token; none for other states."""
+    """Return the first call of a generation with an empty cache; none for caches of other state."""
     names, leaves = leaf_names(dict(piece.kwargs)), pytree.tree_leaves(dict(piece.kwargs))
     held = [leaf for name, leaf in zip(names, leaves, strict=True) if after_cache(name) is not None]
     cache = cache_of(piece.kwargs)
@@ -207,7 +207,7 @@ def _whole_pairs(model: TransformersModel) -> list[Case]:
 def _left_out(
     runner: Runner, module: torch.nn.Module, example: Case
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What the module is called without, as the file does not take it; and what the file may count by the mask."""
+    """Return arguments of the module that the file does not accept, and counters that it may compute from the mask."""
     takes = inspect.signature(module.forward).parameters
     unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in runner.ports]
     left = [name for name in unread if takes[name].default is not inspect.Parameter.empty]

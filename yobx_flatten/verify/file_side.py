@@ -48,7 +48,7 @@ class FileSide(ByName):
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
-        """Compare what the file returns; see :class:`.replay.Side`."""
+        """Compare the outputs of the file; see :class:`.replay.Side`."""
         leaves = pytree.tree_leaves(eager)
         kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
         if not kept:
@@ -59,7 +59,7 @@ class FileSide(ByName):
         return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put the file's own cache instead of the eager one."""
+        """Return the next inputs with the file's own cache instead of the eager one."""
         lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
         lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
         if lost:

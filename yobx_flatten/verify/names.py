@@ -69,7 +69,7 @@ def place_of(name: str, *, flat: int = 2) -> Place | None:
 def matched(
     graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
 ) -> dict[str, str]:
-    """Return the leaf that each name of a file stands for, as far as one is found."""
+    """Return the matching leaf for each input or output name of a file."""
     # names, plain: of each leaf, as our files and as torch.export name it
     # stated: the mapping of the user, by the file's name
     # by_order: whether what has no known name at all is taken in order, as outputs may be

@@ -33,7 +33,7 @@ class VerifiedFile:
 
     @property
     def ok(self) -> bool | None:
-        """Whether every case does what the model does; ``None`` where nothing was compared."""
+        """Whether every case matches the model; ``None`` if nothing was compared."""
         return None if self.report is None else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
@@ -45,7 +45,7 @@ class VerifiedFile:
         return dataclasses.replace(self, call=", ".join([self.call, *(other.call for other in others)]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds of it."""
+        """Return the report as JSON data."""
         found: dict[str, Any] = {"ok": self.ok, "call": self.call, "why_not": self.why_not, "names": dict(self.names)}
         if self.report is not None:
             tolerance = self.report.tolerance
@@ -69,7 +69,7 @@ class VerifiedFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """All files that were verified: true if all do what the model does; ``print(report)`` shows tables.
+    """Results of all verified files: true if all match the model; ``print(report)`` shows tables.
 
     Attributes:
         path: the file, or the folder.
@@ -81,7 +81,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all files do what the model does; ``None`` where one could not be judged and none is wrong."""
+        """Whether all files match the model; ``None`` if one could not be judged and none is wrong."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 
@@ -89,7 +89,7 @@ class FileReport:
         return self.ok is True
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds of it."""
+        """Return the report as JSON data."""
         files = {name: one.as_dict() for name, one in self.files.items()}
         return {"path": str(self.path), "ok": self.ok, "files": files}
 

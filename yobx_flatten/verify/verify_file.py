@@ -191,7 +191,7 @@ def _verified(
 
 
 def _rank(one: VerifiedFile) -> tuple[int, int]:
-    """How much of a call a file does right."""
+    """Return how well a file matches a call, for sorting."""
     if one.report is None:
         return 0, 0
     passed = [case for case in one.report.cases if case.within(one.report.tolerance)]
@@ -252,7 +252,7 @@ def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, 
 
 
 def _first_node(file: pathlib.Path, call: Call) -> Compared | None:
-    """Where the values of a file first differ from those of a right one that is exported here; ``None`` if unknown."""
+    """Return the first node whose value differs from that of a correct export; ``None`` if unknown."""
     if file.stat().st_size > _EXPLAINED:
         return None
     case = call.cases[0]

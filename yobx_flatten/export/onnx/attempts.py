@@ -176,7 +176,7 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
-    """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert; return notes.
+    """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes.
 
     Bounds of the caller are left out, since such a file takes any length. Of inequalities those are stated by which the
     model's own code goes another way: of quotients and remainders, single sizes, the least and the largest ones. Others
@@ -311,7 +311,7 @@ _TOLERANCE = 1e-5
 
 @functools.cache
 def attention_opset() -> int | None:
-    """Return the opset to write by default: 23, or ``None``, the exporter's own choice, where 23 is not right.
+    """Return the default opset: 23, or ``None`` (the exporter's choice) if onnxruntime is wrong with 23.
 
     The probe is one normalisation and one attention with fewer heads of keys than of queries, keys of an earlier call,
     and a row that sees nothing, compared with PyTorch. It runs once per process, in some hundredths of a second.
@@ -321,7 +321,7 @@ def attention_opset() -> int | None:
 
 
 def _difference() -> float:
-    """The largest difference between onnxruntime and PyTorch; infinite where one of them is not a number."""
+    """Return the largest difference between onnxruntime and PyTorch; infinite if only one of them is NaN."""
     import onnxruntime
 
     generator = torch.Generator().manual_seed(0)
@@ -380,7 +380,7 @@ class ConversionRefusedError(InvalidArgumentError):
 
 
 def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception:
-    """Return an error instead of the one that torch's exporter raised; errors of ours stay as they are."""
+    """Explain an error of torch's exporter; errors of this package are returned unchanged."""
     # name: name of the class of the module
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return error
@@ -431,7 +431,7 @@ def _axes(traced: Traced, text: str) -> set[tuple[str, int]]:
 
 
 def _place(program: ExportedProgram, operator: str) -> str:
-    """``" (model.py:12: x.cummax(1))"``, where the program has the operator, or one that is decomposed into it."""
+    """Return the model's line with an operator, or with one that contains it: ``" (model.py:12: x.cummax(1))"``."""
     short = operator.split(".")[1]
     for node in program.graph.nodes:
         own = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]

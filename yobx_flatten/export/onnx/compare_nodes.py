@@ -128,7 +128,7 @@ class _Values:
 
 
 def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
-    """Where two values differ most, and how; ``None`` where they are the same but for rounding."""
+    """Return the place and size of the largest difference; ``None`` if two values differ by rounding only."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return None  # text, which no node of a model computes
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -185,7 +185,7 @@ def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:
 
 
 def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str]:
-    """Yield what differs in the weights of these names."""
+    """Yield the differences of the weights with these names."""
     mine, theirs = one.initializers(), other.initializers()
     for name in dict.fromkeys(names):
         if name not in mine or name not in theirs:

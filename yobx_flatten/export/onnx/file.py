@@ -216,7 +216,7 @@ class UnprovenFile:
         publish_files(self.folder, self.target, data_files_of(self.target) - data_files_of(self.path))
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
-        """Move it to a folder where it can be looked at; return the path."""
+        """Move the file to a folder for inspection; return the path."""
         move_in(self.folder, folder)
         return folder / self.path.name
 
@@ -399,7 +399,7 @@ def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[
 
 
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
-    """Make matrices of a converted graph optional inputs, whose rank is 0 where they are not given."""
+    """Make the LoRA matrices of a converted graph optional inputs, which have rank 0 by default."""
     # rooms: name of the input by name of the matrix, see `room.rooms_in`
     import numpy
     import onnx_ir as ir
@@ -423,7 +423,7 @@ def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
 
 
 def _state_rank(first: ir.Value, rank: str) -> None:
-    """State the rank in the shapes of products with a first matrix: onnxruntime shares memory by stated shapes."""
+    """Write the rank into the shapes of LoRA products, because onnxruntime shares memory by declared shapes."""
     import onnx_ir as ir
 
     for node, place in first.uses():

@@ -64,7 +64,7 @@ class QuantizedWeights:
 
     @property
     def block_size(self) -> int:
-        """How many weights share a scale in most projections; 0 where none is stored in fewer bits."""
+        """The block size of most projections; 0 if no projection is quantized."""
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
@@ -95,7 +95,7 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
+    """Quantize the weights of all projections of a graph in place; each weight is quantized when it is written.
 
     Weights that are integers with scales already, and tables of such, are stored as these if they have no more bits.
     """
@@ -163,7 +163,7 @@ def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
-    """Store a table of embeddings as its integers, or in 8 bits; ``None`` where it stays as it is."""
+    """Store an embedding table as its own integers or in 8 bits; ``None`` if it is not quantized."""
     grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
     is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
     matrix = None
@@ -260,7 +260,7 @@ def remark_quantized(
 
 
 def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
-    """The initializer that a product multiplies with, and whether it is transposed; ``None`` where there is none."""
+    """Return the weight of a matrix product, and whether it is transposed; ``None`` if it has no weight."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return None
     value, transposed = node.inputs[1], False
@@ -282,7 +282,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
 
 
 class _Parts:
-    """The parts of one weight after the other, made when they are written; those of the last weight are kept."""
+    """The quantized parts of each weight, computed on demand; only the last weight is cached."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
@@ -375,7 +375,7 @@ class Products:
             before.graph.remove(before, safe=True)
 
     def _sum(self, graph: Any, x: Any, stored: StoredMatrix) -> list[Any]:
-        """The nodes that sum the blocks of inputs, in float32; none where there are some already."""
+        """Return nodes that sum the blocks of inputs in float32; none if they exist already."""
         import onnx_ir as ir
 
         key = x, stored.block_size, stored.is_half
@@ -391,7 +391,7 @@ class Products:
 
 
 def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
-    """Whether inputs in float32 come in whole blocks; those in half precision are rounded."""
+    """Return whether float32 inputs have a multiple of the block size; half precision inputs are rounded."""
     is_float = stored.parts[1].const_value.dtype.name == "FLOAT"
     return is_float and x.shape is not None and len(x.shape) > 1 and stored.rows % stored.block_size == 0
 
@@ -400,7 +400,7 @@ def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
-    """Replace what gathers rows of a matrix by the operator that gathers them from its quantised parts."""
+    """Replace a row lookup in a matrix by the operator for quantized matrices."""
     readers = [use.node for use in value.uses()]
     if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False
@@ -481,7 +481,7 @@ _TABLE_BLOCKS = (128, 64, 32, 16)
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
-    """Put a matrix in 8 bits into a graph, rounded when it is written."""
+    """Add an 8-bit matrix to a graph; it is rounded when it is written."""
     # is_table: whether only rows are gathered: the operator for this takes scales of 16 bits that are converted in the
     # graph. The product computes zeros with these where onnxruntime's optimisation is turned off.
     import onnx_ir as ir
@@ -504,7 +504,7 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
 
 
 def round_table(graph: Any, value: Any) -> StoredMatrix | None:
-    """Put the table of an embedding in 8 bits into a graph; ``None`` where its rows have no whole blocks."""
+    """Add an 8-bit embedding table to a graph; ``None`` if its rows are not a multiple of the block size."""
     width = value.const_value.shape[1]
     size = next((size for size in _TABLE_BLOCKS if width % size == 0), None)
     return None if size is None else round_to_8_bits(graph, value, size, transposed=True, is_table=True)

@@ -47,7 +47,7 @@ _CLOSE = 2e-3
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
-    """Quantize a file that passed its replay; return how far it is from the model. The block must be open."""
+    """Quantize a file that passed its checks; return its difference to the model. The block must be open."""
     import onnx_ir as ir
 
     grids = Grids()
@@ -167,7 +167,7 @@ def _measured(
 
 
 def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
-    """How inputs of the file are split, found on the file in float."""
+    """Return how inputs of the file are split, measured with the float file."""
     import onnx_ir as ir
 
     with report.timed("splits"):
@@ -178,7 +178,7 @@ def _splits(file: UnprovenFile, quantization: Quantization, source: Source, repo
 def _choose_inputs(
     whole: Quality, splits: InputSplits, measured: Callable[..., Quality], report: ExportReport
 ) -> tuple[Quality, bool, InputSplits]:
-    """Choose inputs in two parts, or as they are, where rounding them whole costs more than rounding the weights."""
+    """Split inputs in two parts, or keep them in float, if rounding them costs more than rounding the weights."""
     # measured: measures the file with inputs that are split so, or with none as they are
     # returned: the quality, whether inputs are rounded whole, and how they are split
     parted = measured(splits=splits) if splits else None
@@ -201,7 +201,7 @@ def _choose_inputs(
 
 
 def _loss(quality: Quality) -> float:
-    """How far the scores are from the model's, in nats; 0 for outputs that are no scores."""
+    """Return the difference of the logits to the model's, in nats; 0 for other outputs."""
     found = quality.divergence if quality.text_divergence is None else quality.text_divergence
     return found or 0.0
 
@@ -235,7 +235,7 @@ class _Group:
 def products_by_token(
     file: UnprovenFile, model: ir.Model, quantization: Quantization, source: Source
 ) -> QuantizedWeights:
-    """Replace the products of a model in place; those whose weights something else reads stay. The block must be open.
+    """Replace matrix products in place, except those whose weights have another reader. The block must be open.
 
     Channels are divided, and weights rounded, by the text that the quantization has; without one neither is.
     """
@@ -364,7 +364,7 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """The nodes that make integers of inputs, and the largest number of each token; none where they are there."""
+    """Return nodes that convert inputs to integers, and the largest value of each token; none if they exist already."""
     import onnx_ir as ir
 
     x = node.inputs[0]
@@ -387,13 +387,13 @@ def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any
 
 
 def _steps(graph: ir.Graph) -> list[ir.Value]:
-    """The step of what is multiplied, and the number that stands for 0."""
+    """Return the scale of an input, and its zero point."""
     numbers = {"step_of_a_token": numpy.float32(1 / _STEPS), "zero_of_a_token": numpy.uint8(_MIDDLE)}
     return [_constant(graph, name, number) for name, number in numbers.items()]
 
 
 def _put(node: Any, made: list[ir.Node], inputs: tuple[Any, Any], stored: list[Any], graph: ir.Graph) -> None:
-    """Replace a product by one of integers."""
+    """Replace a matrix product by one of integers."""
     import onnx_ir as ir
 
     (whole, largest), (numbers, scales) = inputs, stored

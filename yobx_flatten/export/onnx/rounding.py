@@ -116,7 +116,7 @@ def round_with_feedback(
     dtype: torch.dtype = torch.float32,
     bits: int = 4,
 ) -> WeightGrid:
-    """Round a matrix of shape (inputs, outputs) to blocks of whole steps, each input making up for those before it."""
+    """Round a matrix (inputs, outputs) to blocks of steps; each input compensates the errors of those before it."""
     # weights: in whole blocks of inputs
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: the type of the model's weights, which scales are stored in
@@ -147,7 +147,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Upper triangle: how much of each input's error later inputs compensate."""
+    """Return an upper triangular matrix: the share of each input's error that later inputs compensate."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -164,7 +164,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """In 4 bits, lowest weights where these are worth their bits, else whole numbers."""
+    """Return the form for 4 bits: a minimum per block if that is worth its bits, else a zero point."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -262,7 +262,7 @@ def _rounded(
 
 
 def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
-    """Put the first block after the others, for inputs that are counted in steps."""
+    """Move the first block to the end, for inputs that are counted in steps."""
     scales = grid.scales.copy()
     scales[:, 0] *= step
     parts = (None if part is None else numpy.roll(part, -1, 1) for part in (grid.numbers, scales, grid.zeros))
@@ -314,7 +314,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield values of a file by name, float32 of shape (tokens, size), for one call after the other.
+    """Yield values of a file by name for each call, as float32 (tokens, size).
 
     None is yielded where the file cannot read the text from its first token.
     """
@@ -350,7 +350,7 @@ def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
-    """Open a file with values of its graph as further outputs."""
+    """Open a file with inner values as additional outputs."""
     import onnx_ir as ir
 
     model = ir.load(file.path)
@@ -390,7 +390,7 @@ _BLOCKS = 8
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how inputs in whole blocks are split; none where the file reads no text from its first token."""
+    """Return how inputs of full blocks are split; none if the file cannot read a text from its first token."""
     # products: nodes of the graph with their weights, and whether these are transposed
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
@@ -414,7 +414,7 @@ def input_splits(
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
-    """How an input is split with least error, relative to one part; ``None`` where most numbers are 0."""
+    """Return the split of an input with the least error, relative to no split; ``None`` if most numbers are 0."""
     channels, step = _large(rows, block_size)
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values

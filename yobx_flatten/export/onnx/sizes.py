@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
 ) -> list[str]:
-    """Let a graph stop at sizes that its program refuses.
+    """Make a graph fail for sizes that its program refuses.
 
     Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
     that tools share between calls is longer than what it holds.
@@ -74,7 +74,7 @@ def refuse_sizes(
 
 
 def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
-    """State sizes of inputs as fixed."""
+    """Declare sizes of inputs as fixed."""
     # model: an `onnx_ir.Model`, changed in place
     import onnx_ir as ir
 
@@ -104,7 +104,7 @@ def _is_sum(found: Expression) -> bool:
 def _guard(
     graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
 ) -> None:
-    """Let everything read an input by a reshape to its own shape, which is not known where a relation does not hold."""
+    """Reshape an input to its own shape for all readers; the reshape fails if a relation does not hold."""
     import onnx_ir as ir
 
     readers = list(given.uses())
@@ -223,7 +223,7 @@ def _sizes_of(example: Example, signature: Signature) -> dict[str, int] | None:
 
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield sizes near those of the example that do not meet a relation: one of them is another."""
+    """Yield sizes that differ from the example in one size, and violate a relation."""
     count = 0
     for name in sorted(names_in(relation)):
         own = sizes[name]

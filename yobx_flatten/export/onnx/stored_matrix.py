@@ -214,7 +214,7 @@ class SplitInputs:
         self._known: dict[tuple[ir.Graph, ir.Value, int, bool], ir.Value] = {}
 
     def is_whole(self, x: ir.Value) -> bool:
-        """Whether inputs are rounded in one part."""
+        """Return whether inputs are rounded without a split."""
         split = self._splits.get(str(x.name))
         return split is not None and split.limit == math.inf
 
@@ -244,7 +244,7 @@ class SplitInputs:
 
 
 def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
-    """Small numbers, and what is left of large ones."""
+    """Split inputs into small values and the remainder of large values."""
     import onnx_ir as ir
 
     ends = [ir.node("Constant", [], {"value_float": end}) for end in (-limit, limit)]
@@ -254,7 +254,7 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
 
 
 def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: StoredMatrix) -> list[ir.Node]:
-    """Take whole steps out of the large channels, and put them into a separate block of columns."""
+    """Move whole steps of the large channels to a separate block of columns."""
     import onnx_ir as ir
 
     channels = numpy.array(split.channels)

@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Let the weights of a converted graph be read when they are written. The graph's own ones have no data."""
+    """Read the weights of a converted graph only when they are written. The graph itself has no data."""
     # model: an `onnx_ir.Model`, fresh from the exporter; it is changed in place
     # readers: a reader for each name of an initializer without data
     import onnx_ir as ir
@@ -91,7 +91,7 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
 
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
-    """Write the weights of a model to their own file, one after the other; each is in memory once.
+    """Write the weights of a model to their own file, with one weight in memory at a time.
 
     Large ones begin at a page, so that they can be mapped. Progress is logged with bytes ``done`` and ``total``.
     """
@@ -237,7 +237,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Fit one form to all blocks of a matrix; ``None`` where one does not fit."""
+    """Fit one form to all blocks of a matrix; ``None`` if a block does not fit."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = form(blocks[start : start + _CHUNK], bits)
@@ -276,14 +276,14 @@ def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
 
 
 def _allowed(blocks: Floats) -> Floats:
-    """How far a weight may be off: a product and a sum were rounded, each to the last place of the largest."""
+    """Return the allowed error of a weight: the rounding of one product and one sum."""
     last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
     largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
     return last * largest
 
 
 def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
-    """Whole steps from zero: -8 to 7 of them."""
+    """Fit whole steps from -8 to 7."""
     half = 2 ** (bits - 1)
     # most formats of 8 bits end at 127, those of 4 bits at -8
     counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
@@ -292,7 +292,7 @@ def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
-    """Whole steps from zero, of which each block has some below and the rest above."""
+    """Fit whole steps around a zero point that each block chooses."""
     most = 2**bits - 1
     extent = numpy.maximum(blocks.max(1), 0) - numpy.minimum(blocks.min(1), 0)
     found = _search(blocks, extent, range(most, 0, -1), within=(-most, most))
@@ -303,7 +303,7 @@ def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
-    """Whole steps from the lowest weight of each block."""
+    """Fit whole steps from the minimum of each block."""
     most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
     found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
     return None if found is None else (*found, None, low)
@@ -312,7 +312,7 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block the first count of steps in its extent of which all of its weights are whole ones."""
+    """Find for each block the smallest number of steps in its range at which all weights are whole steps."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]

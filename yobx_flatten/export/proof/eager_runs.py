@@ -87,7 +87,7 @@ def eager_steps(
 
 
 def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
-    """Whether a module has put other values in attributes: what a program of it cannot hold."""
+    """Return whether a module assigned new values to attributes, which a program cannot do."""
     hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # those that watch the arguments
     state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     changes = before.changes()
@@ -99,7 +99,7 @@ def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
 
 @contextlib.contextmanager
 def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
-    """Name the case in an error of the module itself, which knows of none."""
+    """Add the name of the case to an error of the module."""
 
     def stopped(error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
@@ -150,7 +150,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """The first step of a case with just these inputs; ``None`` where none was kept."""
+        """Return the first step of a case with exactly these inputs; ``None`` if it was not kept."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -160,7 +160,7 @@ class EagerRuns:
 
 
 def _copied(steps: list[Step]) -> list[Step]:
-    """Copies, since what is replayed may write to its inputs."""
+    """Return copies, since a replayed program may write to its inputs."""
     return [Step(clone(step.given), clone(step.outputs), step.goes_on) for step in steps]
 
 

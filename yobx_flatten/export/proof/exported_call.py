@@ -58,7 +58,7 @@ class Nested:
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Put the program's own cache object instead of the eager one."""
+        """Return the next inputs with the program's own cache instead of the eager one."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `SlidingDecoder`
             return {**kwargs, "cache": outputs[PRESENT]}
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
@@ -105,7 +105,7 @@ class ByName:
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
-        """Compare the outputs; what is not a tensor is a constant of the program, and not an output."""
+        """Compare the outputs; values other than tensors are constants of the program."""
         shown = {name: padding.blank(name, value) for name, value in outputs.items()}
         differences = {}
         for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
@@ -125,7 +125,7 @@ class ByName:
         return differences
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put the file's own cache instead of the eager one."""
+        """Return the next inputs with the file's own cache instead of the eager one."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
             _like(leaf, outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf))
@@ -146,7 +146,7 @@ class InPlace(ByName):
         self._steps = runner
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the next step continue with the cache that is there."""
+        """Use the current cache for the next step."""
         self._goes_on = True
         return super().feed_back(kwargs, outputs)
 

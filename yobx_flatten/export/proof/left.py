@@ -80,7 +80,7 @@ class Left:
 
 
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
-    """Return notes on what calls changed in their arguments, or drew, and no program does; none where it is nothing."""
+    """Return notes on changed arguments and random draws that a program does not repeat; none if there are none."""
     drawn = [f"{name}: a program" for name, effect in lost.items() if effect == "drawn"]
     found = [f"forward draws from {one} has the numbers of its trace in each call. Draw with torch." for one in drawn]
     changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
@@ -93,7 +93,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return the arguments of the next call, with what a call left in these; ``None`` where they have another form."""
+    """Return the next arguments, with the changes of the last call; ``None`` if their structure differs."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -174,7 +174,7 @@ class _Watch:
         return Left(tuple(caches), tuple(leaves), tuple(written), specs, pytree.tree_structure(outputs))
 
     def _note_lost(self, outputs: PyTree) -> None:
-        """Note the arguments that were changed, and that neither outputs nor what is returned in addition hold."""
+        """Note changed arguments that neither the outputs nor the additional outputs contain."""
         assert self._snapshot is not None
         changes = self._snapshot.changes()
         returned = set(_identities(outputs)) if changes else set()
@@ -224,7 +224,7 @@ def _is_lost(
     after: Mapping[str, _Leaf],
     returned: set[int],
 ) -> bool:
-    """Whether an argument was changed, and what is new in it is not among the outputs."""
+    """Return whether an argument was changed and the change is not among the outputs."""
     if id(value) in returned:
         return False
     return before.keys() - after.keys() != set() or not all(id(after[name].value) in returned for name in changed)
@@ -244,7 +244,7 @@ def _after_present(leaf: str) -> str:
 
 
 def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs of a module by name, and what it left in its arguments."""
+    """Return the outputs of a module by name, and the changed arguments."""
     entries = _entries(outputs)
     added = {name: given[name] for name in left.caches}
     if left.leaves:
@@ -261,7 +261,7 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
 
 
 def _entries(outputs: PyTree) -> dict[str, Any]:
-    """The outputs by the names that they have as entries; one entry for what has no names."""
+    """Return the outputs by name; unnamed outputs are one entry."""
     node = None if is_cache(outputs) or isinstance(outputs, (tuple, list)) else node_of(outputs)
     if node is None or not (isinstance(outputs, Mapping) or node.recipe is not None):
         return {"output": outputs}
@@ -269,7 +269,7 @@ def _entries(outputs: PyTree) -> dict[str, Any]:
 
 
 def _adopted(old: Any, new: Any) -> Any:
-    """Give an object of the caller what another one of its class holds; return what stands in its place."""
+    """Copy the contents of one object to the caller's object of the same class; return the caller's object."""
     if old is new or type(old) is not type(new) or isinstance(old, torch.Tensor):
         return new
     if isinstance(old, (list, collections.deque)):
@@ -321,7 +321,7 @@ _LEARNS = ("training", "train", "use_input_stats")
 
 
 def _root(node: object) -> str:
-    """The input that a written tensor is, or is a view of; a view may be one of several."""
+    """Return the input that a written tensor is, or is a view of."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not (schema.returns and schema.returns[0].alias_info is not None):
@@ -331,7 +331,7 @@ def _root(node: object) -> str:
 
 
 def own_written_state(program: ExportedProgram, written: Collection[str]) -> None:
-    """Give a program copies of what it writes to: it shares the tensors of the module that was exported."""
+    """Copy the state that a program writes to, which it shares with the exported module."""
     # program: the program; its state is changed in place
     for name in written:
         # buffers of persistent=False are not part of a state dict: torch keeps them with the constants

@@ -94,7 +94,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the ratio also holds on what the model would write: less noise than one text, and never below 1."""
+        """Whether the ratio is also small on text that the model generates, where it has less noise."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property
@@ -103,7 +103,7 @@ class Quality:
         return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its attributes and what follows from them, for JSON."""
+        """Return the attributes and properties for JSON."""
         return {**dataclasses.asdict(self), "perplexity_ratio": self.perplexity_ratio, "ok": self.ok}
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Distance:
                 self._compare(tensor.detach().float().flatten(), found[name].detach().float().flatten())
 
     def add_text(self, model: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> None:
-        """Compare what :func:`text_losses` returns for the model and for the file."""
+        """Compare the results of :func:`text_losses` for the model and the file."""
         self._text += model["losses"].numel()
         self._losses["model"] += float(model["losses"].double().sum())
         self._losses["file"] += float(file["losses"].double().sum())

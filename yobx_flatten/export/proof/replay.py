@@ -101,7 +101,7 @@ class Side(Protocol):
         ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-        """Run one step; return its outputs as the two other methods take them."""
+        """Run one step; return its outputs for the two other methods."""
         # args: positional arguments; the side may write to them
         ...
 
@@ -234,7 +234,7 @@ _LARGEST = 2**28
 def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
-    """Return a note on the first value of a file that differs from its program's; none where none is found."""
+    """Return a note on the first value of a file that differs from its program; none if no value differs."""
     # inputs: names of all leaves of the inputs, in order
     if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
         return []
@@ -283,7 +283,7 @@ class _Values(torch.fx.Interpreter):
 
 
 def _values_of_file(path: pathlib.Path, wanted: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a file whose values are outputs as far as they have the name of a node."""
+    """Run a file whose inner values are outputs if they have the name of a node."""
     import onnx
 
     model = onnx.load(path)
@@ -337,7 +337,7 @@ class Padding:
             self._new, self._all = everything[:, past:], everything
 
     def blank(self, name: str, value: Any) -> Any:
-        """Return an output with zeros at the positions of padding; the same object where it has none."""
+        """Return an output with zeros at padded positions; the same object without padding."""
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
             return value
@@ -357,7 +357,7 @@ class Padding:
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
     def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
-        """Return the leaves of nested outputs without positions of padding: what is compared, without its shape."""
+        """Return the leaves of nested outputs without padded positions, flattened for a comparison."""
         return [self._kept(*row) for row in zip(names, pytree.tree_leaves(tree), strict=True)]
 
     def _kept(self, name: str, value: Any) -> Any:

@@ -165,7 +165,7 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Add the time spent inside to the seconds of a step, and what it raised the peak memory by.
+        """Add the time and the increase of peak memory inside the block to a step.
 
         Args:
             step: its name.
@@ -252,7 +252,7 @@ class ExportReport(Report):
 
 
 def _of_type(yardstick: Yardstick | None) -> list[str]:
-    """The remark on what the type of the weights costs, for the output that it costs most."""
+    """Return a note on the error of the weights' dtype, for the output with the largest error."""
     if yardstick is None or not yardstick.costs:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
@@ -293,7 +293,7 @@ PART_OF_FLOAT32 = 1e-5
 
 
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
-    """Return how much of a difference a type explains: a part of the output's own range at most.
+    """Return the difference that a dtype explains, limited to a share of the output's range.
 
     Outputs of other types than half precision may always differ by what those of a model in float32 may.
 

@@ -148,7 +148,7 @@ def with_buffers(
 
 
 def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.Node, past: torch.fx.Node) -> None:
-    """Write the new tokens after those that are there, and read both where they were put together."""
+    """Write new tokens into the cache in place, and replace the concatenation by a read of the cache."""
     for user in list(buffer.users):
         if user.target is aten.sym_size.int and user.args[1] == 2:
             user.replace_all_uses_with(past)
@@ -214,7 +214,7 @@ def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
 
 
 def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Let a graph take a weight with its axes exchanged, and exchange them."""
+    """Transpose a stored weight, and transpose it back in the graph."""
     value = node.meta["val"]
     with graph.inserting_after(node):
         turned = graph.call_function(aten.permute.default, (node, [1, 0]))
@@ -227,7 +227,7 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def lift_sizes(module: GraphModule) -> None:
-    """Hand every scan of a graph the sizes of its outputs."""
+    """Pass every scan of a graph the sizes of its outputs."""
     # module: the graph; its scans and their bodies are changed
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
@@ -292,7 +292,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """The shapes of a call in which one size is 0, and one other changed where it has to fit; ``None`` if none does."""
+    """Return shapes with one size 0, and another size changed to fit; ``None`` if no change fits."""
     for sizes in _nearby({**given, empty: 0}, empty):
         shapes = {
             name: tuple(_value(size, sizes, one) for size, one in zip(of, example[name], strict=True))

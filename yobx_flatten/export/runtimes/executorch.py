@@ -130,7 +130,7 @@ def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
 
 
 def _advice(error: Exception, backend: Backend) -> str:
-    """Return advice: other kernels do not help if an operator has none that writes into planned memory."""
+    """Return advice for an operator without a kernel that writes into planned memory."""
     missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
     if missing is not None:
         return f". {_without_kernel(missing[1])}"
@@ -149,7 +149,7 @@ def _without_kernel(operators: str) -> str:
 
 @contextlib.contextmanager
 def states_of_the_call() -> Iterator[None]:
-    """Let ExecuTorch emit loops whose state has the size of the call."""
+    """Make ExecuTorch accept loops whose state has the size of the call."""
     patch = _patch()
     patch.acquire()
     try:
@@ -176,7 +176,7 @@ def _patch() -> AttributePatch:
 
 
 def with_sizes(plan: Any) -> None:
-    """Let every copy into planned memory, and every stack, set the sizes of what it writes to."""
+    """Make every copy into planned memory, and every stack, set the sizes of its output."""
     # plan: an `ExecutionPlan` before it is serialised; it is changed
     copy = _index(plan, "aten::copy_", "")
     if copy is not None:
@@ -202,7 +202,7 @@ def _calls(chain: Any, operator: int) -> list[Any]:
 
 
 def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
-    """Insert before each ``et_copy_index``: where it is the first one, the stack becomes what is put into it."""
+    """Resize the stack before the first ``et_copy_index`` into it."""
     schema: Any = importlib.import_module("executorch.exir.schema")
     equal = _index(plan, "executorch_prim::eq", "Scalar")
     plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
@@ -336,7 +336,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Return a program without products by expert, `erfinv` and memory without values; the same one without them."""
+    """Replace products by expert, `erfinv` and uninitialized memory in a program, if it has any."""
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
     products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
     if fallback is not None:

@@ -1,4 +1,4 @@
-"""Let a program of ExecuTorch write keys and values into buffers of its caller, and attend over them where they are.
+"""Make ExecuTorch programs write keys and values into the caller's buffers, and attend over the buffers in place.
 
 .. code-block:: text
 
@@ -126,7 +126,7 @@ def _attend_in_place(
     past: torch.fx.Node,
     masks: dict[Any, torch.fx.Node],
 ) -> None:
-    """Put an attention over buffers instead of one over what was put together."""
+    """Replace an attention over concatenated keys by an attention over buffers."""
     new = [cat.args[0][1] for cat in (call.key, call.value)]  # type: ignore[index] # two parts, see `joined`
     repeats = call.query.meta["val"].shape[1] // call.key.meta["val"].shape[1]
     with graph.inserting_before(call.node):
@@ -140,7 +140,7 @@ def _attend_in_place(
 
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """The mask of one row, of shape (1, 1, new, total), as numbers to add, of shape (repeats * new, room)."""
+    """Convert the mask of one row (1, 1, new, total) to an additive mask (repeats * new, room)."""
     # finite, since a token of padding that attends to nothing would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
@@ -162,7 +162,7 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The attention of one row: heads of keys are the batch, and the heads that share one are further tokens."""
+    """Compute the attention of one row; key heads are the batch, query heads that share one are further tokens."""
     _, heads, new, size = query.shape
     shared = keys.shape[0]
     found = torch.ops.yobx_flatten.attend(
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _without_reads(graph: torch.fx.Graph, buffer: torch.fx.Node, past: torch.fx.Node) -> None:
-    """Let sizes of the input be those of one row of the tokens that are there."""
+    """Replace sizes of a cache input by the number of its tokens for one row."""
     for user in list(buffer.users):
         if user.target is aten.sym_size.int and user.args[1] in (0, 2):
             user.replace_all_uses_with(past if user.args[1] == 2 else 1)  # type: ignore[arg-type] # a number does too
@@ -226,14 +226,14 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:
-    """The largest value of a size, which `executorch.check_bounds` has found to have one."""
+    """Return the largest value of a size; `executorch.check_bounds` has checked that it exists."""
     if isinstance(size, int):
         return size
     return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())
 
 
 def attended_in_place(program: ExportedProgram) -> None:
-    """Let a lowered program call the operator of ExecuTorch; it is changed."""
+    """Replace the attention of a lowered program by ExecuTorch's operator, in place."""
     load_attention()
     importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # which knows the shapes of the results
     edge: Any = importlib.import_module("executorch.exir.dialects._ops").ops.edge

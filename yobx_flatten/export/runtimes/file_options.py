@@ -48,7 +48,7 @@ class FileOptions:
     adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
 
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
-        """Refuse what this runtime or this module cannot do; return them with the quantisation that is meant."""
+        """Refuse options that the runtime or module does not support; return the options with their quantization."""
         # proof: what will be replayed
         if self.path.is_dir():
             raise InvalidArgumentError(f"{self.path} is a folder. Name a file: path={str(self.path / 'model.onnx')!r}")
@@ -86,7 +86,7 @@ class FileOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the weights are stored in fewer bits, once the options are checked."""
+        """The quantization of the weights, after the options are checked."""
         assert not isinstance(self.quantize, str)
         return self.quantize
 

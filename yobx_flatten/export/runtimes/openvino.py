@@ -70,7 +70,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
 def _converted(
     traced: Traced, example: Example, path: pathlib.Path, opset: int | None = None, *, fuse: bool = False
 ) -> Iterator[Any]:
-    """The model, read from an ONNX file that is there meanwhile."""
+    """Return the model, converted from a temporary ONNX file."""
     names = (traced.input_names, traced.output_names)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
@@ -113,7 +113,7 @@ _FUSED = "ScaledDotProductAttention"
 
 
 def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
-    """Make inputs whose outputs are they themselves and new tokens after them a part of the state, in place."""
+    """Make cache inputs, which are returned with new tokens, a part of the model's state, in place."""
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: those of them that are in the state now
     openvino: Any = import_openvino()
@@ -157,7 +157,7 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
 
 
 def copied_states(path: pathlib.Path) -> list[str]:
-    """Return the parts of the state that OpenVINO copies for each call; none where it writes all of them in place."""
+    """Return the parts of the state that OpenVINO copies in each call; none if it writes all in place."""
     openvino = import_openvino()
     with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile it: {last_line(error)}")):
         compiled = openvino.Core().compile_model(read_model(path), "CPU", dict(FLOAT32))
@@ -307,7 +307,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
 
 
 def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
-    """Write a model, taken out of its list, instead of the one whose file its constants are read from."""
+    """Replace the file of a model, and drop the model, whose constants are read from the old file."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         import_openvino().save_model(made[0], str(pathlib.Path(folder) / path.name), compress_to_fp16=False)
         made.clear()

@@ -101,7 +101,7 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
 
 
 def _otherwise(options: FileOptions, file: UnprovenFile) -> str:
-    """State what happened to a file that failed its check."""
+    """Return a sentence on a file that failed its check: removed, or kept where."""
     nothing = f"Nothing was written to {options.path}."
     if options.keep_failed is not None:
         return f"{nothing} The file that failed is {file.keep(options.keep_failed)}."
@@ -143,11 +143,11 @@ class _Job:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether to try a cache that is written in place: where there are keys and values that come out again."""
+        """Return whether to try a cache that is written in place: the file must return its keys and values."""
         return self.options.cache == "in_place" and has_growing_cache(self.source.traced)
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
-        """Write a file with a cache that its library writes in place; the report states why it does not pass."""
+        """Write a file whose runtime updates the cache in place; if that fails, the report has the reason."""
         # write: writes the file, and returns the inputs of the cache that are written in place
         report, done = self.report, len(self.report.cases)
         with report.timed("convert"):
@@ -168,7 +168,7 @@ class _Job:
         return False
 
     def _small_cases(self) -> list[Case]:
-        """Cases of other sizes that a sample leaves out: code that was traced again may stop at one token."""
+        """Return small cases that a sample leaves out, because retraced code may fail for one token."""
         example = self.source.example
         if self.source.proof != "sample" or not self.source.cases:
             return []
@@ -177,7 +177,7 @@ class _Job:
         return [case for case in others if case.name not in known and example.holds(case, case.steps)]
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
-        """Replace a file that passed its replay by one with weights in fewer bits, and measure that one."""
+        """Replace a checked file by a quantized one, and measure its difference."""
         # rewrite: writes the file anew, and returns how far it is from the model where anything is replayed
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
@@ -188,7 +188,7 @@ class _Job:
             report.remark("the table shows the file before its weights were quantised.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
-        """Write the file with weights in fewer bits, and return how far it is from the model."""
+        """Write the quantized file, and return its difference to the model."""
         report = self.report
         with report.timed("quantize"):
             write(asked)
@@ -323,7 +323,7 @@ def without_counter(source: Source, report: ExportReport) -> Source:
 
 
 def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """The example of the model without the counter; ``None`` where it has none, or it cannot go."""
+    """Return the example without the token counter; ``None`` if there is no counter, or the model needs it."""
     module, kwargs = example.module, example.kwargs
     if not counts_by_itself(cache_of(kwargs)):
         return None

@@ -332,7 +332,7 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Return names in which every layer states its size: the number of tokens of its keys, as yobx reads it.
+    """Return names that include the number of tokens of each layer, as yobx reads them.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']

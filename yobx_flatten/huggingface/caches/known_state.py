@@ -121,7 +121,7 @@ class KnownState:
 
 
 class _Part(NamedTuple):
-    """A value inside of an object, and what is compared of it."""
+    """A value inside an object, and the property that is compared."""
 
     value: Any
     kind: Literal["leaf", "same", "plain", "dumped", "any"]

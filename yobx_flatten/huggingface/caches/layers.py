@@ -111,7 +111,7 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
-        """Return whether the code and the tensors of a layer state all of its attributes.
+        """Return whether the code and the tensors of a layer determine all of its attributes.
 
         One that a user, or a version of transformers that was not tried, has added is stored with the layer's others.
         """
@@ -136,7 +136,7 @@ class LayerKind:
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Say of every attribute what stands there, as of the layers without a row."""
+        """Describe every attribute, as for layers without a row."""
         # has_position: it counts in a tensor; in a stored program that is as it was when it was stored
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
@@ -179,19 +179,19 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Keep the tensor that goes with a sliding layer's window, for the layers that are rebuilt from it."""
+    """Remember the tensor of a sliding layer's window, for layers that are rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
 
 
 def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the tensors that go with a window, as remembered when a layer with that window was flattened."""
+    """Return the tensors of a window, remembered when a layer with that window was flattened."""
     return _WINDOW_TENSORS.setdefault(window, {})
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the tensor that goes with a window; a new one if none was seen yet, as in a process that loads a program.
+    """Return the tensor of a window; a new one if none was seen yet, as in a process that loads a program.
 
     ``None`` in a trace, where it would become a constant of the program, and for classes that have no such tensor.
     """
@@ -226,7 +226,7 @@ def _may_be_traced() -> bool:
 
 
 def kind_of(cls: type) -> LayerKind | None:
-    """Return the row of a layer class; ``None`` for a class without one, whose attributes speak for themselves."""
+    """Return the row of a layer class; ``None`` for a class without one, which is flattened by its attributes."""
     if cls not in _KINDS:
         _KINDS[cls] = _read_kind(cls)
     return _KINDS[cls]

@@ -141,7 +141,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
-    """Count the keys of a layer that states it has seen nothing: made by hand, it has seen what the others have."""
+    """Count the keys of a hand-made layer whose counter is 0: it has seen as many tokens as the other layers."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -339,7 +339,7 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Return what layers hold for a leaf: its number, or the leaf where it has none that can be read."""
+    """Return a leaf as a number if it can be read, else the leaf itself."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     if not isinstance(leaf, torch.Tensor) or leaf.dim() or _has_no_value():
         return leaf

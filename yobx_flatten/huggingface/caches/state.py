@@ -208,7 +208,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
 
 
 class StateBuilder:
-    """Unflattens the attributes of objects with one template: builds them around their leaves."""
+    """Rebuilds objects of one template around their leaves."""
 
     def __init__(self, template: Template) -> None:
         self.template = template
@@ -249,7 +249,7 @@ _Make: TypeAlias = Callable[[list[Any], Length], Any]  # from all leaves, and th
 
 
 def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
-    """Return the function that builds what an entry stands for."""
+    """Return the function that rebuilds an entry."""
     kind = entry[0]
     if kind in ("tensor", "number", "same"):
         index = entry[1] if kind == "same" else next(counter)
@@ -309,7 +309,7 @@ def layer_class(name: object) -> type:
 
 
 def part_class(name: object) -> type:
-    """Return the class of a part of a layer: of a model library's own caches, or of what quantises them."""
+    """Return the class of a part of a layer, which belongs to a model library's caches or to their quantizer."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified

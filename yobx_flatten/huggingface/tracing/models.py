@@ -317,12 +317,12 @@ POSITIONS = (
 
 
 def _caches_answer(*questions: str) -> bool:
-    """Whether caches have these methods, with which versions here ask for a state: not before 5.23."""
+    """Return whether caches have the methods that ask for a state (transformers 5.23 and newer)."""
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in questions)
 
 
 class _Waiting(threading.local):
-    """The states that the scans of the layer at work may continue from, in order."""
+    """The states from which the scans of the current layer may continue, in order."""
 
     states: Iterator[Any] = iter(())
 

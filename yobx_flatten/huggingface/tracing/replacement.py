@@ -35,7 +35,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Let a version be called as its original is."""
+    """Give a replacement the signature of its original."""
     # make: returns a version for an original; the original itself where a release needs none
     # returns: A function that returns for an original what takes its place: with the signature of the original. An
     # original that the version does not fit stays, with a warning of `yobx_flatten.errors.ReplacedFunctionWarning`.

@@ -1,4 +1,4 @@
-"""Trace models that attend to chosen or compressed keys, with one graph for any number of them.
+"""Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 closes a window of keys whenever enough of them have come, and Qwen 4 chooses blocks of visible keys query
 by query. Their own code asks how many windows or blocks there are; here there may be none.
@@ -20,7 +20,7 @@ from .replacement import Function, Make, replacement
 
 
 def prepare_compressed(layer: CacheLayer) -> None:
-    """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: windows to close, and closed ones.
+    """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: open and closed windows.
 
     Between two calls a buffer holds fewer keys than a window takes, often none or one, and a trace would fix these
     sizes. What is traced is never run on these values.
@@ -58,7 +58,7 @@ def _shared_update(original: Function) -> Function:
 
 
 def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> CacheLayer | None:
-    """The layer of a cache that has closed windows before; ``None`` where the original's own way is traced."""
+    """Return the layer of a cache with closed windows; ``None`` if the original code is traced."""
     layer = None if cache is None else cache.layers[index]
     if layer is None or layer.compressed_kv[name] is None:
         return None
@@ -100,7 +100,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The windows with the first series of the one before each, and that series of the last one that is closed."""
+    """Return each window with the first series of the one before it, and that series of the last closed window."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed
@@ -110,7 +110,7 @@ def _overlapping(
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Make the version of a ``forward`` for a cache that continues; one that begins is the original's."""
+    """Make the replacement of a ``forward`` for a filled cache; for an empty cache the original runs."""
 
     @replacement
     def make(original: Function) -> Function:

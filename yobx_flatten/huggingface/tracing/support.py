@@ -171,7 +171,7 @@ def _ranges_begin_at_the_past() -> bool:
 
 
 def _replacements() -> Iterator[Replacement]:
-    """Target, attribute and replacement, for what the installed and imported transformers has."""
+    """Yield target, attribute and replacement, for the installed and imported parts of transformers."""
     yield from layer_replacements()
     yield from mask_replacements()
     yield from attention_replacements()
@@ -249,7 +249,7 @@ def rotary_replacements() -> Iterator[Replacement]:
 
 
 def _plain(forward: Function | None) -> Function | None:
-    """The function that transformers decorated with the update of frequencies; ``None`` for another one."""
+    """Return the function under transformers' decorator that updates frequencies; ``None`` for other functions."""
     while forward is not None:
         code = getattr(forward, "__code__", None)
         if code is not None and code.co_qualname.startswith(_DECORATOR):

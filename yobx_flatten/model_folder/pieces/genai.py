@@ -45,12 +45,12 @@ _OTHERS = (
 
 
 def why_not_in_genai(model: TransformersModel) -> str | None:
-    """Return why the library does not see with a model as the model does; ``None`` where it does."""
+    """Return why onnxruntime-genai cannot run the vision part of a model; ``None`` if it can."""
     return next((why for fits, why in _OTHERS if fits(model)), None)
 
 
 class FlatVisionEncoder(torch.nn.Module):
-    """One picture to features of shape (tokens, hidden size)."""
+    """Computes features (tokens, hidden size) of one picture."""
 
     def __init__(self, encoder: torch.nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class SoundEncoderWithKeys(Encoder):
 
 
 class SoundDecoder(NextDecoder):
-    """Every call of the decoder, the first one with an empty cache of its own tokens."""
+    """The decoder for all calls; the first call has an empty cache."""
 
     always: torch.Tensor  # whether each token is suppressed, of shape (vocabulary,)
     at_first: torch.Tensor  # the same for the token after the prompt

@@ -21,7 +21,7 @@ _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
-    """One picture to the features that replace its tokens, for Qwen2-VL.
+    """Computes the features of one picture that replace its tokens, for Qwen2-VL.
 
     Where each patch is, and in which window, follows from its number and the grid, without a size that depends on
     values.
@@ -119,7 +119,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
 
 
 class NestedVisionEncoder(torch.nn.Module):
-    """One picture to the features that replace its tokens."""
+    """Computes the features of one picture that replace its tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
 
 class TiledVisionEncoder(torch.nn.Module):
-    """Tiles to features, and to what ends a row of them."""
+    """Computes the features of tiles, and the features that end a row of tiles."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
-    """Make a random picture, cut as the model cuts it: wide ones for even numbers, and high ones."""
+    """Make a random picture in the tiles of the model: wide for even numbers, high for odd ones."""
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
@@ -209,7 +209,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 
 
 class BlockwiseDecoder(torch.nn.Module):
-    """From embeddings to scores, with masks made of sizes and types of tokens only: one graph for every call.
+    """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
 
     transformers reads the types in the first call and leaves them out in all others. Here each call has those of all
     tokens, as it has the mask: a new token is of no block, so that it sees what is before it.

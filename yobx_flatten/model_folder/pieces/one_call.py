@@ -77,7 +77,7 @@ def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[
 
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
-    """The file of a model that takes an example; pictures may be of one size where others cannot be traced."""
+    """Return the file of a model for an example; pictures have one size if others cannot be traced."""
     check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
@@ -136,7 +136,7 @@ _INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str
 
 @torch.no_grad()
 def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose outputs follow torch's seed; one that draws and drops what it drew is taken."""
+    """Refuse a model whose outputs depend on torch's seed; draws that are not used are accepted."""
     with undisturbed(seed=0, model=model):
         before = torch.get_rng_state()
         first = _tensors(model(**example))

@@ -53,11 +53,11 @@ class TextEncoder(_WithCache):
         self.encoder = model.speecht5.encoder
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of what was read, and its keys and values in each layer."""
+        """Return the mask of the encoder's input, and its keys and values in each layer."""
         return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
 
     def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-        """Return what the decoder's first call makes of the features; the rest of that call is not in the file."""
+        """Return the keys and values that the decoder's first call computes from the features."""
         cross = cache_of(self.decode(hidden[:, :1], hidden, mask, None)).cross_attention_cache
         return {"encoder_attention_mask": mask, "present": [{"encoder": pair_of(layer)} for layer in cross.layers]}
 
@@ -66,7 +66,7 @@ class SoundEncoder(TextEncoder):
     """Reads samples."""
 
     def forward(self, input_values: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of what was read, and its keys and values in each layer."""
+        """Return the mask of the encoder's input, and its keys and values in each layer."""
         hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
         # as transformers' own loop has it
         mask = self.encoder.prenet._get_feature_vector_attention_mask(hidden.shape[1], attention_mask)
@@ -74,7 +74,7 @@ class SoundEncoder(TextEncoder):
 
 
 class FrameDecoder(_WithCache):
-    """Continues from a frame; the first one is zeros, and its cache holds no frame."""
+    """Continues from a frame; the first frame is zeros, and its cache is empty."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -89,7 +89,7 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        """Return the frames that follow, scores of whether each is the last one, and the decoder's own cache."""
+        """Return the next frames, the scores that each is the last, and the decoder's own cache."""
         hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
         found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
@@ -126,7 +126,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make what the encoder reads, the first row padded: tokens, or as much sound as that many would be."""
+    """Make inputs of the encoder with the first row padded: tokens, or sound of that length."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)

@@ -146,7 +146,7 @@ def pieces_for(
 
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
-    """Refuse, unless the task is asked for, what a folder would do less than the model."""
+    """Refuse to export less than the model does, unless the task is requested."""
     if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
         check_other_media(model, task)
     generates = getattr(model, "can_generate", None)
@@ -161,7 +161,7 @@ def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
 def _made(
     make: Callable[[TransformersModel, int | None], list[Piece]], model: TransformersModel, rows: int | None, task: str
 ) -> list[Piece]:
-    """The pieces, or a reason in a line where the model's own code does not take what the folder of a task has."""
+    """Return the pieces, or the reason why the model's code does not accept the inputs of a task."""
     try:
         return make(model, rows)
     except FlattenError:

@@ -41,7 +41,7 @@ from ...trees.shapes import dynamic_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One file to be."""
+    """A file to be exported."""
 
     stem: str  # its name without a suffix
     module: torch.nn.Module  # what is exported
@@ -188,7 +188,7 @@ class _Decoder(torch.nn.Module):
 
 
 class FirstDecoder(_Decoder):
-    """The first call: the encoder's features are made into keys, which come out with those of the first tokens."""
+    """The first call: returns keys and values of the encoder's features, and of the first tokens."""
 
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the cache, layer by layer."""
@@ -202,7 +202,7 @@ class FirstDecoder(_Decoder):
 
 
 class NextDecoder(_Decoder):
-    """Every other call. The encoder's keys go in and stay as they are: only the decoder's own come out."""
+    """Every later call: reads the encoder's keys, and returns the decoder's own keys only."""
 
     def forward(self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the decoder's own keys and values."""
@@ -326,7 +326,7 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
-    """Make what the encoder of a model reads instead of tokens, of the type of its weights."""
+    """Make inputs of an encoder that does not read tokens, in the dtype of its weights."""
     reads = input_name(model)
     if reads == "input_features":
         return _spectrogram(model, batch)
@@ -338,7 +338,7 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return height and width of the pictures that a configuration states, or one in it; 224 where it states none."""
+    """Return height and width of pictures from a configuration or one inside it; 224 by default."""
     inner = (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config")))
     found = next((size for size in (getattr(one, "image_size", None) for one in inner) if size), 224)
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
@@ -452,7 +452,7 @@ def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
 
 
 def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: int) -> bool:
-    """Whether a call with the last position is made, and one with the position after it fails."""
+    """Return whether a call with the last position works, and a call with the next position fails."""
 
     def is_read(last: int) -> bool:
         tokens = torch.zeros(1, length or last + 1, dtype=torch.int64)
@@ -493,7 +493,7 @@ _NO_DATA = re.compile(
 
 
 def check_other_media(model: TransformersModel, task: str) -> None:
-    """Refuse a model that reads pictures or sound next to the one input that the files of its task take."""
+    """Refuse a model that reads pictures or sound in addition to the input of its task."""
     takes = inspect.signature(model.forward).parameters
     lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
     if lost and model.main_input_name != "inputs":  # of a speech encoder-decoder, which is one of the others
@@ -505,7 +505,7 @@ def check_other_media(model: TransformersModel, task: str) -> None:
 
 
 def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> list[str]:
-    """Return a note on data that a model also takes and that the file does not; none where there are none."""
+    """Return a note on inputs that the model accepts and the file does not; none if there are none."""
     takes = inspect.signature(model.forward).parameters.values()
     others = [one.name for one in takes if "Tensor" in str(one.annotation) and not _NO_DATA.fullmatch(one.name)]
     others = [name for name in others if name not in names and name != argument_of(model.forward)]

@@ -37,7 +37,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """One image to the features that replace its tokens.
+    """Computes the features of one image that replace its tokens.
 
     Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
     """
@@ -54,7 +54,7 @@ class VisionEncoder(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """Tokens to embeddings."""
+    """Computes embeddings of tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def holds_adapter(folder: pathlib.Path) -> bool:
-    """Return whether a folder is one of PEFT."""
+    """Return whether a folder contains a PEFT adapter."""
     if not (folder / ADAPTER).is_file():
         return False
     files = [path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
@@ -252,7 +252,7 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
 
 
 def _check_kind(config: Any, folder: pathlib.Path) -> None:
-    """Refuse what is not a product of two matrices next to a layer."""
+    """Refuse any adapter that is not a product of two matrices added to a layer."""
     if config.peft_type.value != "LORA":
         raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
     for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
@@ -283,7 +283,7 @@ def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:
 
 @contextlib.contextmanager
 def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Let a model compute with an adapter inside; yield its matrices. The model is as it was afterwards."""
+    """Compute with an adapter inside the block; yield its matrices. The model is restored afterwards."""
     trained = [(parameter, parameter.requires_grad, parameter._version) for parameter in model.parameters()]
     layers = [(module, dict(module._modules)) for module in model.modules()]
 

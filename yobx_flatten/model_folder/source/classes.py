@@ -101,7 +101,7 @@ def base_class_for(config: Any) -> Any:
 
 
 def _of_kind(name: str, config: Any) -> Any:
-    """The class that one of transformers' automatic classes has for a configuration; ``None`` where it has none."""
+    """Return the class of a configuration in one of transformers' auto classes; ``None`` if it has none."""
     import transformers
 
     auto, kind = getattr(transformers, name, None), type(config)

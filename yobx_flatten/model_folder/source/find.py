@@ -121,7 +121,7 @@ class FoundModel:
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
 
     def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-        """The model with its adapter merged, where there is one, and the notes on both."""
+        """Return the model with its adapter merged, if there is one, and the notes on both."""
         if self.adapter is None:
             return model.eval(), remarks
         model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
@@ -155,7 +155,7 @@ class FoundModel:
         return model.eval(), differences.remarks()
 
     def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """The model without its head: from its own weights, else what is inside of the model with its head."""
+        """Return the model without its head, from its own weights or from inside the model with its head."""
         plain = dataclasses.replace(self, trained_as=())
         try:
             return plain.load_with_remarks(dtype=dtype)
@@ -259,7 +259,7 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
 
 
 def _why_not(error: BaseException) -> str:
-    """The result of a download, in one line."""
+    """Return the result of a download in one line."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
@@ -279,7 +279,7 @@ READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json"
 
 
 def reader_of(folder: pathlib.Path) -> str:
-    """Return the file that a tokenizer or a processor of a folder is known by; ``""`` where there is none."""
+    """Return the file that identifies a folder's tokenizer or processor; ``""`` if there is none."""
     return next((name for name in READERS if (folder / name).is_file()), "")
 
 

@@ -108,7 +108,7 @@ def _check_counts(path: pathlib.Path) -> None:
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
-    """Read an entry, and return its value where that is one number."""
+    """Return the value of an entry that is one number."""
     kind = struct.unpack("<I", file.read(4))[0] if kind is None else kind
     if kind in _NUMBERS:
         return struct.unpack(_NUMBERS[kind], file.read(struct.calcsize(_NUMBERS[kind])))[0]
@@ -136,7 +136,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Read a file of a stranger, silently; what libraries raise becomes one error.
+    """Read an untrusted file silently; errors of libraries become one error.
 
     It is read where nothing else is: transformers also reads what stands next to a GGUF file, and code there runs.
     """
@@ -159,7 +159,7 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Let transformers read the entries of a file once; it would for each of configuration, tokenizer and weights."""
+    """Make transformers read the entries of a file once, and not three times."""
     import gguf
 
     def read(path: Any) -> Any:

@@ -135,7 +135,7 @@ class Checkpoint:
         return set(self.types.values()) <= {_TYPES.get(dtype)}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one weight, of a type; without a cast it is mapped."""
+        """Return one weight in a dtype; without a cast it is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -172,7 +172,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
 
 
 def _configs(stated: Any) -> Iterator[str]:
-    """The names of all configurations that one holds."""
+    """Yield the names of all configurations inside a configuration."""
     if not isinstance(stated, Mapping):
         return
     name = stated.get("_type")

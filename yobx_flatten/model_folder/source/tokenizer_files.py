@@ -71,5 +71,5 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
 
 
 def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Turn what tokenizers raise, in each library another class, into one error."""
+    """Convert the different errors of tokenizer libraries to one error."""
     return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))

@@ -57,7 +57,7 @@ def fuse_attention(model: ir.Model) -> None:
 
 
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Let an attention whose keys and values are a cache and new ones concatenate them itself."""
+    """Make an attention concatenate the cached and new keys and values itself."""
     # returns: the node in its place, with the cache as its input; `None` where it stays as it is
     import onnx_ir as ir
 
@@ -217,7 +217,7 @@ def _transposed(value: ir.Value | None) -> ir.Value | None:
 
 
 def unrepeated(value: ir.Value) -> ir.Value:
-    """Return keys or values without their repetition for every query head; as they are where there is none."""
+    """Return keys or values before they are repeated for every query head; unchanged if they are not repeated."""
     reshaped = producer(value, "Reshape")
     # repeat_kv of transformers: an axis after the heads, expanded, and joined with them
     expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")

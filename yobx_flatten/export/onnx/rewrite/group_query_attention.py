@@ -158,7 +158,7 @@ def _scalar(number: float, dtype: ir.DataType) -> ir.TensorProtocol:
 
 
 def _replace(node: ir.Node, lengths: _Lengths) -> None:
-    """Put the other operator instead of an attention, with tokens before heads."""
+    """Replace an attention by ``GroupQueryAttention``, whose inputs have tokens before heads."""
     import onnx_ir as ir
 
     query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))
@@ -267,7 +267,7 @@ def _matched(softmax: ir.Node) -> _Matched | None:
 
 
 def _is_cache(value: ir.Value) -> bool:
-    """Whether keys or values are the file's cache with new ones after it."""
+    """Return whether keys or values are the file's cache, followed by new tokens."""
     joined = producer(value, "Concat")
     return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
 
@@ -281,7 +281,7 @@ def _numbers(value: ir.Value | None) -> list[int] | None:
 
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
-    """Simplify what is computed of a mask, in place; what is no longer used stays."""
+    """Simplify the computation of masks in place; unused nodes are not removed."""
     # past: the number of tokens seen, of shape (1,): the columns of the mask less the number of new tokens
     import onnx_ir as ir
 

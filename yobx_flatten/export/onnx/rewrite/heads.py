@@ -24,7 +24,7 @@ SWAP = (0, 2, 1, 3)
 
 
 def put_tokens_first(model: ir.Model) -> None:
-    """Let each ``Attention`` take and return (batch, tokens, heads * size) where both ends are made so, in place."""
+    """Change each ``Attention`` in place to (batch, tokens, heads * size), if its neighbours use that form."""
     import onnx_ir.passes.common as passes
 
     changed = [_put_tokens_first(node) for node in list(model.graph) if node.op_type == "Attention"]
@@ -72,7 +72,7 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 
 def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """Return (batch, heads, tokens, size) as (batch, tokens, heads * size), if that is how it came to be."""
+    """Return the (batch, tokens, heads * size) from which (batch, heads, tokens, size) was made, if it was."""
     # value: an `onnx_ir.Value` whose heads are known
     # make: called with an operator, its inputs and attributes; adds a node and returns its output
     node = value.producer()
@@ -91,7 +91,7 @@ def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | N
 
 
 def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """What ``value`` was before its heads came first, (batch, tokens, heads * size)."""
+    """Return ``value`` before its transpose: (batch, tokens, heads * size)."""
     import onnx_ir as ir
 
     swap, found = value.producer(), heads_of(value)

@@ -55,7 +55,7 @@ class _RuleOfOperator:
 
 
 def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
-    """The passes of ``optimize_ir``, in its order; ``None`` where onnxscript has other parts."""
+    """Return the passes of ``optimize_ir``, in its order; ``None`` if this version of onnxscript has different ones."""
     try:
         import onnx_ir.passes as infra
         import onnx_ir.passes.common as common
@@ -259,7 +259,7 @@ def _kept_scores() -> ir.Value:
 
 
 def _path_to_head(scores: ir.Value) -> list[ir.Node]:
-    """The nodes from scores of shape (batch, tokens, vocabulary) back to the head; none where it is not found."""
+    """Return the nodes from the logits (batch, tokens, vocabulary) back to the head; none if there is no head."""
     path: list[ir.Node] = []
     value: ir.Value | None = scores
     while value is not None and _is_of_tokens(value):

@@ -34,7 +34,7 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 
 
 def input_of(node: ir.Node, place: int) -> ir.Value:
-    """Return an input that the operator of a node never goes without."""
+    """Return a required input of a node."""
     value = node.inputs[place]
     if value is None:
         raise ValueError(f"the {node.op_type} {node.name} has no input {place}")
@@ -78,7 +78,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _name_apart(graph: ir.Graph) -> None:
-    """Rename values inside that have the name of an input or output."""
+    """Rename inner values that have the name of an input or output."""
     given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     values = list(_values(graph))
     taken = {value.name for value in values} | set(given)
@@ -110,7 +110,7 @@ def _one_type(graph: ir.Graph) -> None:
 
 
 def _rotates(node: ir.Node) -> bool:
-    """Whether a node is a ``RotaryEmbedding`` whose cosines have rows, for want of positions as an input."""
+    """Return whether a node is a ``RotaryEmbedding`` without positions, whose cosines have a batch axis."""
     if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
         return False
     return len(node.inputs) < 4 or node.inputs[3] is None
@@ -169,7 +169,7 @@ def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
 
 
 def number_of(value: ir.Value | None) -> float | None:
-    """Return the number that a value always is; ``None`` where it is computed, or holds several."""
+    """Return the constant number of a value; ``None`` if it is computed, or has several elements."""
     constant = None if value is None else value.const_value
     if constant is None or constant.size != 1:
         return None
@@ -178,7 +178,7 @@ def number_of(value: ir.Value | None) -> float | None:
 
 
 def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Let every reader of a value, and the graph's outputs, read another one, which gets its name."""
+    """Replace a value by another one for all readers and graph outputs; the new value gets the old name."""
     new.shape, new.type = old.shape, old.type
     name = old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)

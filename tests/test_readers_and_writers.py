@@ -49,7 +49,6 @@ WRITERS = {
     "yobx_flatten/model_folder/client_layout.py": HIDDEN,
     "yobx_flatten/model_folder/genai_files.py": HIDDEN,
     "yobx_flatten/model_folder/manifest.py": HIDDEN,
-    "yobx_flatten/model_folder/sidecar_files.py": HIDDEN,
     "yobx_flatten/storage/onnx_write.py": HIDDEN,
     "roundpipe_runtime/checkpoint/folder.py": "checkpoints, which several processes write together",
     "roundpipe_runtime/checkpoint/tensor_files.py": HIDDEN,

@@ -3,8 +3,8 @@
 .. code-block:: text
 
     decoder       model                              as the folder has it anyway
-    Whisper       encoder, decoder                   layout="genai": another split, see `pieces/genai_sound`
-    LLaVA         vision_encoder, embedding,         layout="genai": one file more, see `pieces/genai_pictures`
+    Whisper       encoder, decoder                   layout="genai": another split, see `pieces/genai`
+    LLaVA         vision_encoder, embedding,         layout="genai": one file more, see `pieces/genai`
                   decoder_model_merged
 """
 

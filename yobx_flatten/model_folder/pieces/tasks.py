@@ -112,7 +112,7 @@ def pieces_for(
     """Make the files to be of a model."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
     # whole_cache, logits: see `decoder_pieces`; word_times: see `encoder_decoder_pieces`
-    # for_genai: whether the files are those that onnxruntime-genai runs, see `genai_sound`; `False` by default
+    # for_genai: whether the files are those that onnxruntime-genai runs, see `genai`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
         known = f"{did_you_mean([str(task)], TASKS)} There are auto, {', '.join(TASKS)}."

@@ -1,4 +1,4 @@
-"""A quantized matrix in a graph, the rows that an embedding reads of it, and large inputs in a matrix of their own."""
+"""A quantized matrix in a graph, the rows that an embedding reads of it, and large inputs in a separate matrix."""
 
 from __future__ import annotations
 

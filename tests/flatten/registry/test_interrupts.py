@@ -13,8 +13,8 @@ from torch.export import ExportedProgram
 
 from tests.ctrl_c import interrupt_at_line, press
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.declare.scopes import DeferredSignals
 from yobx_flatten.registry.claims import REGISTRY
+from yobx_flatten.registry.interrupts import DeferredSignals
 from yobx_flatten.registry.patches import LOCK
 from yobx_flatten.trace.onnx_operators import OPEN
 

@@ -13,8 +13,8 @@ import torch.utils._pytree as pytree
 from tests import fresh_process
 from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from yobx_flatten import Undo
-from yobx_flatten.declare import scopes
 from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.registry import interrupts
 from yobx_flatten.registry.optional import Waiting
 from yobx_flatten.registry.patches import AttributePatch, ImportedPatch
 from yobx_flatten.registry.torch_cpp import TorchCpp
@@ -126,7 +126,7 @@ def test_jax_keeps_what_is_there_when_another_recipe_is_taken_back():
 @pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_a_handler_that_raises_while_handlers_are_replaced_leaves_them_as_found(when, monkeypatch):
     """A signal comes between two of them: the one that is replaced already is put back."""
-    numbers, replace = scopes._SIGNALS, scopes._signal.signal
+    numbers, replace = interrupts._SIGNALS, interrupts._signal.signal
     before, calls = [signal.getsignal(number) for number in numbers], []
 
     def interrupted(number, handler):
@@ -135,10 +135,10 @@ def test_a_handler_that_raises_while_handlers_are_replaced_leaves_them_as_found(
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    deferred = scopes.DeferredSignals()
+    deferred = interrupts.DeferredSignals()
     if when == "leaving":
         deferred.__enter__()
-    monkeypatch.setattr(scopes._signal, "signal", interrupted)
+    monkeypatch.setattr(interrupts._signal, "signal", interrupted)
     with pytest.raises(KeyboardInterrupt):
         deferred.__enter__() if when == "entering" else deferred.__exit__(None, None, None)
     assert [signal.getsignal(number) for number in numbers] == before

@@ -1,0 +1,74 @@
+"""Defer signals such as SIGINT during critical sections."""
+
+from __future__ import annotations
+
+# What `signal` wraps: its own functions turn every number into a name, which takes ten times as long.
+import _signal  # type: ignore[import-not-found,unused-ignore]  # the stubs do not have it
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_SIGNALS = tuple(sorted(signal.valid_signals()))
+
+
+class DeferredSignals:
+    """Context manager that defers the handlers of signals; those that are due are called at its end.
+
+    Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, what ends a
+    process in order. For the time of the block another handler stands instead of each one that Python would call.
+    In other threads nothing is to be done.
+
+    An interruption at the end of the block raises after its last line. Code that needs all or nothing undoes it then::
+
+        try:
+            with DeferredSignals():
+                begin()
+        except BaseException:
+            with DeferredSignals():
+                undo()
+            raise
+    """
+
+    __slots__ = ("_before", "_late")
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._late: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _SIGNALS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    _signal.signal(number, self._take)
+        except BaseException:  # of a handler that is not replaced yet
+            self._put_back()
+            raise
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._late.append((number, frame))
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._put_back()
+        except BaseException:  # of a handler that is back already
+            self._put_back()
+            raise
+        finally:
+            self._call_late()
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            _signal.signal(number, handler)
+
+    def _call_late(self) -> None:
+        if self._late:
+            late = self._late.pop(0)
+            try:
+                self._before[late[0]](*late)
+            finally:
+                self._call_late()

@@ -15,6 +15,7 @@ SYSTEM = "files of the system, whose names are in the source"
 OWN = "files that this process has just written in a hidden folder"
 # Files of both packages that open files by themselves, and why they may
 READERS = {
+    "yobx_flatten/errors/dependencies.py": "what pip noted of the installed package",
     "yobx_flatten/files/document.py": "the way to a file",
     "yobx_flatten/files/limited.py": SYSTEM,
     "yobx_flatten/files/scratch.py": "the list in a hidden folder, which is read under its lock",

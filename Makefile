@@ -105,7 +105,7 @@ mutants: $(VENV)/.has-test  ## remove every wait, event and pin of the devices o
 
 executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torchao, which other tests do not expect
 	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch
-	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners \
+	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners tests/flatten/verify \
 		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch_sizes.py tests/flatten/export/test_executorch_in_place.py \
 		tests/flatten/model_folder/test_targets.py tests/flatten/generate/test_by_transformers.py
 

@@ -140,7 +140,7 @@ def test_packages_depend_in_one_direction(module):
     inner = (*inner, ".model_folder.source.configuration", ".model_folder.source.packed_weights")
     inner = (*inner, ".model_folder.source.tokenizer_files")
     # one way to read one weight
-    inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "gguf_file", "streamed")))
+    inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "gguf_file", "open")))
     inner = (
         *inner,
         ".files.document",

@@ -203,7 +203,12 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result whose outputs may differ by what float32 costs, where they are further off than allowed."""
+        """Return a result whose outputs may differ by what float32 costs, where they are further off than allowed.
+
+        Args:
+            found: result of a case.
+            case: the case.
+        """
         if found.error is not None or found.within(self.tolerance):
             return found
         return dataclasses.replace(found, allowed=self.explained_by_float64(case) or found.allowed)

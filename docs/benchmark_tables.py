@@ -34,6 +34,7 @@ def write_benchmarks(folder: Path) -> None:
         ("convergence", _convergence),
         ("layers", _layers),
         ("store", _store),
+        ("integers", _integers),
     ):
         data = json.loads((DATA / f"bench-{name}.json").read_text(encoding="utf-8"))
         text = "\n".join([*section(data, folder), "", _made_with(name, data), ""])
@@ -227,6 +228,25 @@ def _memory(data: Mapping[str, Any], _: Path) -> list[str]:
         rows = [[way, *(f"{found[place]:.3f}" for place in chosen)] for way, found in data["losses"].items()]
         lines += ["", *_table(["mean loss, nats per byte", *heads], rows)]
     return lines
+
+
+def _integers(data: Mapping[str, Any], _: Path) -> list[str]:
+    ways = {
+        "aware": "`train --quantize-aware int4`, `export --quantize keep`",
+        "float": "`train`, `export --quantize int4`",
+        "qlora": "`train --quantize nf4` (QLoRA), merged, `export --quantize int4`",
+    }
+    rows = [
+        [
+            ways[way],
+            *(f"{found[name]:.3f}" for name in ("loss_trained", "loss_file")),
+            *(f"{found[name]} of {found['tokens']}" for name in ("fed", "alone")),
+            f"{found['megabytes']:.1f}",
+        ]
+        for way, found in data["ways"].items()
+    ]
+    heads = [data["model"], "loss, trained model", "loss, file", "equal tokens, same past", "equal tokens, own past", "MB"]
+    return _table(heads, rows)
 
 
 def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:

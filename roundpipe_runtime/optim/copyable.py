@@ -211,7 +211,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, Any]) -> None:
-    """Give a parameter the numbers and the attributes that it had."""
+    """Restore the numbers and the attributes of a parameter."""
     if numbers is not None:
         now = plain_numbers(parameter)
         if (now.data_ptr(), now.shape, now.dtype) != (numbers.data_ptr(), numbers.shape, numbers.dtype):

@@ -1,6 +1,6 @@
 """Find the sizes that vary between calls, name them, and relate them to each other.
 
-A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with what is known::
+A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with sizes that have a name::
 
     call            0   1   2   3            name
     past            0   8   9  10            the cache states it
@@ -44,7 +44,7 @@ class Axes:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """The different sizes under a name in some calls."""
+        """Return the different sizes that a name has in some calls."""
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 

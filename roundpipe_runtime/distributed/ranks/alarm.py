@@ -391,7 +391,7 @@ class News:
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
-        """Let news stop a run."""
+        """Stop the run in the block when another rank fails."""
         call = self._call
         call.run = run
         try:

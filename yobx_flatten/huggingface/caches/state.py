@@ -1,6 +1,6 @@
 """Flatten a cache layer of any other class by its attributes: tensors, token counters, fixed settings.
 
-A *template* states of every attribute what stands there. It is static data: it holds nothing that depends on the batch,
+A *template* describes the value of every attribute. It is static data: it holds nothing that depends on the batch,
 the tokens seen, the dtype or the device, and it survives JSON.
 
 =====================  ==================================================================================

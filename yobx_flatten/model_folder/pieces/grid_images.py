@@ -128,7 +128,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model takes its pictures so."""
+        """Return whether this module computes the features of a model's pictures."""
         inner = getattr(model, "model", None)
         return all(hasattr(inner, name) for name in ("vision_model", "connector", "text_model"))
 
@@ -169,7 +169,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model takes its pictures so."""
+        """Return whether this module computes the features of a model's pictures."""
         return getattr(model.config, "model_type", None) in TILED and hasattr(model, "model")
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:

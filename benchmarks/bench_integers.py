@@ -5,7 +5,7 @@
 Each way trains LoRA adapters on the same conversations (paragraphs of Python's own help) from the same weights, and
 exports the result to int4 with `yobx-flatten export`. The table shows the loss on held-out rows of the trained model in
 PyTorch and of the file in onnxruntime, and two counts of greedy tokens of ten answers: where the file is given the
-trained model's tokens, and where the file goes on from its own. Without `--model`, a small Llama learns three answers.
+trained model's tokens, and where the file continues its own. Without `--model`, a small Llama learns three answers.
 """
 
 from __future__ import annotations

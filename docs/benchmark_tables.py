@@ -245,7 +245,14 @@ def _integers(data: Mapping[str, Any], _: Path) -> list[str]:
         ]
         for way, found in data["ways"].items()
     ]
-    heads = [data["model"], "loss, trained model", "loss, file", "equal tokens, same past", "equal tokens, own past", "MB"]
+    heads = [
+        data["model"],
+        "loss, trained model",
+        "loss, file",
+        "equal tokens, same past",
+        "equal tokens, own past",
+        "MB",
+    ]
     return _table(heads, rows)
 
 

@@ -297,6 +297,12 @@ _T = TypeVar("_T")
 _Axis = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
+# Export with fewer sizes that vary, where torch fails with all of them.
+#
+#     all sizes vary ──fails──> those that the error names are fixed ──> only the batch varies ──> none varies
+#                    ──passes─> done, at no cost
+
+
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
     """Export an example; if torch fails, try again with fewer varying sizes. The report names them, with the reason."""
     # export: takes an example, and whether sizes of it were fixed here

@@ -297,6 +297,12 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
     return names
 
 
+# Name the arguments that `forward` takes in its `**kwargs`, during a trace.
+#
+# `torch.export` takes dynamic shapes by the parameters of `forward` and has none for what ends in `**kwargs`
+# (https://github.com/pytorch/pytorch/issues/150371). Hugging Face models take half of their arguments there.
+
+
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """List the arguments that ``forward`` has no name for and takes all the same."""
     # returns: names that end in `**kwargs`; none where `forward` has no such parameter

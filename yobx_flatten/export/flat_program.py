@@ -246,6 +246,13 @@ _TRANSFORMS = "torch._functorch."
 _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
 
 
+# Decompose only the operators that have no translation, one by one.
+#
+# `ExportedProgram.run_decompositions` traces the whole program again, whatever is to be decomposed, which takes as long
+# as the first trace. In a program that writes to nothing each node stands for itself: a node that has to be decomposed
+# is traced alone, and all others are taken over.
+
+
 def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
     """Return what ``program.run_decompositions(table)`` returns, without assertions and copies that change nothing."""
     # program: the program; it stays as it is, and its weights are shared

@@ -54,6 +54,13 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
     return found
 
 
+# Read what a program asserts about the sizes of its inputs, for runtimes that drop assertions.
+#
+#     add = input_ids.shape[1] + past_key_values.0.key.shape[2]
+#     eq = add == attention_mask.shape[1]                         ONNX has no assertions, and ExecuTorch removes them:
+#     _assert_scalar(eq, "Runtime assertion failed ...")          the signature of a file states them
+
+
 def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, ...]:
     """Return the assertions about sizes: equal variables, stated values and assumptions."""
     leaves = leaf_names(inputs)

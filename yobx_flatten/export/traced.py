@@ -525,6 +525,15 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
         yield from static_constants(child, below)
 
 
+# Write sizes with one possible value as numbers into a program.
+#
+#     torch.cat([key_0, keys])            asserts key_0.shape[1] == 2
+#     scaled_dot_product_attention(...)   had s88 heads of keys, with 2 <= s88 <= 2; now it has 2
+#
+# `torch.export` narrows the range of such a symbol, and keeps the symbol. Translations to ONNX need the number: that of
+# attention divides by heads, that of an LSTM has the hidden size as an attribute.
+
+
 def write_single_values(program: ExportedProgram) -> None:
     """Replace each symbol that has one possible value by that value. The program still checks it."""
     # program: changed in place

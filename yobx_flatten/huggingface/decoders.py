@@ -160,6 +160,12 @@ def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:
     return {"key": layer.keys, "value": layer.values}
 
 
+# Wrap a decoder that has only states, so that it has the inputs of decoders with attention.
+#
+#     the model     input_ids, mask of the new tokens, cache
+#     this module   input_ids, mask of all tokens, cache
+
+
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
     """Return an empty ``DynamicCache`` with the layers that a configuration asks for."""
     from transformers.cache_utils import DynamicCache

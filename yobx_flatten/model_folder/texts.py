@@ -159,6 +159,12 @@ _NEW = 64
 """Tokens of an answer, at most."""
 
 
+# Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
+#
+#     prompts ──> model draws answers ──┐
+#     text that is not measured on ─────┴──> one row after the other, of equal length
+
+
 def unanswered(prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return prompts without their padding."""
     pairs = zip(prompts["input_ids"], prompts["attention_mask"], strict=True)

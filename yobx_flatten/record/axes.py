@@ -1,6 +1,7 @@
 """Find the sizes that vary between calls, name them, and relate them to each other.
 
-A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with sizes that have a name::
+A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with sizes that have a
+name::
 
     call            0   1   2   3            name
     past            0   8   9  10            the cache states it

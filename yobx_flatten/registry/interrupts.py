@@ -19,7 +19,8 @@ class DeferredSignals:
     process in order. For the time of the block another handler stands instead of each one that Python would call.
     In other threads nothing is to be done.
 
-    An interruption at the end of the block raises after its last line. Code that must do all or nothing then undoes its work::
+    An interruption at the end of the block raises after its last line. Code that must do all or nothing then undoes its
+    work::
 
         try:
             with DeferredSignals():

@@ -139,6 +139,20 @@ def _entry_type() -> Any:
 _THEIRS = "registered with JAX by other code"
 
 
+# Register classes with JAX, which never forgets one: its functions look up the current registration.
+#
+# Nothing takes a class back from JAX, or puts another one in its place
+# (https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what was registered.
+#
+# What happens to a class when its recipe goes and comes:
+#
+#     registered      JAX flattens it by the recipe
+#     unregistered    JAX continues with the last recipe: the class stays a node, and compiled functions still work
+#     again, same     the same, and nothing is compiled again
+#     again, other    JAX flattens it by the new recipe; tree definitions made before are unflattened by the old one,
+#                     and do not equal those made now, so that a function compiled before is compiled anew
+
+
 class Jax:
     """The pytree registry of JAX; before JAX is imported, what waits for it."""
 

@@ -112,6 +112,13 @@ def _forget_loaded_specs() -> None:
 _MISSING = object()
 
 
+# Register classes with `torch.fx._pytree`, by which a graph module flattens its inputs.
+#
+# Without a rule here fx falls back to the Python pytree and compares whole specs. Another library's rule
+# (transformers' executorch registration has one for `DynamicCache`) would silently flatten our programs' inputs in
+# another order; so ours is registered together with the rest, and reports where an input differs.
+
+
 class _FoundRules(NamedTuple):
     flatten_spec: Any
     exact_match: Any

@@ -91,6 +91,13 @@ _MARK = "_yobx_room"
 _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1
 
 
+# Leave room for adapters: projections add a product with two matrices that a file takes as optional inputs.
+#
+#     x ──┬── projection ──────────────────────── Add ──> y     without the inputs both matrices have a rank of 0,
+#         └── MatMul lora_A ── MatMul lora_B ──────┘            so that zeros are added
+#             (rows, rank)     (rank, columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """An adapter that a file is checked with."""

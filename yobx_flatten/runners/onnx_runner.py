@@ -322,6 +322,12 @@ class BufferedCache(InPlaceCache):
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
+# Run several new tokens of several rows as several calls, which `GroupQueryAttention` needs.
+#
+#     two rows, past 7, tokens 7 8 9     one_by_one  ──>  past 7, token 7 │ past 8, token 8 │ past 9, token 9
+#                                        row_by_row  ──>  row 0, past 7, tokens 7 8 9 │ row 1, past 7, tokens 7 8 9
+
+
 def is_refused(inputs: Mapping[str, Any]) -> bool:
     """Return whether ``GroupQueryAttention`` refuses a call: several new tokens after a cache need a single row."""
     # inputs: the inputs of the call by name, with tokens or embeddings, and `attention_mask` over them and what is in

@@ -142,6 +142,17 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
     return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf
 
 
+# The protocol of an opened file or program: inputs and outputs by name.
+#
+# A library that runs exported models is one file in this folder with a class of this protocol. Replays
+# (:mod:`yobx_flatten.export.proof.exported_call`), stored cases (:mod:`yobx_flatten.storage.replay`) and the generation
+# loop (:mod:`yobx_flatten.generate.generator`) run whatever has it.
+#
+#     run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}            tensors
+#     step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step                  the library's own
+#     memory
+
+
 class Runner(Protocol):
     """One exported file or program, open."""
 
@@ -181,6 +192,19 @@ class Runner(Protocol):
         # cache: what `cache` or `step` returned; it may not be used any more
         # rows: for each new row the place of an old one, int64; there may be more or fewer than before
         ...
+
+
+# Map element types between torch, NumPy and ONNX.
+#
+# A file must run in onnxruntime and in `onnx.reference`, and what Python gets from a run are NumPy arrays. So
+#
+# - complex numbers, which onnxruntime refuses to load, are stored as pairs of real numbers, in one more axis of size 2;
+# - bfloat16 and the 8-bit floats, which NumPy does not have, are stored as they are, and the graph casts them to
+# float32,
+#   which holds every value of theirs;
+# - `float4_e2m1fn_x2`, two numbers in a byte, is stored as bytes;
+# - the types of two and four bits that ml_dtypes adds to NumPy, one number in a byte, are stored as ONNX has them, four
+#   or two in a byte, and cast like the floats. onnxruntime (1.31) has no kernel that casts `float4_e2m1fn`.
 
 
 class Element(NamedTuple):

@@ -219,6 +219,14 @@ _CLASSES = ("DictSpec", "IntVar", "ObjectSpec", "ParamsSpec", "SeqSpec", "Shapes
 _ATTACHED = "_dynamic_spec"
 
 
+# Read the specifications of `torch.fx.experimental.dynamic_spec`.
+#
+# torch 2.13 has these classes, and `torch.export` takes them since 2.15.
+#
+# This is the one file that reads private attributes of these classes. Where one is gone, see how
+# `torch.fx.experimental._spec_binding` finds what is in a specification.
+
+
 def spec_classes() -> types.ModuleType | None:
     """Return the module of the classes; ``None`` if it is not imported, or if torch is too old."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")

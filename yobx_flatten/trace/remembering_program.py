@@ -203,6 +203,13 @@ def _is_number(node: torch.fx.Node) -> bool:
 _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
+# Load stored programs faster, also before their classes are imported.
+#
+# What torch works out again for each record is worked out once. Each of thousands of records asks for the types of its
+# fields, which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses,
+# and nearly all of them were parsed for a tensor before.
+
+
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
     """Return a reader of stored tree specs that first imports the modules of classes which are not registered.
 

@@ -368,8 +368,8 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
             if other != place:
                 raise CutError(
                     "structure",
-                    f"{calls[place]} reads the entry of a cache that {calls[other]} reads and may write; the model made "
-                    "and filled that cache. Keys and values cannot pass from layer to layer.",
+                    f"{calls[place]} reads the entry of a cache that {calls[other]} reads and may write; the model "
+                    "made and filled that cache. Keys and values cannot pass from layer to layer.",
                 )
 
 

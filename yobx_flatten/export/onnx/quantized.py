@@ -216,6 +216,21 @@ _LEAST = 1e-12  # what a token of zeros is divided by
 _STEPS, _MIDDLE = 127, 128  # of a number, which is stored in 8 bits without a sign
 
 
+# Multiply in 8 bits with one scale for each token, and one for each output of a matrix.
+#
+#     x ── Mul(1 / s) ──┬── Abs ── ReduceMax ── largest ─────────────────────────────┐
+#                       └── Div by it ── QuantizeLinear ── MatMulIntegerToFloat ── Mul ──> y
+#                                                          integers of W * s, scales
+#
+# Blocks with a scale each are summed one by one; a whole row of integers is one sum, and many tokens take half the
+# time. But a few channels are much larger than the others, and decide the scale of their token. So each channel is
+# divided by a number, and its weights are multiplied with it (SmoothQuant, Xiao et al. 2022): large channels become
+# smaller, and their weights larger.
+#
+# Weights have 7 bits. Without instructions for it (VNNI), x86-64 adds two products in 16 bits, which holds
+# 2 * 255 * 64 and not 2 * 255 * 127: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
+
+
 @dataclasses.dataclass
 class _Group:
     """Matrices that multiply the same inputs, which are divided by the same numbers."""

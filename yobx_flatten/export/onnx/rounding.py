@@ -277,6 +277,14 @@ _SMALLEST = 1e-30
 """Mean square from which on the inputs of a token have a size: there are tokens with zeros alone."""
 
 
+# Run a file on a text, and sum the second moments of the inputs of its matrix products.
+#
+#     text ──> file ──> x of some products, as further outputs ──> sum of x[i] * x[j] / mean(x * x) over all tokens
+#
+# Each token counts the same. The inputs of the first one are a hundred times as large in many models, and would decide
+# alone how the weights are rounded.
+
+
 def input_moments(
     file: UnprovenFile,
     sizes: Mapping[str, int],

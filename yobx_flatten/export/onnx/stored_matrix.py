@@ -176,6 +176,31 @@ def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
     return plus.outputs[0]
 
 
+# Multiply with a matrix in 8 bits at the precision of float inputs, or near it.
+#
+#     x ──┬── round to 8 bits in blocks ──┬── high ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
+#         └───────── minus ───────────────┴── low ───┘
+#
+# onnxruntime rounds the inputs of a matrix in 8 bits to 8 bits, in blocks with a scale each. So `high` is what it would
+# round to, and passes as it is; `low` is 254 times smaller than the block, and is rounded at its own size. Both are
+# rows of one product, which reads each weight once, and takes hardly longer than for one row. The nodes before it do.
+#
+#     x ──┬── Clip ──┬────────── small ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
+#         └── minus ─┴── rest of large ──┘
+#
+# With a limit for what is small (`input_splits`), three nodes do: a block whose largest number is ten times as large as
+# the others is rounded at the size of these, and what is left of the large one, alone in its block, is exact.
+#
+#     x ──┬── large channels / step ── Round ──┬── Gather ── Pad ──┐
+#         └────────────── minus ───────────────┴───── small ───────┴── Concat ── MatMulNBits ──> y
+#                                                                      W, and its rows of these channels, times the step
+#
+# Two rows take twice the time for many tokens. Where the same channels are large whatever the token, as after a norm,
+# one block of columns more is enough. It holds these channels in whole steps, and the number 127, whose weights are 0.
+# A step is a 127th of the largest number on a text, so onnxruntime's scale of the block is 1, and whole numbers stay as
+# they are. A token with a larger number has a larger scale, and only its own block is rounded more coarsely.
+
+
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
     """How an input is split."""

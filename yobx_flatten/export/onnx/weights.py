@@ -141,6 +141,15 @@ _CHUNK = 2**12
 """Blocks that are fitted at once, so that what is computed stays in the processor's cache."""
 
 
+# Find the integers and scales that the weights of a matrix were computed from, where there are any.
+#
+#     a block of weights        -0.3  0.1  0.0  0.2 ...     of a GGUF, or of any other checkpoint with integers
+#     largest / 8, / 7, ...      step 0.1: all of them are whole steps  ──>  -3  1  0  2, scale 0.1
+#     range / 15, / 14, ...      or whole steps above the lowest one    ──>  scale and lowest weight
+#
+# No name of a format is read: integers and scales are found if, and only if, they give each weight of the matrix back.
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
     """A matrix as ``(numbers - zeros) * scales``, or as ``numbers * scales + lowest``."""

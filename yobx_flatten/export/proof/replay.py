@@ -309,6 +309,12 @@ _READS = (
 )
 
 
+# Find the outputs that belong to padding, where a model may compute anything.
+#
+# A row that sees no position at all is a softmax over nothing. Each implementation fills it as it likes, and no other
+# position reads the result.
+
+
 class Padding:
     """The padded positions of a loop of calls, without those of a cache that the caller passed."""
 

@@ -297,6 +297,14 @@ PART_OF_FLOAT32 = 1e-5
 """The same for weights in float32."""
 
 
+# Measure the rounding error of a dtype on a case: half precision against float32, or float32 against float64.
+#
+#     weights in float16 ──> outputs                          both sides begin with the same numbers,
+#             └── as float32 ──> outputs in float32            so what is between them is rounding
+#
+# A file rounds elsewhere than the model, and is as far from float32; one that computes something else is further off.
+
+
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the difference that a dtype explains, limited to a share of the output's range.
 

@@ -281,6 +281,14 @@ def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
     return operators.reshape(scaled, operators.constant(numpy.array([rows, -1])), False)
 
 
+# Quantise weights with the tools of a runtime: NNCF for OpenVINO, torchao for ExecuTorch.
+#
+#     OpenVINO      file in float ──> nncf.compress_weights ──> file      int4 in blocks, embeddings and the last
+#                                                                         projection in int8; activations stay in float
+#     ExecuTorch    module ──> torchao.quantize_ ──> trace ──> file       XNNPACK: activations are rounded to 8 bits
+#                                                                         token by token; embeddings stay in float
+
+
 def blocks_of(quantization: Quantization) -> int:
     """Return how many weights share a scale: 0 for all of an output, which is how both tools store 8 bits."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0

@@ -180,6 +180,13 @@ _MOST_ENTRIES = 10_000
 _MOST_AXES = 16
 
 
+# Read the templates that the names of a cache state as untrusted data.
+#
+# A name such as `layer_0=transformers.cache_utils:DynamicIndexedLayer={"keys": ["tensor"], ...}` can come from a stored
+# value, a recorded call or a program of anyone. So it is checked before anything is made of it: entries have the kinds
+# and types of a fixed table, and attributes are no special ones.
+
+
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
     """Return a template that was written as JSON, with every entry checked."""

@@ -325,6 +325,16 @@ def slides_by_class(cls: type) -> bool:
     return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
+# Flatten the number of tokens that sliding layers have seen to a 0-d tensor, and back to an int.
+#
+# The layers count in a Python integer. Among the inputs of a program that is one more kind of input, which ExecuTorch,
+# AOTInductor and the signature of a submodule do not have; a tensor is what all of them take. It stays on the CPU,
+# where reading it waits for nothing.
+#
+#     layer.cumulative_length    12  -- flatten -->  tensor(12)  -- unflatten -->  12
+#     the same in a trace     a symbol  ---------->  an operator's tensor  ----->  the tensor: it has no value yet
+
+
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
     """Return the leaf for a number of tokens."""
     # seen: what the layers hold: an integer; in a trace a symbol, or the leaf that they were unflattened with

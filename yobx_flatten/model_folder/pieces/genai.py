@@ -114,6 +114,14 @@ ALLOWED = "allowed_logits"
 _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 
 
+# Split a Whisper model into the two files that onnxruntime-genai runs.
+#
+#     sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
+#     tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
+#
+# The usual split has the keys of the sound in the outputs of a first decoder, which that library does not have.
+
+
 class SoundEncoderWithKeys(Encoder):
     """Reads a spectrogram; returns the features that a decoder attends to."""
 

@@ -208,6 +208,16 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
     return {"pixel_values": pixels, "image_sizes": size}
 
 
+# Export the language model of a vision-language model whose tokens of one image attend to each other.
+#
+#     Gemma 3                                    PaliGemma
+#     a  [image]  b    token_type_ids 0 1 1 0    [prompt]  c    token_type_ids 0 0 0 1
+#     x                                          x  x  x
+#     x   x  x         tokens of one image       x  x  x        the whole prompt
+#     x   x  x         see each other            x  x  x        what is generated sees
+#     x   x  x  x                                x  x  x  x     what is before it
+
+
 class BlockwiseDecoder(torch.nn.Module):
     """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
 

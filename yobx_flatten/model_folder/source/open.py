@@ -114,6 +114,12 @@ def _check_memory(
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
+# Read the weights of a layer from its safetensors file when the layer is called.
+#
+#     config.json ──> model on meta           names of the model ──> names in the files (transformers renames some)
+#     *.safetensors ── mapped, one weight ──> cast ──> layer, or file to be
+
+
 class NotStreamableError(Exception):
     """Why a model has to be loaded as a whole."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from typing import Any
 
@@ -136,4 +137,5 @@ def _reason(name: str, exporter: str, results: Results) -> str:
             f"{apart['between']:.1e} apart"
         )
     where = f"`{result['file']}`, " if "file" in result else ""
-    return f"- {exporter}, `{name}`: {verdict} ({where}{cleaned(result.get('why', ''))[:240]}{shown})"
+    why = textwrap.shorten(cleaned(result.get("why", "")), 240, placeholder=" ...")
+    return f"- {exporter}, `{name}`: {verdict} ({where}{why}{shown})"

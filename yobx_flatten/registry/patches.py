@@ -194,8 +194,8 @@ class ImportedPatch:
 # A child process has the thread that forked and no other. A lock that another thread held at that moment would never be
 # released in the child, and the state that it guards would stay half done. So a thread that forks takes the lock first,
 # and both processes have a free lock and a whole state. One lock for all, because a fork can only wait for several in
-# one order. The lock is held for a few lines at a time: no import and no code of a user runs under it, since these could
-# wait for a thread that waits for the lock.
+# one order. The lock is held for a few lines at a time: no import and no code of a user runs under it, since these
+# could wait for a thread that waits for the lock.
 LOCK = threading.RLock()
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where processes are made otherwise

@@ -31,7 +31,7 @@ def test_the_readme_of_the_index_has_links_to_the_repository(readme_of_index):
     """Each leads to a file that is there, below the address."""
     text = readme_of_index(README, "https://example.org/flatten")
     assert re.findall(r"\]\((?!https?:)[^)]+\)", text) == []
-    paths = re.findall(r"https://example.org/flatten/(?:blob|raw)/main/([^)\"]+)", text)
+    paths = re.findall(r"https://example.org/flatten/(?:blob|raw)/main/([^)\"#]+)", text)
     assert {"docs/guide/install.md", "docs/_static/overview_export.svg"} <= set(paths)
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 

@@ -215,7 +215,7 @@ TESTS = {
     "an exported program (`.pt2`)": (exported_program, "**no**"),
     "a training checkpoint": (checkpoint, "yes"),
     "a checkpoint folder of a Trainer": (trainer_folder, "**no**"),
-    "a model folder of transformers": (model_folder, "yes, with safetensors"),
+    "a Hugging Face model folder": (model_folder, "yes, with safetensors"),
 }
 
 

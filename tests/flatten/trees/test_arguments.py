@@ -32,7 +32,7 @@ X = torch.ones(2, 3)
     [
         pytest.param((Scale, (X,)), r"module: expected .* found .*Scale\. Make an instance: Scale\(", id="a class"),
         pytest.param((len, (X,)), r"module: expected a torch\.nn\.Module, found the builtin_", id="a function"),
-        pytest.param((Scale(), X), r"args: expected a tuple .* found the Tensor .*\n    export_program\(", id="args"),
+        pytest.param((Scale(), X), r"args: expected a tuple .* found the Tensor .*\n    args=\(x,\)", id="args"),
         pytest.param((Scale(), (), [X]), r"kwargs: expected a dict .* found the list", id="kwargs"),
         pytest.param((Scale(), (X,), {"to": X}), r"Scale\.forward .* 'to'\. Its parameters are x, by\.", id="name"),
         pytest.param((Scale(),), r"Scale\.forward cannot be called .* missing .* 'x'", id="nothing"),

@@ -209,8 +209,8 @@ def model_folder(folder):
 TESTS = {
     "nested inputs, stored cases (`.onnx`)": (nested_inputs, "yes"),
     "recorded calls": (recorded_calls, "yes"),
-    "an exported folder of ONNX files": (onnx_folder, "yes, as far as"),
-    "an ExecuTorch folder": (executorch_folder, "as far as"),
+    "an exported folder of ONNX files": (onnx_folder, "yes, if you trust onnxruntime or OpenVINO"),
+    "an ExecuTorch folder": (executorch_folder, "yes, if you trust ExecuTorch"),
     "an AOTInductor package (`.pt2`)": (aotinductor_package, "**no**"),
     "an exported program (`.pt2`)": (exported_program, "**no**"),
     "a training checkpoint": (checkpoint, "yes"),

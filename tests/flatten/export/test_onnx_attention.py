@@ -221,11 +221,11 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
 def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path, monkeypatch):
     """Where no attempt holds, the error reports the cases of the last one, and no file is left."""
     monkeypatch.setattr(onnx_attempts, "attention_opset", lambda: 23)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))  # torch and onnxruntime round apart
     with pytest.raises(ReplayError) as caught:
-        module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))  # which two runtimes round apart
         export_onnx(module, (torch.linspace(-2, 2, 2048).reshape(32, 64),), path=tmp_path / "a.onnx", tolerance=0.0)
 
-    assert [case.runtime for case in caught.value.report.cases] == ["torch.export", "onnxruntime"]
+    assert [case.runtime for case in caught.value.report.cases] == [*["torch.export"] * 3, "onnxruntime"]
     assert not list(tmp_path.iterdir())
 
 

@@ -132,6 +132,7 @@ def test_packages_depend_in_one_direction(module):
         *inner,
         ".core.compare",
         ".core.effects",
+        ".core.interrupts",
         ".huggingface.cache_names",
         ".lazy_names",
         ".private_names.of_torch",

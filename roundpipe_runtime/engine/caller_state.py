@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.private_names.of_torch import (
     dispatch_modes,
     function_modes,
@@ -79,6 +80,14 @@ class CallerState:
                 push_mode(one)
                 stack.callback(pop_mode)
             yield
+
+
+def gradient_mode_kept() -> Undoing:
+    """Return a context manager that restores whether this thread computes gradients.
+
+    ``torch.no_grad()`` does so too, except after a Ctrl-C while it is entered.
+    """
+    return Undoing(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from ..errors import ConfigError, SplitError
 from ..optim.copyable import LargeTables
 from ..optim.parameters import Update
 from .autograd import call
+from .caller_state import gradient_mode_kept
 from .compiled import NOT_COMPILED, CompiledLayers
 from .config import RoundPipeRunConfig
 from .lifecycle import RunLifecycle
@@ -98,7 +99,7 @@ class Engine(RunLifecycle):
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
         # is_checked: whether the rows of this call were looked at
         self.check_can_run()
-        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
+        with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
             checked, self.row_check = self.row_check, None if is_checked else self.row_check
             try:
                 return self.groups.forward(self, args, kwargs, config)
@@ -132,7 +133,7 @@ class Engine(RunLifecycle):
         # join: function that makes the input of the last layer of the outputs of the one before it
         self.check_can_run()
         config = in_two_passes(config)
-        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
+        with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
@@ -178,7 +179,7 @@ class Engine(RunLifecycle):
         self.check_can_run()
         # A trial must not show: no gradient, no buffer, no draw, and not even the devices of the next run.
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
-        with self.lock, torch.no_grad():
+        with self.lock, gradient_mode_kept(), torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
             cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
@@ -205,7 +206,7 @@ class Engine(RunLifecycle):
     ) -> Any:
         """Run forward, loss and backward."""
         self.check_can_run()
-        with self.lock, self._noting_ends():
+        with self.lock, gradient_mode_kept(), self._noting_ends():
             outputs = None
 
             def work(call: Call) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.core.compare import tolerance
+from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import NormBase, pytree
 
@@ -297,19 +298,21 @@ def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
     kept = [LayerAttributes(layer) for layer in layers]
-    try:
-        for norm in norms:
-            norm.training = False
-        for module, (before, after) in hooks:
-            module._forward_pre_hooks, module._forward_hooks = _of_torch(before), _of_torch(after)
-        yield
-    finally:
+
+    def restore() -> None:
         for norm in norms:
             norm.training = True
         for module, (before, after) in hooks:
             module._forward_pre_hooks, module._forward_hooks = before, after
         for attributes in kept:
             attributes.restore()
+
+    with (undoing := Undoing(restore)), undoing:
+        for norm in norms:
+            norm.training = False
+        for module, (before, after) in hooks:
+            module._forward_pre_hooks, module._forward_hooks = _of_torch(before), _of_torch(after)
+        yield
 
 
 def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:

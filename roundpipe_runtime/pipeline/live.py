@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.interrupts import Undoing
+
 # What every module has: parameters and buffers are read anew in each run, and hooks are shared.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
@@ -61,16 +63,18 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
     """Undo `forward_of` in the block, for a model and all modules in it."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
-    for own, forward in taken:
-        if forward.before is None:
-            del own["forward"]
-        else:
-            own["forward"] = forward.before
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for own, forward in taken:
             own["forward"] = forward
+
+    with (undoing := Undoing(restore)), undoing:
+        for own, forward in taken:
+            if forward.before is None:
+                del own["forward"]
+            else:
+                own["forward"] = forward.before
+        yield
 
 
 class ModelReading:

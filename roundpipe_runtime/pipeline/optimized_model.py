@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..engine.caller_state import gradient_mode_kept
 from ..engine.compiled import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..optim.in_backward import InBackwardStore
@@ -154,7 +155,8 @@ class OptimizedModel(EngineHandle):
             bound = bound_now(step_fn)
             steps.start(lambda: bound(*args, **kwargs))
         else:
-            steps.run(lambda: step_fn(*args, **kwargs))
+            with gradient_mode_kept():
+                steps.run(lambda: step_fn(*args, **kwargs))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

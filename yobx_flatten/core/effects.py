@@ -37,6 +37,7 @@ import torch
 from ..errors.failures import result_or
 from ..private_names.of_torch import set_version
 from .contents import NUMBERS, Layout, Layouts, format_key
+from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
@@ -127,10 +128,8 @@ def undisturbed(
     before, shared = Snapshot.of(**roots), Snapshot.of(**shared_generators())
     before.keep_values(parameters)
     shared.keep_values(())
-    with contextlib.ExitStack() as stack:
-        stack.callback(shared.restore)
-        stack.callback(before.restore)
-        stack.enter_context(_torch_generators_restored(seed))
+    undoing, undoing_shared = Undoing(before.restore), Undoing(shared.restore)
+    with undoing_shared, undoing_shared, undoing, undoing, _torch_generators_restored(seed):
         yield before
 
 

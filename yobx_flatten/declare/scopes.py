@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..core.interrupts import DeferredSignals
 from ..errors import InvalidRegistrationError, RoundTripError, describe_class
 from ..errors.dependencies import require
 from ..errors.failures import say, undone_on_failure, verbosity
@@ -28,7 +29,6 @@ from ..recipe.contract import (
 from ..recipe.fields import functions_of
 from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY, TORCH
-from ..registry.interrupts import DeferredSignals
 from ..registry.patches import LOCK, ImportHook
 from ..trace.hook import EXPORT_HOOK
 from ..trace.onnx_operators import TraceSupport

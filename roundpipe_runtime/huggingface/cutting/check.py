@@ -14,6 +14,7 @@ from torch import nn
 
 from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
+from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...device.protocol import Event
@@ -105,13 +106,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     So are quantized weights, which a library may repack in this mode.
     """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with weights_kept(model):
-            yield
-    finally:
+
+    def restore() -> None:
         for module, training in modes:
             module.training = training
+
+    with (undoing := Undoing(restore)), undoing:
+        model.eval()
+        with weights_kept(model):
+            yield
 
 
 @contextlib.contextmanager
@@ -178,17 +181,18 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
     """Replace the gradients of a model in the block, and digest those that are computed in it."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     found = Gradients(model)
-    with contextlib.ExitStack() as stack:
-        try:
-            for parameter, _ in before:
-                parameter.grad = None
-                stack.enter_context(_collecting(found, parameter, parameter))
-            yield found
-            for parameter, _ in before:
-                _collect(found, parameter, parameter)  # gradients that were assigned without autograd
-        finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient
+
+    def restore() -> None:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+    with contextlib.ExitStack() as stack, (undoing := Undoing(restore)), undoing:
+        for parameter, _ in before:
+            parameter.grad = None
+            stack.enter_context(_collecting(found, parameter, parameter))
+        yield found
+        for parameter, _ in before:
+            _collect(found, parameter, parameter)  # gradients that were assigned without autograd
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from torch.export import ExportedProgram
 
 from tests.ctrl_c import interrupt_at_line, press
 from yobx_flatten import register_flattening_functions
+from yobx_flatten.core.interrupts import DeferredSignals
 from yobx_flatten.registry.claims import REGISTRY
-from yobx_flatten.registry.interrupts import DeferredSignals
 from yobx_flatten.registry.patches import LOCK
 from yobx_flatten.trace.onnx_operators import OPEN
 
@@ -85,7 +85,7 @@ def test_handlers_are_back_whatever_line_was_interrupted(first):
 
     for number in itertools.count(first, 12):
         try:
-            pressed = interrupt_at_line(number, block, files=("registry/interrupts.py",))
+            pressed = interrupt_at_line(number, block, files=("core/interrupts.py",))
         except KeyboardInterrupt:
             pressed = True
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -118,7 +118,7 @@ def enter_and_leave():
 
 
 @pytest.mark.parametrize(
-    "files", [("scopes.py", "registry/interrupts.py"), ("",)], ids=["the block's own lines", "all lines"]
+    "files", [("scopes.py", "core/interrupts.py"), ("",)], ids=["the block's own lines", "all lines"]
 )
 def test_an_interruption_before_any_line_leaves_everything_as_found(files):
     """Before every line of the block's own; of those that it calls, before one in many."""

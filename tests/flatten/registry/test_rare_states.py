@@ -13,8 +13,8 @@ import torch.utils._pytree as pytree
 from tests import fresh_process
 from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from yobx_flatten import Undo
+from yobx_flatten.core import interrupts
 from yobx_flatten.recipe.contract import Recipe
-from yobx_flatten.registry import interrupts
 from yobx_flatten.registry.optional import Waiting
 from yobx_flatten.registry.patches import AttributePatch, ImportedPatch
 from yobx_flatten.registry.torch_cpp import TorchCpp

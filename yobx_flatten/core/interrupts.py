@@ -6,6 +6,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found,unused-ignore]  # the stubs do not have it
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -73,3 +74,28 @@ class DeferredSignals:
                 self._before[late[0]](*late)
             finally:
                 self._call_late()
+
+
+class Undoing:
+    """Context manager that restores a state at its end; signals wait until the state is restored.
+
+    Ctrl-C may arrive before the first line of the end. So it is entered twice, and the outer end calls the function if
+    the inner one did not::
+
+        with (undoing := Undoing(restore)), undoing:
+            change()
+    """
+
+    __slots__ = ("_is_undone", "_undo")
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo, self._is_undone = undo, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        with DeferredSignals():
+            if not self._is_undone:
+                self._undo()
+                self._is_undone = True

@@ -145,7 +145,7 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
         open_model,
         verify_folder,
     )
-    from .recipe.codegen import functions_from_fields
+    from .recipe.attributes import functions_from_fields
     from .record import RecordedCalls, record_calls
     from .storage import (
         MiniOnnxBuilder,
@@ -172,4 +172,4 @@ if TYPE_CHECKING:  # the same names for a type checker, and none that is misspel
     from .trees import *  # noqa: F403
     from .verify import *  # noqa: F403
 else:
-    __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.codegen"))
+    __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.attributes"))

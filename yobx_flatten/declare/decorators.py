@@ -17,7 +17,7 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from ..errors import InvalidRegistrationError
 from ..recipe.aliases import Static
-from ..recipe.codegen import functions_from_fields
+from ..recipe.attributes import functions_from_fields
 from ..recipe.contract import (
     Flatten,
     FlattenFunctions,

@@ -25,7 +25,7 @@ from ..errors import InvalidRegistrationError, NotRegisteredError
 from ..errors.failures import format_bytes
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
-from ..recipe.codegen import builtin_base
+from ..recipe.attributes import builtin_base
 from ..recipe.contract import is_constant_class
 from ..recipe.fields import functions_of
 from ..recipe.mappings import is_mapping

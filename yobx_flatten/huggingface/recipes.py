@@ -11,7 +11,7 @@ from typing import Any
 
 from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.aliases import TransformersCache
-from ..recipe.codegen import builtin_base
+from ..recipe.attributes import builtin_base
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
 from .caches import functions as caches
 from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache

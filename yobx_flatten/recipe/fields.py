@@ -28,7 +28,7 @@ import torch
 from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from .aliases import Static
-from .codegen import checked, functions_from_fields, name_functions, require_content
+from .attributes import checked, functions_from_fields, name_functions, require_content
 from .contract import FlattenFunctions, Recipe, is_derived, lost_attribute, own_copy, require_node, slots_of
 from .mappings import is_mapping, mapping_functions
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import RoundTripError
 from ..private_names.of_torch import MappingKey
-from .codegen import builtin_base
+from .attributes import builtin_base
 from .contract import FlattenFunctions, is_derived
 
 

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import register, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import RoundTripError
-from yobx_flatten.recipe.codegen import functions_from_fields
+from yobx_flatten.recipe.attributes import functions_from_fields
 from yobx_flatten.recipe.fields import functions_of
 
 T = TypeVar("T")
@@ -183,7 +183,6 @@ def test_what_reads_the_same_afterwards_is_flattened(kept):
     make, names = KEPT[kept]
     obj = make()
     flatten, _, unflatten = functions_of(type(obj)) if names is None else functions_from_fields(type(obj), names)
-    assert "undeclared" in flatten.__code__.co_names or kept in ("slots", "a mapping")
     (child,), static = flatten(obj)
     assert child is ONES
     assert flatten(unflatten([child], static))[0][0] is ONES

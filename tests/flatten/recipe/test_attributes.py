@@ -1,10 +1,8 @@
-"""Generated functions read and set every attribute once, by name, and a traceback shows their lines."""
+"""The functions made of names of attributes read and set each attribute once, and nothing else."""
 
 import dataclasses
 import enum
-import inspect
 import math
-import traceback
 from collections import OrderedDict
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, StaticDataError, UnsetFieldError
-from yobx_flatten.recipe.codegen import builtin_base, checked, functions_from_fields, run_source, snake_case
+from yobx_flatten.recipe.attributes import builtin_base, checked, functions_from_fields, snake_case
 
 
 class Cell:
@@ -87,48 +85,6 @@ def test_a_class_name_is_spelt_as_a_function_name(name, spelt):
     assert snake_case(name) == spelt
 
 
-def test_the_source_names_every_attribute_once():
-    """What stands in a traceback is the code one would write by hand."""
-    flatten, flatten_with_keys, unflatten = functions_from_fields(Pair, ["hidden", "state"])
-    check = "    if len(obj.__dict__) != 2:\n        undeclared(obj)\n"
-    assert inspect.getsource(flatten) == f"def flatten_pair(obj):\n{check}    return [obj.hidden, obj.state], NAMES\n"
-    assert inspect.getsource(flatten_with_keys) == (
-        f"def flatten_with_keys_pair(obj):\n{check}    return [(KEY_0, obj.hidden), (KEY_1, obj.state)], NAMES\n"
-    )
-    assert inspect.getsource(unflatten) == (
-        "def unflatten_pair(children, static, output_type=None):\n"
-        "    obj = builtin.__new__(cls)\n"
-        "    obj.hidden, obj.state, = children\n"
-        "    return obj\n"
-    )
-
-
-def test_a_traceback_shows_the_line():
-    """An attribute that is missing is found in the line that reads it."""
-    flatten, _, _ = functions_from_fields(Pair, ["hidden", "state"])
-    cell = Pair(1, 2)
-    del cell.state
-    with pytest.raises(AttributeError, match="'Pair' object has no attribute 'state'") as caught:
-        flatten(cell)
-    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert (frame.name, frame.line) == ("flatten_pair", "return [obj.hidden, obj.state], NAMES")
-
-
-def test_two_classes_of_one_name_keep_their_own_sources():
-    """Local classes share a qualified name; the second source does not hide the first."""
-
-    def local(names):
-        class Local:
-            pass
-
-        return functions_from_fields(Local, names)[0]
-
-    first, second, again = local(["a"]), local(["b"]), local(["a"])
-    assert "obj.a" in inspect.getsource(first)
-    assert "obj.b" in inspect.getsource(second)
-    assert first.__code__.co_filename == again.__code__.co_filename
-
-
 def test_children_and_static_data_are_told_apart():
     """The static part repeats the names of the children, and holds the values of the static attributes."""
     flatten, flatten_with_keys, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"])
@@ -169,7 +125,7 @@ def test_a_subclass_of_a_builtin_is_allocated_by_the_builtin():
 def test_another_number_of_children_is_refused(cls, children):
     """Too few or too many children never make an object with attributes missing."""
     _, _, unflatten = functions_from_fields(cls, ["a", "b"])
-    with pytest.raises(ValueError, match="values to unpack"):
+    with pytest.raises(ValueError, match=r"is (shorter|longer) than"):
         unflatten(children, ["a", "b"])
 
 
@@ -178,7 +134,7 @@ def test_a_class_without_children_takes_none():
     flatten, _, unflatten = functions_from_fields(Sized, [], ["size"])
     assert flatten(Sized()) == ([], [[], [3]])
     assert vars(unflatten([], [[], [7]])) == {"size": 7}
-    with pytest.raises(ValueError, match="too many values to unpack"):
+    with pytest.raises(ValueError, match=r"is (shorter|longer) than"):
         unflatten([1], [[], [7]])
 
 
@@ -253,14 +209,6 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
     for function in (flatten, flatten_with_keys):
         with pytest.raises(StaticDataError, match=found):
             function(Cell(1, 2, value))
-
-
-def test_a_source_is_run_in_the_scope_it_is_given():
-    """What it defines stands beside what it uses."""
-    scope = {"two": 2}
-    run_source("<functions of a test", "def double(x):\n    return two * x\n", scope)
-    assert scope["double"](4) == 8
-    assert inspect.getsource(scope["double"]) == "def double(x):\n    return two * x\n"
 
 
 @pytest.mark.skipif(

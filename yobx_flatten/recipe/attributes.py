@@ -1,0 +1,260 @@
+"""Make the flatten functions of a class from the names of its attributes.
+
+::
+
+    a class                         [obj.hidden, obj.cell], ["hidden", "cell"]
+    with static attributes          [obj.hidden], [["hidden"], [obj.size]]
+    that derives from a dict        [obj.hidden, *obj.values()], [["hidden"], [], [*obj.keys()]]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import keyword
+import re
+import types
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
+from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
+from .aliases import Static
+from .contract import FlattenFunctions, own_copy, require_node, undeclared_check
+from .static_codec import check_static
+
+__all__ = [
+    "builtin_base",
+    "checked",
+    "functions_from_fields",
+    "name_functions",
+    "require_content",
+    "snake_case",
+]
+
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of types: a class statement sets the first one alone
+_FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
+_approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def snake_case(name: str) -> str:
+    """Spell a class name as a function name.
+
+    >>> snake_case("HiddenState"), snake_case("BaseModelOutput"), snake_case("_Private")
+    ('hidden_state', 'base_model_output', '_private')
+    >>> snake_case("Pair[int, str]")
+    'pair_int_str_'
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"\W+", "_", words)  # a class made by `type` can have any name
+
+
+def functions_from_fields(
+    cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
+) -> FlattenFunctions:
+    """Make the flatten, keyed flatten and unflatten functions of a class that is described by its attributes.
+
+    Args:
+        cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
+            ``__init__`` nor ``__post_init__`` nor a ``__setattr__`` of the class.
+        names: the attributes that are children, in order.
+        static_names: the attributes that are static data, in order; none by default.
+        names_in_static: whether the static part repeats the names, as documented for dataclasses; ``True`` by default.
+
+    Returns:
+        ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``, as a named tuple that
+        :func:`~yobx_flatten.register_class_flattening` takes whole. The static part is the list
+        ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
+        ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
+        of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
+        the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the attribute,
+        for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for an instance with
+        an attribute that is not named.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
+
+    >>> class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    >>> flatten, flatten_with_keys, unflatten = functions_from_fields(Pair, ["a"], ["b"])
+    >>> flatten(Pair(1, "one"))
+    ([1], [['a'], ['one']])
+    >>> unflatten([2], [["a"], ["two"]]).b
+    'two'
+    """
+    require_node(cls, "functions_from_fields")
+    require_content(cls, "functions_from_fields")
+    names, static_names = list(names), list(static_names)
+    _check_names(cls, names + static_names)
+    content = _Content(cls, names, static_names, names_in_static)
+    return name_functions(cls, FlattenFunctions(*_flattening(content), _unflattening(content)))
+
+
+class _Content:
+    """Where the instances of a class hold children and static data."""
+
+    def __init__(self, cls: type, names: list[str], static_names: list[str], names_in_static: bool) -> None:
+        self.cls, self.names, self.static_names, self.names_in_static = cls, names, static_names, names_in_static
+        self.builtin: Any = builtin_base(cls)
+        self.has_keys, self.has_items = issubclass(self.builtin, dict), self.builtin in _CONTAINERS
+        everything = [inspect.getattr_static(cls, name, None) for name in (*names, *static_names)]
+        self.has_slots = any(type(found) is types.MemberDescriptorType for found in everything)  # which can be unset
+
+
+def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions ``flatten`` and ``flatten_with_keys``."""
+    cls, names, builtin, has_keys = content.cls, content.names, content.builtin, content.has_keys
+    has_items, names_in_static, has_slots = content.has_items, content.names_in_static, content.has_slots
+    # where the method is the built-in one, it is called by its name: dynamo follows no other
+    iterates = has_items and getattr(cls, "__iter__", None) is builtin.__iter__
+    keys = [GetAttrKey(name) for name in names]
+    places = [(name, f"{cls.__qualname__}.{name}") for name in content.static_names]
+    check_undeclared = undeclared_check(cls, [*names, *content.static_names])
+
+    def parts_of(obj: Any) -> tuple[list[Any], Static]:
+        children = [getattr(obj, name) for name in names]
+        values: list[Any] = [checked(getattr(obj, name), place) for name, place in places]
+        more = [checked([*builtin.keys(obj)], f"{cls.__qualname__}.keys()")] if has_keys else []
+        if has_keys:
+            children += builtin.values(obj)
+        elif has_items:
+            children += obj if iterates else builtin.__iter__(obj)
+        if names_in_static:
+            return children, [names, values, *more] if values or more else names
+        return children, (*values, *map(tuple, more)) or None
+
+    def flatten(obj: Any) -> tuple[list[Any], Static]:
+        if check_undeclared is not None:
+            check_undeclared(obj)
+        if not has_slots:
+            return parts_of(obj)
+        try:
+            return parts_of(obj)
+        except AttributeError as error:
+            raise _unset(cls, error) from error
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Static]:
+        children, static = flatten(obj)
+        items: list[Any] = [MappingKey(key) for key in builtin.keys(obj)] if has_keys else []
+        if has_items and not has_keys:
+            items = [SequenceKey(place) for place in range(len(children) - len(names))]
+        return list(zip([*keys, *items], children, strict=True)), static
+
+    return flatten, flatten_with_keys
+
+
+def _unflattening(content: _Content) -> Callable[..., Any]:
+    """Return the function ``unflatten``."""
+    cls, names, static_names, builtin = content.cls, content.names, content.static_names, content.builtin
+    has_keys, has_items, names_in_static = content.has_keys, content.has_items, content.names_in_static
+    extends = getattr(cls, "extend", None) is list.extend
+
+    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+        children = list(children)
+        values, items = (children[: len(names)], children[len(names) :]) if has_items else (children, [])
+        # `builtin.__new__` and `object.__setattr__`: dynamo follows no other names of these functions
+        obj: Any = builtin.__new__(cls, items) if issubclass(builtin, tuple) else builtin.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(obj, name, value)
+        if has_keys:
+            for key, item in zip(static[-1], items, strict=True):
+                builtin.__setitem__(obj, key, item)
+        elif extends:
+            obj.extend(items)
+        elif issubclass(builtin, list):
+            builtin.extend(obj, items)
+        if static_names:
+            held = static[1] if names_in_static else static[: len(static_names)]
+            for name, value in zip(static_names, held, strict=True):
+                object.__setattr__(obj, name, own_copy(value))
+        return obj
+
+    return unflatten
+
+
+def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
+    """Name the three functions after the class, as documented, and return them."""
+    for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
+        function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
+        function.__doc__ = f"{prefix} for {cls.__qualname__}"
+        function.__module__ = cls.__module__
+    return functions
+
+
+def checked(value: Static, where: str) -> Static:
+    """Return the value of a static attribute, or raise if it cannot be static; approvals are remembered.
+
+    A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
+    and a caller that appends to its own list does not change a program.
+    """
+    if type(value) in _FIT:
+        return value
+    if not (_is_fit(value) or _approved.get(id(value)) is value):
+        check_static(value, where=where)
+        with contextlib.suppress(TypeError):  # what takes no weak reference is looked through each time
+            _approved[id(value)] = value
+    return own_copy(value)
+
+
+def _is_fit(value: Any) -> bool:
+    """Return whether static data is of a common simple type; ``False`` needs a full check."""
+    kind = type(value)
+    if kind in _FIT or (kind is float and value == value):  # not so for NaN
+        return True
+    if kind is tuple or kind is list:
+        return all(map(_is_fit, value))
+    return kind is dict and all(map(_is_fit, value)) and all(map(_is_fit, value.values()))
+
+
+def builtin_base(cls: type) -> type:
+    """Find the base whose ``__new__`` allocates an instance and runs no code of the class.
+
+    >>> builtin_base(type("State", (dict,), {}))
+    <class 'dict'>
+    """
+    return next(base for base in cls.__mro__ if base.__flags__ & (_HEAP_TYPE | _IMMUTABLE) != _HEAP_TYPE)
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+
+
+def require_content(cls: type, caller: str) -> None:
+    """Refuse a class whose built-in base has content outside attributes and items: text, a number, a set."""
+    base = builtin_base(cls)
+    if base not in (object, types.SimpleNamespace, *_CONTAINERS):
+        raise InvalidRegistrationError(
+            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, whose content is not in its "
+            "attributes: it would be lost. Write the three functions yourself:\n"
+            f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+        )
+
+
+def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
+    name = error.name if error.obj is not None and type(error.obj) is cls else None
+    if name is None:  # raised by the code of a property
+        return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
+    return UnsetFieldError(
+        f"{cls.__qualname__}.{name} was never set, and is a child, or static data, of every instance. Set it, to None "
+        f"where there is nothing:\n    self.{name} = None"
+    )
+
+
+def _check_names(cls: type, names: list[str]) -> None:
+    unfit = [name for name in names if not str(name).isidentifier() or keyword.iskeyword(name)]
+    if unfit:
+        raise InvalidRegistrationError(
+            f"functions_from_fields({cls.__qualname__}): {unfit[0]!r} is not the name of an attribute. Write the three "
+            f"functions yourself:\n    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, "
+            "f_flatten_with_keys)"
+        )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InvalidRegistrationError(
+            f"functions_from_fields({cls.__qualname__}): {twice[0]!r} of {describe_class(cls)} is given twice. An "
+            "attribute is either a child or static data, once."
+        )

@@ -1,1 +1,1 @@
-"""The execution engine: a run from its inputs to the commit of its gradients."""
+"""The execution engine: execute a run, from its inputs to the commit of its gradients."""

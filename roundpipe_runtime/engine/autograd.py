@@ -31,7 +31,7 @@ class Executor(Protocol):
         """The lock that a run holds: one run at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end."""
+        """Run all stages and wait until they have ended."""
 
     def commit_forward(self, run: Run) -> None:
         """Commit the results of the forward of a run to the model."""
@@ -44,9 +44,9 @@ class Executor(Protocol):
 
 
 def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
-    """Run forward now and, when the caller goes backward through the outputs, backward."""
+    """Run the forward now, and the backward when the caller calls ``backward`` on the outputs."""
     inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
-    # A node has a backward only if an input requires a gradient, and layers may have parameters in another dtype only.
+    # A node has a backward only if an input requires a gradient, but maybe only parameters in another dtype do.
     anchor = torch.empty(0, requires_grad=True)
     learned = _learned(run)
     results = iter(_apply(engine, run, host_values, learned, anchor, *inputs, *learned))
@@ -58,7 +58,7 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
 
 
 def check_not_transformed() -> None:
-    """Check that no transform of ``torch.func`` is under way, which would need other rules for the node."""
+    """Check that no ``torch.func`` transform is active, because the node does not implement them."""
     if transforms_are_active():
         raise StageError(
             "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and in "
@@ -68,7 +68,7 @@ def check_not_transformed() -> None:
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a node's outputs, of which those that need no gradient are marked."""
+    """Return the output tensors of a node, and mark those without a gradient."""
     ctx.set_materialize_grads(False)
     pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
     ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))
@@ -132,7 +132,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def _learned(run: Run) -> list[torch.Tensor]:
-    """The parameters that hold their own gradient, each once."""
+    """The parameters that hold their own gradient, without duplicates."""
     held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
     store = run.store
     own = {id(p): p for p in held if p.requires_grad and store.gradient_dtype(p) == store.dtype_between(p) == p.dtype}
@@ -140,7 +140,7 @@ def _learned(run: Run) -> list[torch.Tensor]:
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Take the gradients of these parameters out of a run, those of layers that share one summed, last layer first."""
+    """Take the gradients of these parameters out of a run, last layer first, summed for shared parameters."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:

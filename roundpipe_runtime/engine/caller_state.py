@@ -1,7 +1,7 @@
 """Copy settings of the caller's thread to the threads that run layers: autocast, torch modes, thread locals.
 
-A context variable reaches the threads of devices by itself. ``torch.autocast``, a ``TorchFunctionMode``, a
-``TorchDispatchMode`` and a ``threading.local`` do not: plain layers would see them, so layers in a pipeline do.
+Python copies context variables to the device threads. It does not copy ``torch.autocast``, a ``TorchFunctionMode``, a
+``TorchDispatchMode`` or a ``threading.local``, which layers would see without a pipeline; so this module does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from yobx_flatten.private_names.of_torch import (
     push_mode,
 )
 
-# Calls from function to function that are followed in search of a thread local.
+# How many nested function calls are searched for thread locals.
 _DEPTH = 4
 
-# Packages that keep thread locals to themselves.
+# Packages whose thread locals are internal to them.
 _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
 
 
@@ -48,7 +48,7 @@ class CallerState:
 
     @classmethod
     def captured(cls, device_types: Sequence[str], code: Iterable[object]) -> CallerState:
-        """Return the state of this thread, for layers and a loss function that run elsewhere."""
+        """Return the settings of this thread, for layers and a loss function that run in other threads."""
         autocast = [
             {
                 "device_type": kind,
@@ -67,13 +67,13 @@ class CallerState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the caller's state in this thread during the block."""
+        """Apply the caller's settings to this thread during the block."""
         with contextlib.ExitStack() as stack:
             for local, found in self.values:
                 stack.enter_context(_set(local, found))
             for mode in self.autocast:
                 stack.enter_context(torch.autocast(**mode))
-            for one in self.functions:  # not by `with`: a mode that counts would begin anew
+            for one in self.functions:  # not by `with`: entering a mode may reset it
                 push_function_mode(one)
                 stack.callback(pop_function_mode)
             for one in self.dispatch:
@@ -106,7 +106,7 @@ _OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[threading.local, ...]] = weak
 
 
 def _locals_of(code: object) -> list[threading.local]:
-    """Return the thread locals that the code of a layer or a loss function names."""
+    """Return the thread locals that the code of a layer or a loss function uses."""
     found: list[threading.local] = []
     for part in code.modules() if isinstance(code, nn.Module) else [code]:
         kind = type(part)
@@ -133,7 +133,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _named(functions: Sequence[object]) -> list[threading.local]:
-    """The thread locals among the names of functions, and of the functions that they name."""
+    """The thread locals that functions use, directly or through functions that they call."""
     found: dict[threading.local, None] = {}
     seen: set[types.CodeType] = set()
     waiting = [(function, 0) for function in functions]
@@ -156,14 +156,14 @@ def _named(functions: Sequence[object]) -> list[threading.local]:
 
 
 def values_of(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function reads by name: its closure, its defaults, globals, and attributes of modules."""
+    """Yield the values that a function uses: its closure, its defaults, globals, and attributes of modules."""
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that has no value yet
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
             yield cell.cell_contents
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     codes = [function.__code__]
-    for code in codes:  # grows by functions that are made within
+    for code in codes:  # inner functions are appended in the loop
         codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
         for name in code.co_names:
             value = function.__globals__.get(name)

@@ -1,7 +1,7 @@
 """Check layers at calls 1, 2, 4, 8, ...: recomputation gives the same outputs, and no gradient is lost.
 
-The first, second, fourth, eighth... run that trains makes them. So a layer whose code begins to behave otherwise later
-is also found, and over a training they cost next to nothing.
+Training runs 1, 2, 4, 8... are checked. So a layer whose behaviour changes later is also found, at almost no cost over
+a whole training.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..optim.parameters import LayerContents
 from .caller_state import values_of
 from .layer_graph import other_leaves
 
-# Sums of the numbers of a tensor with random signs, and the norm of the tensor.
+# Weighted sums of a tensor's elements with random signs, and the norm of the tensor.
 Digest: TypeAlias = list[torch.Tensor]
 
 _SUMS = 4
-# Factors of the sums: masks are filled with the least number of their dtype, of which two are already too much for it.
+# Factors of the sums: masks are filled with the minimum of their dtype, and the sum of two of those overflows.
 _FACTORS = {torch.float16: 2.0**-10}
 _USUAL_FACTOR = 2.0**-40
 
 
 def is_due(count: int) -> bool:
-    """Report whether the run after this many of its kind makes the checks.
+    """Report whether the next run is checked, given the number of runs of this kind so far.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -49,7 +49,7 @@ def is_due(count: int) -> bool:
 def digest(tensors: Sequence[torch.Tensor]) -> Digest:
     """Return a digest of the outputs that gradients flow through, to compare a recomputation.
 
-    It is where the outputs are: who reads it there waits for the device.
+    The digest stays on the device of the outputs: reading it on the host synchronizes.
     """
     found = []
     with torch.no_grad():
@@ -65,7 +65,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
 
 
 def is_digested(tensor: torch.Tensor) -> bool:
-    """Report whether :func:`digest` looks at an output: at numbers that gradients flow through."""
+    """Report whether :func:`digest` includes an output: a floating-point tensor that gradients flow through."""
     has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
     return tensor.requires_grad and has_numbers
 
@@ -82,7 +82,7 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
     """Check that a layer's recomputation gave the same values as its forward."""
     for one, other, dtype in zip(before, now, dtypes, strict=False):
         norm = float(one[-1])
-        # a layer on an accelerator may add in another order
+        # an accelerator may add in a different order
         if norm < float("inf") and not (one - other).abs().max() <= tolerance("rows", dtype) * norm:
             break
     else:
@@ -96,11 +96,11 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
     )
 
 
-# Attribute of the copy of a parameter on a device: the parameter.
+# Attribute of the device copy of a parameter: the original parameter.
 HOST_PARAMETER = "_roundpipe_parameter"
 
 
-# -- what gradients end in -------------------------------------------------------------------------------------------
+# -- leaves of the gradients -----------------------------------------------------------------------------------------
 
 
 def check_leaves(
@@ -110,15 +110,15 @@ def check_leaves(
     own: Sequence[torch.Tensor],
     layers: Sequence[LayerContents],
 ) -> None:
-    """Check that the gradients of a layer end in its inputs and in its parameters."""
-    # entries: its inputs, `None` where no gradient flows
+    """Check that the gradients of a layer flow only to its inputs and its own parameters."""
+    # entries: its inputs, `None` for an input without a gradient
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
-        # of one without another reference the gradient will not be seen: the layer has made it for itself
+        # a leaf that nothing else references was created inside the layer, so nobody can see its gradient
         if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
             continue
         held = ((slot, other) for other in layers for slot in other.slots)
-        parameter = getattr(leaf, HOST_PARAMETER, leaf)  # the other layer may run meanwhile, with copies in its places
+        parameter = getattr(leaf, HOST_PARAMETER, leaf)  # the other layer may be running, with device copies
         owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is parameter), None)
         if owner is not None:
             raise StageError(
@@ -141,18 +141,18 @@ def check_leaves(
 
 
 def _references() -> int:
-    with torch.inference_mode(False), torch.enable_grad():  # this module may be imported in a block without gradients
+    with torch.inference_mode(False), torch.enable_grad():  # this module may be imported under `torch.no_grad()`
         tensor = torch.ones((), requires_grad=True) * 1
         return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
 
 
-# References to a leaf of a graph in a loop over what `other_leaves` returned, if there is no other.
+# Reference count of a graph leaf, in a loop over the result of `other_leaves`, if nothing else refers to it.
 _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Refuse gradients that come to these leaves from now on: an escaped tensor may keep the graph."""
-    # leaves: inputs or parameters of a call that has ended, to which nothing else refers unless a tensor has escaped
+    """Raise an error when a gradient reaches these leaves later: an escaped tensor may keep the graph."""
+    # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:
             leaf.register_hook(partial(_refuse, title))
@@ -169,18 +169,18 @@ def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
 
 
 def is_compared(source: torch.Tensor) -> bool:
-    """Report whether the values of a parameter can be compared; wrappers of other tensors are skipped."""
+    """Report whether the values of a parameter can be compared; tensor subclasses that wrap tensors are skipped."""
     return not source.is_inference() and source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
 
 
-# Changes that are followed at once; after them, the 16th, the 32nd, ...: some attributes change in every call.
+# This many changes are followed at once; after them only the 16th, 32nd, ...: some attributes change in every call.
 _CHANGES = 8
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Counts calls by kind, and compares the user's objects at the start of a call with the end of the last call."""
+    """Counts calls by kind, and detects changes of the user's objects between two calls."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()
@@ -190,7 +190,7 @@ class Repeats:
 
     def is_due(self, kind: Hashable, code: object = None) -> bool:
         """Count a call of some code, as in :func:`state_of`; report whether the check must be repeated."""
-        # what calls change themselves, such as a counter, is in the state of their end
+        # changes that a call makes itself, such as a counter, are part of the state at its end
         state = state_of(code)
         is_changed = self._states.get(kind, state) != state
         self._open[kind] = code
@@ -200,17 +200,17 @@ class Repeats:
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
     def end(self) -> None:
-        """Record the state of the code at the end of a call."""
+        """Record the state of the code after a call."""
         self._states |= {kind: state_of(code) for kind, code in self._open.items()}
         self._open.clear()
 
 
 def state_of(code: object) -> Hashable:
-    """Return marks of the numbers, texts and tensors that layers or a loss function read, to see changes."""
-    # of a function: its closure, defaults, globals, and attributes of modules of the user's
+    """Return fingerprints of the numbers, strings and tensors that layers or a loss read, to detect changes."""
+    # of a function: its closure, defaults, globals, and attributes of the user's modules
     found: list[Hashable] = []
     values, is_read = [*code] if isinstance(code, list) else [code], False
-    for value in values:  # grows
+    for value in values:  # grows in the loop
         if isinstance(value, functools.partial):
             values += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
@@ -226,7 +226,7 @@ def state_of(code: object) -> Hashable:
 
 
 def _held(value: object) -> Iterator[Hashable]:
-    """The attributes of an object that are numbers, texts or tensors."""
+    """The attributes of an object that are numbers, strings or tensors."""
     attributes = getattr(value, "__dict__", None)
     if type(attributes) is dict and not isinstance(value, torch.Tensor):
         for name, one in attributes.items():

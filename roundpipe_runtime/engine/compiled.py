@@ -1,8 +1,8 @@
 """Compile layers with ``torch.compile``: once per kind, because layers of one class share compiled code.
 
-A layer is compiled while the engine calls it in a run with gradients, and is as it was for everyone else: a model is
-cut and checked with the layers themselves, and so are trials of single rows. All stages run in one thread. torch states
-for the whole process that it compiles, and models read that: a batch would get another mask in other threads.
+A layer is compiled only while the engine calls it in a run with gradients. Splitting and checking a model and trials of
+single rows call the uncompiled layers. All stages run in one thread: torch's flag that a compilation is active is
+global, and models read it, so a batch in another thread would get a different mask.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import nn
 
 from ..errors import ConfigError
 
-# Attribute of layers that call another module, which is compiled in their place; `None` where nothing is compiled.
+# Attribute of layers that only call another module, which is compiled instead; `None` if nothing is compiled.
 TO_COMPILE = "_rp_to_compile"
 
-# Where `torch.nn.Module.compile` puts what is called instead of the module's own code.
+# Where `torch.nn.Module.compile` stores the compiled call.
 _CALLED = "_compiled_call_impl"
 
-# They record the addresses of parameters, which are other ones at each visit.
+# These modes record the addresses of parameters, which change with each visit.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledLayers:
     """The layers of a pipeline, compiled."""
 
-    # options: keyword arguments of `torch.compile`; `None`: nothing is compiled
+    # options: keyword arguments of `torch.compile`; `None` disables it
 
     def __init__(self, layers: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:
         self.is_empty = options is None
         targets = [] if options is None else [getattr(layer, TO_COMPILE, layer) for layer in layers]
-        # Sizes are symbols from the first call on: by default torch compiles again at the second size, and a layer
-        # would be recomputed by other code than it ran with.
+        # Use symbolic sizes from the first call: by default torch compiles again at the second size, and a layer
+        # would be recomputed by other code than its forward.
         how = {"dynamic": True, **(options or {})}
         self._called: dict[int, tuple[nn.Module, Callable[..., Any]]] = {
             index: (target, torch.compile(target._call_impl, **how))
@@ -46,7 +46,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def standing(self, index: int) -> Iterator[None]:
-        """A block in which calls of a layer run its compiled code; held with the layer's lock."""
+        """A block in which calls of a layer run its compiled code; the caller holds the layer's lock."""
         target, called = self._called.get(index, (None, None))
         if target is None:
             yield
@@ -66,7 +66,7 @@ NOT_COMPILED = CompiledLayers(())
 
 
 def check_compile_options(given: object) -> Mapping[str, Any] | None:
-    """Return the keyword arguments of ``torch.compile``; ``None`` where nothing is to be compiled.
+    """Return the keyword arguments of ``torch.compile``; ``None`` if compilation is disabled.
 
     >>> check_compile_options(True), check_compile_options({"backend": "aot_eager"}), check_compile_options(False)
     ({}, {'backend': 'aot_eager'}, None)
@@ -93,7 +93,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
     return dict(given)
 
 
-# The training state of a pipeline that its state dict does not hold.
+# Training state of a pipeline that is not in its state dict.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class PipelineProgress:
     """The progress of a pipeline, in addition to its parameters and buffers.
 
     Attributes:
-        runs: Number of completed runs, from which the seeds of random layers follow.
-        masters: Master weights: copies of parameters in the dtype of the optimizer, by the name of the parameter.
+        runs: Number of completed runs, from which the seeds of random layers are derived.
+        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name.
             Default: none.
-        gradients: Gradients of an optimizer step that is still to come, by the name of the parameter. Default: none.
-        replicas: Number of groups that batches were cut into. Default: not known.
+        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name. Default: none.
+        replicas: Number of groups that batches were split into. Default: not known.
     """
 
     runs: int

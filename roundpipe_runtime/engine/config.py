@@ -14,12 +14,12 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run. ``None`` leaves a field to the configuration of the model, then to its default.
+    """Configuration of a pipeline run. ``None`` means: use the configuration of the model, then the default.
 
     Attributes:
         requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.
         output_device: device of the outputs. Default: the CPU.
-        preserve_rng_state: whether the recomputed forward draws the same random numbers (dropout). Default: ``True``.
+        preserve_rng_state: whether the recomputation draws the same random numbers (dropout). Default: ``True``.
         recompute_grain: unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``. Layer by layer needs
             less memory on the device. Default: ``"stage"``.
         num_microbatch: number of microbatches per batch. Default: number of devices + 1.
@@ -27,25 +27,25 @@ class RoundPipeRunConfig:
         split_label: rule for splitting labels. Default: along the batch.
         merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
             leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
-        execute_plan: layers of each stage. Default: computed, and adapted to measured times.
-        loss_reduction: how the losses of microbatches become that of the batch. ``"auto"``: such that loss and
-            gradients are those without a pipeline; shown on a few rows, and computed of the joined outputs where no
-            weights fit. ``"mean"``: each is a mean over its rows, and the total is the mean over all rows. ``"sum"``:
-            added, as RoundPipe does, for a script that divides by the number of microbatches. ``"joined"``: computed
-            once, of the joined outputs of all microbatches. Default: ``"auto"``.
+        execute_plan: layers of each stage. Default: planned automatically from measured times.
+        loss_reduction: how the losses of microbatches are combined to the loss of the batch. ``"auto"``: loss and
+            gradients equal those without a pipeline. This is checked on a few rows; if no weights match, the loss is
+            computed from the joined outputs. ``"mean"``: each is a mean over its rows, and the total is the mean over
+            all rows. ``"sum"``: added, as RoundPipe does, for a script that divides by the number of microbatches.
+            ``"joined"``: computed once, from the joined outputs of all microbatches. Default: ``"auto"``.
         last_stage_copies: number of devices that compute the last layer, its loss and their backward in
-            ``forward_backward``, each for every n-th microbatch, where ``execute_plan`` is computed. ``"auto"``: as
+            ``forward_backward``, each for every n-th microbatch, if ``execute_plan`` is automatic. ``"auto"``: as
             many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
-        keep_parameters: GB of each device for parameters that stay there after a stage, frozen ones first, so that they
-            are uploaded again only when they were written. ``"auto"``: all where everything fits, else what the stages
-            leave. Writes by ``parameter.data`` are found by a sample only, so such a write needs
-            :meth:`RoundPipe.drop_kept_parameters`. Default: 0, none stay.
-        upload_experts: which experts of a mixture are copied to a device. ``"routed"``: those that a token of the run
-            was routed to, when the router has run, where a run of this size does not need most of them anyway.
-            ``"all"``: all, ahead. Results are bitwise identical. Default: ``"routed"``.
+        keep_parameters: GB of each device for parameters that stay there after a stage, frozen ones first, so that
+            only changed ones are uploaded again. ``"auto"``: all if everything fits, else as many as the stages leave
+            room for. Writes through ``parameter.data`` are only detected by sampling, so call
+            :meth:`RoundPipe.drop_kept_parameters` after one. Default: 0, none stay.
+        upload_experts: which experts of a mixture are copied to a device. ``"routed"``: after the router has run,
+            only the experts that tokens were routed to, unless runs of this size need most of them anyway. ``"all"``:
+            all, before the layer runs. Results are bitwise identical. Default: ``"routed"``.
 
     Raises:
-        ConfigError: when a field has a value that it cannot have.
+        ConfigError: a field has an invalid value.
 
     >>> RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean").num_microbatch
     4
@@ -76,7 +76,7 @@ class RoundPipeRunConfig:
                 raise ConfigError(f"RoundPipeRunConfig: {name} must be {expected}, found {value!r}.")
 
     def over(self, defaults: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return this configuration, with missing fields filled from another one.
+        """Return this configuration, with ``None`` fields filled from another one.
 
         >>> model = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
         >>> merged = RoundPipeRunConfig(num_microbatch=4).over(model)
@@ -92,9 +92,9 @@ class RoundPipeRunConfig:
         return RoundPipeRunConfig(**chosen)
 
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
-        """Return this configuration with its gaps filled by the defaults.
+        """Return this configuration, with ``None`` fields filled by the defaults.
 
-        ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which means "computed".
+        ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which means "automatic".
 
         Args:
             num_devices: number of devices that the pipeline runs on.

@@ -1,9 +1,9 @@
-"""Record the random draws of a run's layers, of torch, NumPy, Python, and of generators that layers hold.
+"""Record the random draws of a run's layers, from torch, NumPy, Python, and generators that layers hold.
 
-The seeds come from the state of torch's generator when the run begins, so a state that the caller puts back brings the
-same masks back. The caller's generators move when the run is committed, and only those that a layer has drawn from::
+The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
+masks. The caller's generators advance when the run is committed, and only those that a layer has drawn from::
 
-    one microbatch      each call continues where the one before it ended, as in the layers without a pipeline
+    one microbatch      each call continues where the previous one ended, as in the layers without a pipeline
     several             each call starts at its own state, since layers draw at the same time, on several devices
 """
 
@@ -31,19 +31,18 @@ if TYPE_CHECKING:
     import numpy
 
 
-# Runs under way, each with what its seeds are made of: of two that begin in the same state, as in two threads, each
-# draws for itself.
+# Active runs, each with the origin of its seeds: two runs that begin in the same state, as in two threads, draw
+# independently.
 _UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()
 _LOCK = threading.Lock()
 
 
 # Record the random draws of a run's layers: their seeds, and generator states before and after.
 #
-# The seeds come from the state of torch's generator when the run begins, so a state that the caller puts back brings
-# the same masks back. The caller's generators move when the run is committed, and only those that a layer has drawn
-# from:
+# The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
+# masks. The caller's generators advance when the run is committed, and only those that a layer has drawn from:
 #
-#     one microbatch      each call continues where the one before it ended, as in the layers without a pipeline
+#     one microbatch      each call continues where the previous one ended, as in the layers without a pipeline
 #     several             each call starts at its own state, since layers draw at the same time, on several devices
 
 
@@ -58,19 +57,19 @@ def run_base() -> int:
 class Draws:
     """Random draws of the calls of a run."""
 
-    base: int  # number made of the state of torch's generator
+    base: int  # digest of the state of torch's generator
     tag: str  # name of the pipeline
-    in_order: bool  # whether one call follows the other, so that each continues where the last one ended
-    # whether generators other than torch's follow their own states, and all move. In several processes they follow the
-    # seeds, which all ranks have alike.
+    in_order: bool  # whether calls run one after the other, so that each continues where the previous one ended
+    # whether generators other than torch's follow their own states, and all advance. In several processes they follow
+    # the seeds, which are equal on all ranks.
     moves: bool = True
     has_drawn: bool = False  # whether a call has drawn from torch's generators
-    place: int = 0  # number of the run among those that began in this state, and have not ended
-    # By generator, layer and microbatch: the states in which calls in order began; of others, that they drew.
+    place: int = 0  # index of the run among active runs that began in this state
+    # By generator, layer and microbatch: the states in which sequential calls began; for others, that they drew.
     _before: dict[tuple[int, int, int], object] = dataclasses.field(default_factory=dict)
-    # A number of each generator from before the run, and the state after that.
+    # A number drawn from each generator before the run, and the state after that.
     _first: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    # The states after the run, of generators that were used.
+    # The states of the used generators after the run.
     _after: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class Draws:
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
-        """Move the generators of the caller, as far as layers have drawn from them."""
+        """Advance the generators of the caller that layers have drawn from."""
         if self.moves and (self.has_drawn or self._after):
             with moving():
                 if self.has_drawn:
@@ -96,28 +95,28 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Release this state for another run, after a commit or a failure."""
+        """Release this run's start state for another run, after a commit or a failure."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
 
 @dataclasses.dataclass(slots=True)
 class CallDraws:
-    """Draws of one call from generators other than torch's; its caller has the lock of all generators."""
+    """Draws of one call from generators other than torch's; the caller holds the lock of all generators."""
 
-    draws: Draws  # what the calls of the run draw
+    draws: Draws  # the draws of the run
     layer: int  # index of the layer; the number of layers for the loss function
     microbatch: int  # index of the microbatch
     is_recomputed: bool = False  # whether the call has been made before
     title: str = "The loss function"  # description of the layer, for errors
-    # function that reports whether the call wrote nothing, so that it can be made once more
+    # function that reports whether the call wrote nothing in place, so that it can be repeated
     is_repeatable: Callable[[], bool] = lambda: True
-    # The generators that this call was given: the state that the caller knows, and the one where they were restarted.
+    # The generators of this call: the state that the caller sees, and the state of their last restart.
     _given: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
     _restarted: dict[int, object] = dataclasses.field(default_factory=dict)
 
     def begin(self, generator: Generator, seed: int) -> object:
-        """Bring a generator to the state in which this call begins; return that state."""
+        """Set a generator to the state in which this call begins; return that state."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         found = generator.get()
         self._given[generator.key] = (generator, found)
@@ -145,7 +144,7 @@ class CallDraws:
             self._restarted[key] = generator.get()
 
     def end(self, generator: Generator, before: object) -> bool:
-        """Keep the generator states that the recomputation needs, from the beginning of this call."""
+        """Keep the generator states at the beginning of this call, which the recomputation needs."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         if key in draws._before:
             return True
@@ -165,7 +164,7 @@ class CallDraws:
 
 
 def move_generator() -> None:
-    """Move torch's generator, as a call of all ranks does in which any of them has drawn."""
+    """Advance torch's generator, after a call of all ranks in which any rank has drawn."""
     with moving():
         _draw()
 
@@ -179,18 +178,18 @@ def _mixed(number: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
-# The state of the process's random generators, to detect what code has drawn.
+# The state of the process's random generators, to detect whether code has drawn.
 
 
-# Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
+# Bytes of the CPU generator's state that are compared, at its start and at its end.
 _HEAD, _TAIL = 128, 64
 
-# What shows the states before and after the last moves of runs.
+# Marks of the states before and after the last committed runs.
 _MOVES: collections.deque[tuple[object, object]] = collections.deque(maxlen=64)
 
 
 class ProcessState:
-    """A state of the generators of the process, read under their lock."""
+    """A state of the process's generators, read under their lock."""
 
     __slots__ = ("mark", "others", "state")
 
@@ -204,7 +203,7 @@ class ProcessState:
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Report whether runs that were committed since are all that has moved the generators."""
+        """Report whether only committed runs have advanced the generators since then."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)
@@ -227,10 +226,10 @@ def moving() -> Iterator[None]:
 
 
 def _mark(state: torch.Tensor) -> bytes:
-    """The bytes in which any two states differ, of 5,056.
+    """The bytes, out of 5,056, in which any two states differ.
 
-    At the begin are the seed, the number of words that are used up, and some of the words, which all change together;
-    at the end is the normal number that is kept for the next call.
+    The start has the seed, the number of used words, and some of the words, which all change together; the end has the
+    normal number that is stored for the next call.
     """
     start = state.data_ptr()
     return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
@@ -248,28 +247,28 @@ class Generator(Protocol):
         """Set its state."""
 
     def seed(self, number: int) -> None:
-        """Start it anew."""
+        """Seed it."""
 
     def draw(self) -> int:
-        """Return a number of up to 56 bits, and move on."""
+        """Return a number of up to 56 bits, and advance the state."""
 
 
 def is_same(one: object, other: object) -> bool:
-    """Report whether two states of a generator are the same."""
+    """Report whether two states of a generator are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    same: object = one == other  # of arrays of NumPy, an array
+    same: object = one == other  # NumPy states contain arrays
     return bool(getattr(same, "all", lambda: same)())
 
 
-# Bits of a seed, and the most that NumPy's older generators take at a time.
+# Bits of a seed, and the most bits that NumPy's older generators accept at once.
 _BITS, _WORD = 56, 32
 
 
 class _Python:
-    """``random.Random``, also the one that the functions of the module use."""
+    """``random.Random``, including the global one of the module's functions."""
 
     def __init__(self, generator: random.Random) -> None:
         self._generator, self.key = generator, id(generator)
@@ -328,7 +327,7 @@ class _NumPy:
 
 
 class _OldNumPy:
-    """``numpy.random.RandomState``, also the one that the functions of the module use."""
+    """``numpy.random.RandomState``, including the global one of the module's functions."""
 
     def __init__(self, generator: numpy.random.RandomState) -> None:
         self._generator, self.key = generator, id(generator)
@@ -350,11 +349,11 @@ class _OldNumPy:
         return int(high) << (_BITS - _WORD) | int(low) >> (2 * _WORD - _BITS)
 
 
-# -- those of the process ----------------------------------------------------------------------------------------------
+# -- generators of the process -----------------------------------------------------------------------------------------
 
 
 def process_generators() -> list[Generator]:
-    """Return the generators that all code of the process shares, but for torch's."""
+    """Return the global generators of the process, except torch's."""
     found: list[Generator] = [_Python(random.random.__self__)]  # type: ignore[attr-defined]  # a bound method
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -363,12 +362,12 @@ def process_generators() -> list[Generator]:
 
 
 def _python_marks() -> Callable[[], object]:
-    """Return a function whose result changes with each number that is drawn from Python's generator.
+    """Return a function whose result changes with every draw from Python's generator.
 
-    This is asked before and after each call of a layer. To read and compare the states takes 12 µs for Python's and 24
-    for NumPy's each time, 75 µs of the 150 that a call may cost (`benchmarks/bench_pipeline.py`); this takes 0.4 µs for
-    both. So one word of its memory is read, next to the index in it, which also changes when all words are replaced;
-    where the memory is not as CPython has it, the state.
+    It runs before and after each call of a layer. Comparing the states takes 12 µs for Python's and 24 µs for NumPy's
+    each time, 75 of the 150 µs that a call may cost (`benchmarks/bench_pipeline.py`); this takes 0.4 µs for both. So it
+    reads the index in the generator's memory and one word beside it, which also changes when all words are replaced; if
+    the memory layout is not CPython's, it reads the state.
     """
     own: random.Random = random.random.__self__  # type: ignore[attr-defined]  # a bound method
     probe = random.Random(1)
@@ -381,7 +380,7 @@ def _python_marks() -> Callable[[], object]:
 
 
 def _numpy_marks() -> Callable[[], object]:
-    """Return a function whose result changes with each word that is drawn from NumPy's generator."""
+    """Return a function whose result changes with every word drawn from NumPy's generator."""
     from numpy.random import MT19937, RandomState, get_state
 
     own: RandomState = get_state.__self__  # type: ignore[attr-defined]  # a bound method
@@ -417,13 +416,13 @@ def process_marks() -> tuple[object, ...]:
     return tuple([mark() for mark in _MARKS.values()])
 
 
-# -- those of layers ---------------------------------------------------------------------------------------------------
+# -- generators of layers ----------------------------------------------------------------------------------------------
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 def held_generators(code: object) -> list[Generator]:
-    """Return the generators that stand on a layer or its submodules: as attributes, or in a list or dict that does."""
+    """Return the generators of a layer and its submodules: attributes, and items of lists or dicts in attributes."""
     found: dict[int, Generator] = {}
     for module in code.modules() if isinstance(code, nn.Module) else ():
         for name, value in vars(module).items():
@@ -457,24 +456,24 @@ def _as_generator(value: object) -> Generator | None:
     return None
 
 
-# Traits of layers and loss functions that the engine observes, one record each.
+# Observed traits of layers and loss functions, one record for each.
 
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
     """Observed behaviour of the code of a layer; each entry is missing until a call has shown it."""
 
-    # whether it writes its inputs in place, by mode (`module.training`). Default: nothing known.
+    # whether it writes its inputs in place, by mode (`module.training`). Default: not known.
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    # whether it draws random numbers of the CPU's generator, by mode. Default: nothing known.
+    # whether it draws from the CPU's generator, by mode. Default: not known.
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    # generators other than torch's default ones that it draws from, and those it holds, by mode. Default: nothing
+    # generators that it draws from, other than torch's default ones, and those it holds, by mode. Default: not
     # known.
     generators: dict[bool, tuple[Generator, ...]] = dataclasses.field(default_factory=dict)
-    # whether its forward changes its Python attributes, by mode. Default: nothing known.
+    # whether its forward changes its Python attributes, by mode. Default: not known.
     changes_attributes: dict[bool, bool] = dataclasses.field(default_factory=dict)
     # whether its backward calls forward code again (activation checkpointing inside the layer), by mode. Default:
-    # nothing known.
+    # not known.
     reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
 
 
@@ -484,8 +483,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return the record of a layer or a loss function, the same one at each call.
 
-    An object that cannot be referenced weakly (one with slots, for example) has no lasting record: it is treated with
-    every caution at each call.
+    An object without weak references (one with slots, for example) has no lasting record: every call assumes the worst
+    case.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""The calls of one pipeline: cut a batch into groups and microbatches, run them, and join the results."""
+"""The calls of one pipeline: split a batch into groups and microbatches, run them, and join the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outpu
 from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run, Trial
 
-# Microbatches of one row that are enough to compare some of them with all.
+# From this number of one-row microbatches on, a sample of them is compared with all.
 _FEW = 3
 
 
@@ -46,13 +46,13 @@ class Engine(RunLifecycle):
     """Runs the layers of one model on its devices."""
 
     # pinned: pinned memory of the model. Default: nothing is pinned.
-    # gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
-    # large_tables: how tables of large vocabularies travel. Default: whole.
-    # row_check: proof that layers compute each row by itself, before a batch is cut between rows; `None` for layers of
-    # which the caller has one
-    # few_rows: function that yields some rows of a batch at a time
+    # gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: dtype of the sums.
+    # large_tables: how tables of large vocabularies are copied. Default: whole.
+    # row_check: check that layers treat rows independently, before a batch is split between rows; `None` if the caller
+    # has checked it
+    # few_rows: function that yields a few rows of a batch at a time
 
-    # groups that a batch is cut into, and the ranks that run them. Default: one, in this process.
+    # groups that a batch is split into, and the ranks that run them. Default: one, in this process.
     groups: OneGroup[Engine]
 
     def __init__(
@@ -97,7 +97,7 @@ class Engine(RunLifecycle):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig, *, is_checked: bool = False
     ) -> Any:
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
-        # is_checked: whether the rows of this call were looked at
+        # is_checked: whether the rows of this call were checked
         self.check_can_run()
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
             checked, self.row_check = self.row_check, None if is_checked else self.row_check
@@ -124,20 +124,20 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run all layers but the last one by microbatches, and the last one once, for all rows.
+        """Run all layers but the last by microbatches, and the last layer once, for all rows.
 
         ::
 
             # layers 0 to n-2    m0  m1  m2 --join--> layer n-1    with gradients, two nodes of the caller's graph
         """
-        # join: function that makes the input of the last layer of the outputs of the one before it
+        # join: function that joins the outputs of the layer before the last one
         self.check_can_run()
         config = in_two_passes(config)
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
-            # Two runs, and two nodes of the graph: what the last layer gets is computed from all microbatches of the
+            # Two runs, and two nodes of the graph: the input of the last layer depends on all microbatches of the
             # first run.
             whole = join(self._forward_outputs(run, host_values))
             rows = None if any(one.rows is None for one in microbatches) else sum(one.rows or 0 for one in microbatches)
@@ -159,7 +159,7 @@ class Engine(RunLifecycle):
         return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
 
     def wait_exact_step(self) -> None:
-        """Wait for an exact step in the background, and raise its error, which is not that of a trial."""
+        """Wait for an exact step in the background, and raise its error before a trial starts."""
         if self.steps.is_exact:
             self.steps.wait_update()
 
@@ -167,8 +167,8 @@ class Engine(RunLifecycle):
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[PyTree]:
         """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
-        # span: indices of the layers, from the first one on
-        with warnings.catch_warnings():  # those of single rows, or of no gradients, are not the user's
+        # span: indices of the layers, starting with the first
+        with warnings.catch_warnings():  # warnings about single rows or missing gradients do not concern the user
             warnings.simplefilter("ignore")
             return self._outputs_within(microbatches, config, span, trial=trial)
 
@@ -177,14 +177,14 @@ class Engine(RunLifecycle):
     ) -> list[PyTree]:
         """Outputs of layers in a dry run."""
         self.check_can_run()
-        # A trial must not show: no gradient, no buffer, no draw, and not even the devices of the next run.
+        # A trial must leave no trace: no gradient, no buffer, no draw, and no change of the next run's devices.
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, gradient_mode_kept(), torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
             cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
             run.discard()
-            self.round_robin.cursor = cursor  # the next run goes to the devices to which it would have gone
+            self.round_robin.cursor = cursor  # restore the device order of the next run
             return outputs
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
@@ -216,7 +216,7 @@ class Engine(RunLifecycle):
                     outputs = _outputs_of_groups(call, config)
                 self._warn_of_rows(call, config)
 
-            # Cut inside of the call of all ranks: an error of one rank has to reach the others.
+            # Split inside the collective call: an error of one rank must reach the others.
             cut = partial(self._cut_for_loss, args, kwargs, label, loss_fn, config)
             total = self.groups.run_call(self, "forward_backward", cut, config, work)
             self.loss_checks.warn()
@@ -244,17 +244,17 @@ class Engine(RunLifecycle):
                 call.add(run, host_values)
             if call.land is not None:
                 # The sum over groups waits for every layer of every group.
-                for layer in range(len(self.layers)):  # what has not landed has no gradient
+                for layer in range(len(self.layers)):  # a gradient that has not arrived yet is missing
                     call.land(turn, layer, {})
 
     def _warn_of_rows(self, call: Call, config: RoundPipeRunConfig) -> None:
-        """Warn once of a sum over means, where microbatches have different numbers of rows."""
+        """Warn once about a sum of means over microbatches with different numbers of rows."""
         is_sum = config.loss_reduction == "sum" and call.contract.kind not in ("pair", None)
         if is_sum and self.groups.is_first and not self._warned:
             number = (config.num_microbatch or 1) * self.groups.replicas
             self._warned = warn_if_uneven(call.contract.rows, number)
 
-    # -- cutting a batch -----------------------------------------------------------------------------------------------
+    # -- splitting a batch ---------------------------------------------------------------------------------------------
 
     def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Return the microbatches of each group of this process, for a call that computes gradients."""
@@ -270,7 +270,7 @@ class Engine(RunLifecycle):
         loss_fn: Callable[[Any, Any], Any],
         config: RoundPipeRunConfig,
     ) -> Cutting:
-        """Cut the batch, and show how the losses of microbatches add up."""
+        """Split the batch, and find how the losses of microbatches add up."""
         batch = FlatBatch.of(args, kwargs, label)
         parts = self.cut_to_train(batch, config)
         microbatches = [one for part in parts for one in part]
@@ -278,7 +278,7 @@ class Engine(RunLifecycle):
         is_split = len(microbatches) > 1 or (
             self.groups.replicas > 1 and sum(one.rows or 0 for one in microbatches) > 1
         )
-        if not is_split:  # nothing to weigh, or one row, which shows nothing; other ranks may have more
+        if not is_split:  # nothing to weight, or one row, which proves nothing; other ranks may have more
             return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
         samples = partial(self._samples, batch, microbatches, config)
         return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples))
@@ -286,7 +286,7 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield what the layers return for some rows, in one piece and in parts; at last, for a microbatch."""
+        """Yield the outputs of a few rows, whole and in parts; at the end, those of a microbatch."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
@@ -297,7 +297,7 @@ class Engine(RunLifecycle):
             with set_apart(self.layers), raised_as(lambda e: SplitError(f"{reason}: {type(e).__name__}: {e}")):
                 return self.try_layers(given, alone, span, "parts")
 
-        # a function that cuts this batch need not cut a few rows of it
+        # a function that splits this batch may not be able to split a few rows of it
         is_cut_by_user = self.row_check is not None and (callable(config.split_input) or callable(config.split_label))
         for trial in tried or (() if is_cut_by_user else self.few_rows(batch, config)):
             yield Sample.of(trial, trial.outputs or run([trial.whole, *trial.parts]), others)
@@ -307,7 +307,7 @@ class Engine(RunLifecycle):
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in chosen]
         held = run(chosen), labels
         output, label = (one[0] if len(chosen) == 1 else join(one, rows, rows=rows) for one in held)
-        # what the layers return for them is cut in its turn
+        # the outputs of a few rows are split as well
         cut = RoundPipeRunConfig(num_microbatch=math.ceil(sum(rows) / _FEW))
         trials = [*few_rows(self, FlatBatch.of((output,), {}, label), cut)]
         if not trials:
@@ -318,7 +318,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
-        """Note at the end of a call what it has left in layers and losses."""
+        """Record the state that a call has left in layers and losses."""
         try:
             yield
         finally:
@@ -352,7 +352,7 @@ class Engine(RunLifecycle):
         return microbatches
 
     def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check that layers compute each row by itself, unless who calls the engine has done so."""
+        """Check that layers treat rows independently, unless the caller of the engine has checked it."""
         if self.row_check is not None:
             self.row_check.check(self, batch, rows, config)
 
@@ -370,6 +370,6 @@ def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
 
 
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """The settings of a call with the stages of its plan, which is one for a fused run perhaps, for two passes."""
+    """The settings for a call in two passes; its plan may be for a fused run."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())

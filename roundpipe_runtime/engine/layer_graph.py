@@ -1,4 +1,4 @@
-"""Run a layer call as a separate autograd graph, also with activation checkpointing inside of the layer."""
+"""Run a layer call as a separate autograd graph, also with activation checkpointing inside the layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .draws import traits_of
 
 @dataclasses.dataclass(slots=True)
 class Values:
-    """A nested value on the device: its tensors, detached, and which of them gradients flow through."""
+    """A nested value on the device: its detached tensors, and whether gradients flow through each of them."""
 
     structure: TreeStructure
     tensors: list[torch.Tensor]
@@ -37,10 +37,10 @@ class LayerGraph:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] | None = None
     ) -> list[torch.Tensor | None]:
-        """Go back through the layer."""
-        # gradients: gradients of the outputs, `None` where none flows
-        # run: function that calls its argument, which goes back; not called where no gradient flows at all. Default: it
-        # is called as it is.
+        """Run the backward of the layer."""
+        # gradients: gradients of the outputs, `None` for an output without one
+        # run: function that calls its argument, the backward; not called if no gradient flows at all. Default: the
+        # backward is called directly.
         starts, seeds = [], []
         for exit_, gradient in zip(self.exits, gradients, strict=True):
             if gradient is not None and exit_.requires_grad:
@@ -53,7 +53,7 @@ class LayerGraph:
         return [None if entry is None else entry.grad for entry in self.entries]
 
 
-# What `torch.autograd.backward` calls, without its checks of the arguments; the engine checks shapes itself.
+# The core of `torch.autograd.backward`, without its checks of the arguments; the engine checks shapes itself.
 _run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
@@ -65,7 +65,7 @@ def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
 
 
 class _Enter(torch.autograd.Function):
-    """Hands a leaf to a layer as a tensor that the layer may also write in place."""
+    """Passes a leaf to a layer as a tensor that the layer may write in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -80,10 +80,10 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of its own graph."""
-    # as_leaves: whether the layer gets the leaves themselves. It is quicker, but torch refuses in-place writes to a
+    """Make the inputs of a layer the leaves of a new graph."""
+    # as_leaves: whether the layer gets the leaves themselves. This is faster, but torch refuses in-place writes to a
     # leaf.
-    # returns: the leaves in which gradients end, `None` where none flow, and the tensors for the layer
+    # returns: the leaves that get gradients, `None` for inputs without one, and the tensors for the layer
     if not torch.is_grad_enabled():
         return [None] * len(values.tensors), list(values.tensors)
     entries: list[torch.Tensor | None] = []
@@ -99,15 +99,15 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 
 
 def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the leaves in which the graph of a loss ends, other than the outputs that it was given.
+    """Return the leaves of a loss's graph, except the outputs that it was given.
 
-    They are parameters of the loss, or parameters that a penalty is on.
+    These are parameters of the loss, or parameters in a penalty term.
 
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> other_leaves([(weight * output).sum()], [output])
     [tensor([1.], requires_grad=True)]
     """
-    # entries: outputs that the loss function was given, `None` where no gradient flows
+    # entries: outputs that the loss function was given, `None` for one without a gradient
     own = {id(entry) for entry in entries if entry is not None}
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
@@ -128,11 +128,11 @@ def is_refused_write(error: Exception) -> bool:
     return "leaf Variable that requires grad" in str(error)
 
 
-# -- what comes out --------------------------------------------------------------------------------------------------
+# -- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach, and change layouts that a copy would not keep, so that the next layer always sees the same layout."""
+    """Detach, and replace layouts that a copy would change, so that the next layer always sees the same layout."""
     tensor = tensor.detach()
     if tensor.layout == torch.strided and (
         tensor.storage_offset() or not (tensor.is_contiguous() or _is_dense(tensor))
@@ -155,18 +155,18 @@ T = TypeVar("T")
 
 # Activation checkpointing inside a layer or a loss (`torch.utils.checkpoint`): backward calls forward code again.
 #
-# It puts the generator of the CPU, which all threads share, into the state from before its forward, calls the part
-# again, and puts it back, on any device. In between, no other thread may draw.
+# It sets the CPU generator, which all threads share, to the state before its forward, calls the code again, and
+# restores the generator, on any device. Meanwhile no other thread may draw.
 #
-# Which layers do so is seen once, by a profiler: on the CPU in the first backward. That of an accelerator runs in a
-# thread of autograd's, which no profiler of ours reaches, so there it is seen in the first forward.
+# A profiler detects once which layers do so: on the CPU in the first backward. On an accelerator the backward runs in
+# one of autograd's threads, which our profiler does not reach, so it is detected in the first forward.
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Return ``call()``; the CPU's random generator is locked if the call repeats forward code.
 
-    Which these are is seen at the first call. One that begins with checkpoints later is not noticed. A thread that has
-    a profiler keeps it, and has the generator for every backward.
+    Detection is in the first call; a layer that starts to use checkpoints later is not noticed. If the thread already
+    has a profiler, that one continues, and the generator is locked for every backward.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()
@@ -175,17 +175,17 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 
 def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Return ``call()``, and note at the first call on an accelerator whether its backward will call it again."""
+    """Return ``call()``, and detect in an accelerator's first call whether the backward will repeat the forward."""
     return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
 
 
 def _mode(code: Any) -> bool:
-    """Whether a layer is in training: models call parts again in this mode only."""
+    """Whether a layer is in training mode: models use checkpoints only then."""
     return bool(getattr(code, "training", True))
 
 
 def _watch(call: Callable[[], T], code: Any) -> T:
-    """Return ``call()``; note whether code of torch's checkpoints ran in it, unless that is known."""
+    """Return ``call()``; record whether torch's checkpoint code ran in it, unless that is known."""
     reenters, mode = traits_of(code).reenters, _mode(code)
     if mode in reenters or sys.getprofile() is not None:
         return call()
@@ -198,7 +198,7 @@ def _watch(call: Callable[[], T], code: Any) -> T:
 
 @dataclasses.dataclass
 class _CheckpointCalls:
-    """Functions of torch's checkpoints that ran in a thread; and whether these are all, as there was no profiler."""
+    """Checkpoint functions of torch that ran in a thread; and whether the list is complete (no other profiler)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
     all: bool = True
@@ -206,7 +206,7 @@ class _CheckpointCalls:
 
 @contextmanager
 def _watched() -> Iterator[_CheckpointCalls]:
-    """Note in the block which code of torch's checkpoints runs in this thread, which has no profiler."""
+    """Record which checkpoint code of torch runs in this thread during the block, if the thread has no profiler."""
     checkpoint = sys.modules.get("torch.utils.checkpoint")
     file = getattr(checkpoint, "__file__", None)
     seen = _CheckpointCalls()

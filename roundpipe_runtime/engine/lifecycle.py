@@ -1,7 +1,7 @@
 """Prepare, execute and commit the runs of one model, for every call of a pipeline.
 
-The results of a run are collected outside of the model and reach it in :meth:`RunLifecycle.commit`, when nothing can
-fail any more. A run that fails changes no gradient, no buffer and no seed.
+The results of a run are kept outside of the model until :meth:`RunLifecycle.commit`, where nothing can fail any more. A
+run that fails changes no gradient, no buffer and no seed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .stage.visit import CopyVisit, Visit, run_stage
 class RunLifecycle:
     """Prepares, executes and commits runs of the layers of one model on its devices."""
 
-    # pinned: pinned memory of the model; `None` where nothing is pinned
-    # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None` for that of the sums
-    # disk: memory on a disk for all that the host has of the training; `None` for the memory of the host
-    # take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
-    # through a layer. A gradient for which it returns true does not reach the parameter.
+    # pinned: pinned memory of the model; `None` without pinning
+    # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None`: dtype of the sums
+    # disk: disk storage that replaces host memory for the training; `None` for host memory
+    # take_gradient: function that is offered each parameter and its gradient after each microbatch's backward
+    # through a layer. If it returns true, the gradient is not stored in the parameter.
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RunLifecycle:
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
-        # gradients that land on a disk, or in their step, need pinned memory on their way only
+        # gradients that go to a disk, or directly to their step, need pinned memory only during the copy
         stay = disk is None and update != "in_backward"
         self.gradient_memory = GradientMemory() if is_accelerated and stay else None
         self._is_accelerated = is_accelerated
@@ -109,10 +109,10 @@ class RunLifecycle:
         self._pinned = pinned
         self._routed = RoutedParameters()
         self._runs: collections.Counter[RunType] = collections.Counter()
-        self._shapes: dict[int, torch.Size] = {}  # of parameters by identity, when their gradients were checked
+        self._shapes: dict[int, torch.Size] = {}  # by parameter identity: when the gradients were checked
 
     def pin(self, pinned: PinnedModel | None) -> None:
-        """Set the pinned memory of the model, which later runs keep up to date."""
+        """Set the pinned memory of the model; later runs keep it up to date."""
         self._pinned = pinned
 
     # -- a run, from its inputs to its commit --------------------------------------------------------------------------
@@ -158,17 +158,17 @@ class RunLifecycle:
     ) -> Run:
         """Return a run that has not started."""
         # kind: `"infer"`, `"train"` or `"fused"`
-        # rows: rows of each microbatch, `None` where they are not known
-        # contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
+        # rows: rows of each microbatch, `None` if not known
+        # contract: loss contract of a fused run. Default: these microbatches are the whole batch.
         # span: indices of the layers that run. Default: all.
-        # size: a number that runs with inputs of about the same size share
-        # A publication that failed, for want of memory for example, is tried again before each run: the run would get
-        # its error otherwise, also after the cause is gone.
+        # size: a number that is the same for runs with inputs of similar size
+        # If a publication failed, for example by a lack of memory, it is tried again before each run: otherwise every
+        # later run would get its error, even when the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
         shapes = {id(slot.parameter): slot.parameter.shape for layer in contents for slot in layer.slots}
         if kind != "infer" and shapes != self._shapes:
-            self.steps.wait_update()  # a step in the background writes gradients, which no other thread may read then
+            self.steps.wait_update()  # a background step writes gradients: no other thread may read them
             check_gradients(contents)
             self._shapes = shapes
         made = self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn"))
@@ -193,7 +193,7 @@ class RunLifecycle:
         return Run(spec, self.store, self.table, self.version(), *how)
 
     def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
-        """Return which parameters a run copies when they are read; compiled code would read them without asking."""
+        """Return which parameters a run copies on demand; compiled code would read them without notice."""
         if config.upload_experts == "all" or spec.trial is not None or not spec.compiled.is_empty:
             return NOTHING_PARTIAL
         return self._routed.plan(spec.contents, (spec.kind, size), self.store.source, is_look=spec.looks)
@@ -205,16 +205,16 @@ class RunLifecycle:
         return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
 
     def _read_layers(self) -> list[LayerContents]:
-        """Return what the layers hold now: the user may have replaced a parameter, frozen it, or added an adapter."""
-        # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
-        # or wait for each layer, and the thread of the step writes the parameters.
+        """Return the layers' current parameters: the user may have replaced or frozen one, or added an adapter."""
+        # Stages read the master weights only after this. While a step is pending they read frozen copies, or wait
+        # for each layer, and the step's thread writes the parameters.
         if not self.steps.pending:
             self.store.publish()
             if self._pinned is not None:
                 self._pinned.update()
         contents = self.planner.rule.mark(scan(self.layers))
         read = [parameter for layer in contents for parameter in layer.parameters()]
-        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
+        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of other pipelines
         return contents
 
     def _spec(
@@ -226,17 +226,17 @@ class RunLifecycle:
         span: range | None,
         loss_fn: object,
     ) -> RunSpec:
-        """Return what a run is asked to do, without the seed of its draws."""
+        """Return the specification of a run, without the seed of its draws."""
         copies = config.last_stage_copies or 1
         plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
-        # Who is offered gradients gets them from one device, microbatch after microbatch.
+        # If gradients are offered to a function, one device offers them, one microbatch after the other.
         most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), num_microbatch))
-        if contents and contents[-1].trains_tables:  # their gradients are summed on the host, in one order
+        if contents and contents[-1].trains_tables:  # summed on the host, in a fixed order
             most_copies = 1
         span = range(len(self.layers)) if span is None else span
         # Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
-        # Trials, evaluation and generation have other sizes, and caches: each would be compiled for them.
+        # Trials, evaluation and generation have other sizes and caches, each of which would need its own compilation.
         compiled = self._compiled if config.requires_grad else NOT_COMPILED
         return RunSpec(
             kind=kind,
@@ -250,7 +250,7 @@ class RunLifecycle:
             base_seed=0,
             tag=self.tag,
             caller=CallerState.captured(kinds, [*self.layers, loss_fn]),
-            # In a run that goes backward later, the caller may change parameters in between.
+            # Between a forward and a later backward, the caller may change parameters.
             stays=kind == "fused" and self.planner.fits(),
             one_thread=not compiled.is_empty or self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
@@ -258,12 +258,12 @@ class RunLifecycle:
         )
 
     def _count(self, kind: RunType) -> int:
-        """Count the runs of a kind; return how many there were before."""
+        """Count the runs of a kind; return the previous count."""
         self._runs[kind] += 1
         return self._runs[kind] - 1
 
     def _pins(self) -> PinnedCopies | None:
-        """The keeper of a batch's pinned copies; ``None`` if no device copies from the host directly."""
+        """The registry of a batch's pinned copies; ``None`` if no device copies from the host directly."""
         return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
@@ -273,7 +273,7 @@ class RunLifecycle:
             self._execute(run, stages)
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        # Held for the whole run: a step in the background must not drop the copies that later stages read.
+        # Held for the whole run: a background step must not drop the copies that later stages read.
         run.version = run.table.hold_latest()
         before = self.kept.traffic
         try:
@@ -287,7 +287,7 @@ class RunLifecycle:
         run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
 
     def _drop(self, run: Run, error: BaseException) -> None:
-        """Forget a run that has failed."""
+        """Discard a run that has failed."""
         self.kept.drop()  # the run may have ended in the middle of an upload
         run.discard()
         self.store.note_failed(error)
@@ -298,8 +298,8 @@ class RunLifecycle:
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
-        # The step that ran next to this run may have failed. Nothing of the run is written then, and nothing is written
-        # in part after an interruption.
+        # The step that ran in parallel may have failed. Then the run writes nothing, and after an interruption nothing
+        # is half written.
         self.wait_step(run)
         with Uninterrupted():
             self.commit_forward(run)
@@ -339,7 +339,7 @@ class RunLifecycle:
     # -- state between runs --------------------------------------------------------------------------------------------
 
     def step_exact(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer."""
+        """Run an optimizer step layer by layer, in parallel with the next run, which waits for each layer."""
         self.steps.run_exact(step, self.lock)
 
     def synchronize(self) -> None:
@@ -348,17 +348,17 @@ class RunLifecycle:
         self.store.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear all gradients; a background step reads them, so it ends first, unless it asks itself."""
+        """Clear all gradients, after the background step that reads them; that step may also call this itself."""
         self.groups.clear()
         if not self.steps.is_here():
             self.steps.wait_update()
         self.store.zero_grad(set_to_none)
 
     def progress(self) -> PipelineProgress:
-        """Return the state to save in addition to parameters and buffers, after the last step."""
+        """Return the training state besides parameters and buffers, after the last step."""
         self.synchronize()
         self.store.check_whole()
-        masters = self.store.masters()  # before `named`, which makes those that no optimizer has asked for
+        masters = self.store.masters()  # before `named`, which creates those that no optimizer has requested
         gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}
         return PipelineProgress(self.step, masters, gradients)
 
@@ -369,14 +369,14 @@ class RunLifecycle:
         self.store.load_masters(progress.masters)
         self.step = progress.runs
         self.store.load_gradients(progress.gradients)
-        self.kept.drop()  # another process may have written weights that are shared
+        self.kept.drop()  # another process may have written shared weights
 
     def version(self) -> int:
-        """Return the version of the parameters that a run reads now."""
+        """Return the version of the parameters that a run started now would read."""
         return self.table.latest
 
     def close(self) -> None:
-        """Finish work that is under way and end the threads."""
+        """Finish pending work and end the threads."""
         try:
             self.steps.close()
         finally:
@@ -394,27 +394,27 @@ def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedC
 
 
 def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
-    """The order of how many numbers come in: runs of other sizes route to more or fewer experts."""
+    """The order of magnitude of the number of input elements: runs of other sizes route to more or fewer experts."""
     tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() for tensor in tensors).bit_length()
 
 
-# Hand the stages of runs to the devices of a pipeline, round-robin, and wait until all have ended.
+# Send the stages of runs to the devices of a pipeline, round-robin, and wait until all have ended.
 
 
-# Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
-# order, and no two runs can wait for each other.
+# Pipelines may share devices. All stages of a run are submitted at once: then every device has them in the same
+# order, and two runs cannot wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())
 
-# How often a device that failed is waited for: once for its error, and once for everything else.
+# How often a failed device is waited for: once for its error, and once for the rest of its work.
 _ATTEMPTS = 2
 
-# The pipelines that are open on a device: the last one that closes ends its thread.
+# Open pipelines of each device: the last one to close ends the device's thread.
 _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.WeakKeyDictionary()
 
 
 class Dispatch:
-    """The devices of one pipeline, which others may share."""
+    """The devices of one pipeline, which other pipelines may share."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = list(devices)
@@ -433,7 +433,7 @@ class Dispatch:
             )
 
     def check_outside(self) -> None:
-        """Check that the caller is not a thread of a device."""
+        """Check that the caller is not a device thread."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "
@@ -445,11 +445,11 @@ class Dispatch:
         with on_error(partial(self._settle, self.round_robin.cursor)):
             collect(run.mailbox, self._submitted(run, stages))
             for device in self.devices:
-                device.synchronize()  # the caller may change what was copied from
+                device.synchronize()  # the caller may change tensors whose copy has ended
             run.timer.finish()
 
     def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
-        """Hand out all stages of a run; a device that takes none fails the run, when those before it have ended."""
+        """Submit all stages of a run; if a device accepts none, the run fails after the stages before it have ended."""
         work: list[Future[None]] = []
         with _DISPATCH:
             numbers = self.round_robin.assign(len(stages))
@@ -457,22 +457,22 @@ class Dispatch:
                 for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
                     device = self.devices[number]
                     worker = self.devices[0].worker if run.spec.one_thread else device.worker
-                    after = place + len(self.devices)  # stages go round
+                    after = place + len(self.devices)  # stages are assigned round-robin
                     following = stages[after] if after < len(stages) else None
                     visit = Visit if stage.copies == 1 else CopyVisit
                     work.append(worker.submit(run_stage, run, stage, device, following, visit))
-            if outcome.error is not None:  # of a device that was closed, and whatever else: stages wait for these
+            if outcome.error is not None:  # closed devices and any other error: stages wait for these
                 run.mailbox.fail(outcome.error)
         return work
 
     def _settle(self, cursor: int, error: BaseException) -> None:
-        """Wait until nothing of a failed run is under way on a device; its later errors are not those of the next run.
+        """Wait until a failed run has no work left on a device; its later errors must not reach the next run.
 
-        Memory that a copy writes must not be given back before.
+        Memory must not be freed while a copy still writes it.
         """
         self.round_robin.cursor = cursor
         for device in self.devices:
-            # torch's error of a kernel is raised at a wait, and may be there for each stream
+            # torch raises a kernel's error at a wait, possibly once for each stream
             for _ in range(_ATTEMPTS):
                 with contextlib.suppress(Exception):
                     device.synchronize()

@@ -114,7 +114,7 @@ def check_leaves(
     # entries: its inputs, `None` for an input without a gradient
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
-        # a leaf that nothing else references was created inside the layer, so nobody can see its gradient
+        # a leaf that nothing else references was created inside the layer, so its gradient is lost
         if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
             continue
         held = ((slot, other) for other in layers for slot in other.slots)

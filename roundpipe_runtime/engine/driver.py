@@ -307,7 +307,7 @@ class Engine(RunLifecycle):
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in chosen]
         held = run(chosen), labels
         output, label = (one[0] if len(chosen) == 1 else join(one, rows, rows=rows) for one in held)
-        # the outputs of a few rows are split as well
+        # the outputs of a few rows are also split
         cut = RoundPipeRunConfig(num_microbatch=math.ceil(sum(rows) / _FEW))
         trials = [*few_rows(self, FlatBatch.of((output,), {}, label), cut)]
         if not trials:

@@ -1,9 +1,9 @@
-"""Check on a few rows how the losses of microbatches add up, before the first gradient of a call.
+"""Check on a few rows how the losses of microbatches add up, before a call computes its first gradient.
 
-The layers have run on some rows of the batch, in one piece and in parts (`rows`), or on a microbatch. The loss
-function is called with what they returned, as `batch/loss_proof` asks, in a block that leaves no trace of it::
+The layers have run on some rows of the batch, whole and in parts (`rows`), or on a microbatch. `batch/loss_proof`
+calls the loss function with these outputs, in a block that undoes all effects of the calls::
 
-    loss_reduction="auto"    the weights that hold; without any, the loss is one of the joined outputs
+    loss_reduction="auto"    the weights that match; if none do, the loss is computed from the joined outputs
     loss_reduction="mean"    an error, unless the loss is a mean over rows
     loss_reduction="sum"     an error, unless it is a sum, or a mean that the script divides by itself
 """
@@ -47,7 +47,7 @@ from .checks import Repeats
 from .layer_graph import other_leaves
 from .rows import RowTrial
 
-# A batch of one microbatch has nothing to weigh, and shows nothing of other batches.
+# A batch of one microbatch needs no weights, and proves nothing about other batches.
 ONE_MICROBATCH = LossProof("items")
 
 _WAYS: dict[str, tuple[Way, ...]] = {
@@ -71,24 +71,24 @@ class JoinedLossError(LossError):
         )
 
 
-# Computes the loss of all rows (0) or of a part (1, 2, ...), of other leaves.
+# Computes the loss of all rows (0) or of a part (1, 2, ...), from other leaves.
 Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a loss reads of a few rows, in one piece and in parts, with each tensor in one place."""
+    """The inputs of a loss for a few rows, whole and in parts, with each tensor stored once."""
 
-    leaves: Sequence[Sequence[Any]]  # those of all rows, then those of each part
-    rows: Sequence[int]  # how many rows these are
-    roles: Sequence[Role | None]  # what each leaf is; `None` for one that has no other values
-    others: Mapping[int, object]  # labels of the batch by place: other values that occur
+    leaves: Sequence[Sequence[Any]]  # leaves of all rows, then of each part
+    rows: Sequence[int]  # number of rows of each
+    roles: Sequence[Role | None]  # kind of each leaf; `None` if it has no alternative values
+    others: Mapping[int, object]  # labels of the batch by position: other values that occur
     spec: pytree.TreeSpec  # structure of the leaves
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
-        """Return what a function of outputs and labels reads of some rows."""
-        # outputs: what the layers return for all rows, then for each part; others: leaves of the labels of the batch
+        """Return the inputs of a loss for some rows: outputs and labels."""
+        # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
         number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
@@ -110,8 +110,8 @@ class Sample:
         again: bool,
         as_stated: bool = False,
     ) -> Proof:
-        """Find the first weights with which the losses of parts give that of all rows, for all values."""
-        # called: object that the calls may change, which is undone
+        """Find the first weights for which the losses of parts add up to that of all rows, for all values."""
+        # called: object that the calls may change; the changes are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
@@ -128,8 +128,8 @@ class Sample:
             return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
-        """The losses of other values in some places, and the tensors in which gradients end."""
-        # again: whether gradients of the rows are enough, where there are any: those of a head take most of the time
+        """The losses for other values in some positions, and the leaves of their gradients."""
+        # again: whether gradients of the rows are enough, if there are any: gradients of a head take most of the time
         whole = list(self.leaves[0])
         for place, value in zip(places, values, strict=True):
             whole[place] = value
@@ -152,7 +152,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the same rows in 32 bits: 16 would hide wrong weights, and take rounding for a difference."""
+        """Return the same rows in 32 bits: 16-bit rounding hides wrong weights, or looks like a difference."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -160,7 +160,7 @@ class Sample:
 
     @functools.cached_property
     def axes(self) -> list[int | None]:
-        """The axis of each leaf along which it is cut, whose sizes add up; ``None`` without one."""
+        """The axis along which each leaf is split, whose sizes add up; ``None`` without one."""
         return [_cut_axis(*column) for column in zip(*self.leaves, strict=True)]
 
 
@@ -173,8 +173,8 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo the effects of check calls on an object and on generators; the function in the block begins one call."""
-    # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are not the user's
+    """Undo the effects of check calls on an object and on generators; the yielded function starts each call."""
+    # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are noise
     with (
         generator_alone(),
         torch.autocast("cpu", enabled=False),
@@ -185,20 +185,20 @@ def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
         warnings.simplefilter("ignore")
 
         def next_call(number: int) -> None:
-            if number < 2:  # later parts find what the parts before them have left, as in the training
+            if number < 2:  # later parts see the effects of earlier parts, as in training
                 before.restore()
-            torch.default_generator.manual_seed(1)  # and no other: devices have theirs
+            torch.default_generator.manual_seed(1)  # and no other generator: devices have their own
 
         yield next_call
 
 
 def on_host(value: Any) -> Any:
-    """Return a label where outputs of trials are; the caller's may be on a device."""
+    """Move a label to the host, where outputs of trials are; the caller's label may be on a device."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def loss_code(function: Any) -> Hashable:
-    """Return a key of a loss function that stays the same if a script creates it in each step."""
+    """Return a key of a loss function that is equal when a script creates the function anew in each step."""
     function = inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
@@ -207,18 +207,18 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """How losses of one pipeline were found to add up, by kind of call: it is shown again at calls 1, 2, 4, 8, ..."""
+    """The loss reductions found for one pipeline, by kind of call; checked again at calls 1, 2, 4, 8, ..."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}
         self.repeats = Repeats()
-        self._unclear: str | None = None  # why nothing was shown in this call
+        self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how the loss of a call is computed; it is shown again where an attribute of its code has changed."""
-        # show: function that makes a proof, given an earlier one, whose weights have to hold again
+        """Return how the loss of a call is computed; checked again if an attribute of its code has changed."""
+        # show: function that makes a proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
-        # a batch that shows less takes nothing back: what was not a weighted sum once is never one
+        # a less conclusive batch revokes nothing: a loss that was no weighted sum once never is
         if known is not None and not (is_due and known.is_sum):
             return known
         proof = show(known)
@@ -233,7 +233,7 @@ class LossChecks:
         microbatches: Sequence[FlatMicrobatch],
         samples: Callable[[], Iterator[Sample]],
     ) -> Reduction:
-        """Return how the losses that a function computes of microbatches add up."""
+        """Return how the losses of microbatches add up to the loss of the batch."""
         if getattr(loss_fn, "has_proven_weights", False):
             return "sum"
         kind = loss_code(loss_fn), stated, tuple(map(kind_of_value, microbatches[0].labels))
@@ -244,11 +244,11 @@ class LossChecks:
         return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
     def forget(self, failed: LossProof) -> None:
-        """Forget that a loss is computed once where that also fails: it is shown in the next call."""
+        """Forget that a loss is computed from joined outputs if that also fails; the next call checks again."""
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:
-        """Record the state of the code of a call at its end, which the call may have changed."""
+        """Record the state of the code after a call, which the call may have changed."""
         self._unclear = None
         self.repeats.end()
 
@@ -292,13 +292,13 @@ class LossChecks:
 
 
 def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: LossProof | None) -> Proof:
-    if (wide := sample.widened()) is not sample:  # in the types of the layers only where the loss takes no others
+    if (wide := sample.widened()) is not sample:  # in the dtypes of the layers only if the loss accepts no others
         with contextlib.suppress(NotProvenError):
             return _proof(loss_fn, stated, wide, known)
     ways = [way for way in _WAYS[stated] if known is None or stated != "auto" or way == known.way]
 
     def loss(number: int, leaves: Sequence[Any]) -> Part:
-        given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which it may write in place
+        given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which the loss may write in place
         outputs, labels = pytree.tree_unflatten(given, sample.spec)
         with SteadyDraws(), count_items() as items:
             found = read_loss(loss_fn(outputs, labels))
@@ -313,7 +313,7 @@ _STATED = {"mean": 'a mean over rows, as loss_reduction="mean" states'}
 
 
 def kind_of_value(value: Any) -> Hashable:
-    """Return the facts of an argument or a label that may decide which code runs."""
+    """Return the properties of an argument or a label that may decide which code runs."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
     return (type(value), value) if isinstance(value, bool | str) else type(value).__qualname__

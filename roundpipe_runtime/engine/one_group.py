@@ -5,7 +5,7 @@
     one group          cut | run          | commit
     groups of ranks    cut | run each one | verdict of all ranks | commit the sums      distributed/rank_groups
 
-What differs between both is here; cutting and running are the engine's, for any number of groups.
+This module holds the differences between both; the engine splits and runs any number of groups.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class OneGroup(Generic[AnyEngine]):
     """A batch that one process runs as one group of rows."""
 
     replicas: int = 1  # number of groups of the batch
-    is_first: bool = True  # whether this process is the one that warns
+    is_first: bool = True  # whether this process emits warnings
 
     @property
     def own_groups(self) -> int:
         """The number of groups that this process runs."""
         return 1
 
-    # -- what the engine is made of ----------------------------------------------------------------------------------
+    # -- parts of the engine -------------------------------------------------------------------------------------------
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         """Return the store of the model's parameters."""
@@ -74,30 +74,30 @@ class OneGroup(Generic[AnyEngine]):
         return StepRunner(store, table, scan)
 
     def begin(self, engine: AnyEngine, model: nn.Module) -> None:
-        """Agree with other ranks on an engine that was just made."""
+        """Agree with the other ranks on a new engine."""
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call that ends in :meth:`run_call`, in which other ranks may wait for this one."""
+        """Return the context of a call, up to :meth:`run_call`, in which other ranks may wait for this one."""
         return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which sums of gradients stay on this rank; with one process it does nothing."""
+        """Return the context in which gradients accumulate locally on this rank; it does nothing with one process."""
         return contextlib.nullcontext()
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which news of other ranks stop a run."""
+        """Return the context in which errors of other ranks stop a run."""
         return contextlib.nullcontext()
 
     @property
     def counts_forward(self) -> bool:
-        """Whether a forward alone counts as a run; all ranks must agree."""
+        """Whether a forward without a backward counts as a run; all ranks must agree."""
         return self.replicas == 1
 
     @property
     def moves_generators(self) -> bool:
-        """Whether the generators of the caller move with each run that draws: in groups, with each call."""
+        """Whether the caller's generators advance with each run that draws; with groups they advance with each call."""
         return self.replicas == 1
 
     def rows_of_batch(self, rows: int) -> int:
@@ -134,7 +134,7 @@ class OneGroup(Generic[AnyEngine]):
     # -- state between calls -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget sums of gradients that no target has yet."""
+        """Discard accumulated gradients that are not stored in parameters yet."""
 
     def close(self) -> None:
         """Release the resources of the groups."""
@@ -148,9 +148,9 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    """Join the outputs of the microbatches as a configuration asks for it."""
+    """Join the outputs of the microbatches by the rule of the configuration."""
     # weights: weight of each microbatch in an average
-    # rows: rows of each microbatch, `None` where they are not known
+    # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`
     with noting(f"While the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:
@@ -163,25 +163,25 @@ def merge_outputs(
 
 
 def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """Outputs as they are: the structure of one of them, with a list over the microbatches for each leaf."""
-    spec = common_spec(outputs)  # the structure of the first would name the leaves of the others otherwise
+    """Outputs without joining: the structure of one of them, with a list over the microbatches for each leaf."""
+    spec = common_spec(outputs)  # otherwise the structure of the first would give names to leaves of the others
     columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
     return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
 
 
-# One call of ``forward_backward``: what it runs, and what its runs have found so far.
+# One call of ``forward_backward``: its runs, and their results so far.
 
 
 class Cutting(NamedTuple):
-    """A batch in microbatches."""
+    """A batch, split into microbatches."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
-    reduction: Reduction | None = "sum"  # how their losses add up; `None` where its rows do not show it
+    reduction: Reduction | None = "sum"  # how their losses add up; `None` if the rows do not prove it
 
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call of ``forward_backward``, whose rows are cut into groups, and each group into microbatches."""
+    """One call of ``forward_backward``, whose rows are split into groups, and each group into microbatches."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
     firsts: list[int]  # index of the first microbatch of each group of this process in the batch
@@ -189,7 +189,7 @@ class Call:
     seed: int = 0  # seed of random layers; 0 for that of the caller's generator
     # runs of groups that have succeeded, with their inputs
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
-    # function that is given gradients as they land, by number of the group and layer; `None` where they stay in the run
+    # function that gets gradients as they arrive, by group number and layer; `None`: they stay in the run
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
@@ -202,7 +202,7 @@ class Call:
         self.runs.append((run, inputs))
 
 
-# Move the inputs of a run to the host, and pass the gradients of inputs back.
+# Move the inputs of a run to the host, and pass gradients to the inputs.
 
 
 # Tensors of a batch and their copies in pinned memory, by the identity of the tensor.
@@ -218,20 +218,19 @@ def host_value(
     pinned: PinnedCopies | None = None,
 ) -> HostValue:
     """Return leaves of a microbatch as a value on the host."""
-    # pinned: copies of tensors that microbatches share, to which those of this one are added. Default: nothing is
-    # pinned.
-    # returns: the value; it is complete, also where the caller computed it on an accelerator
+    # pinned: pinned copies of tensors that microbatches share; this one's are added. Default: no pinning.
+    # returns: the value; it is complete, even if the caller computed it on an accelerator
     structure, tensors = separate(leaves, spec, what=what)
     tensors = [_on_host(tensor) for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
     if pinned is not None:
-        # A copy from pageable memory holds the thread that launches the next microbatches.
+        # A copy from pageable memory blocks the thread that launches the next microbatches.
         tensors = [t if flag else _pinned(t, pinned) for t, flag in zip(tensors, flags, strict=True)]
     return HostValue(structure, tensors, flags, [None] * len(tensors))
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue backward from the inputs if they are part of a graph, such as that of another pipeline."""
+    """Continue the backward from the inputs if they are part of a graph, such as that of another pipeline."""
     # scale: factor for their gradients, known when all losses of the batch are
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
@@ -255,5 +254,5 @@ def _pinned(tensor: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for what the caller computed on an accelerator, on a stream that no device of ours knows."""
+    """Wait for the caller's work on an accelerator, on a stream that our devices do not know."""
     return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()

@@ -17,17 +17,17 @@ from ..optim.parameters import scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 
-# Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
-# at each operator, so they would take it from each other all the time.
+# Forward seconds on the CPU below which two threads are slower than one: torch releases the GIL at each operator, so
+# they would take it from each other all the time.
 _BRIEF = 150e-6
 
-# As many runs at the beginning are measured on accelerators.
+# The first runs on accelerators are measured, up to this number.
 _MEASURED_FIRST = 4
 
-# The share of a device's memory for parameters and gradients; activations have the rest.
+# The share of a device's memory for parameters and gradients; the rest is for activations.
 FOR_PARAMETERS = 0.6
 
-# A stage, the next one that is uploaded meanwhile, and a small one between them, as a device holds them.
+# A device holds a stage, the next one that is being uploaded, and a small one between them.
 _STAGES_AT_ONCE = 2.1
 
 
@@ -35,10 +35,10 @@ class Planner:
     """Plans of one model on its devices."""
 
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
-    # large_tables: how tables travel that are large. Default: whole.
+    # large_tables: how large tables are copied. Default: whole.
     # is_compiled: whether torch compiles layers
-    # is_host_short: whether the memory of the host is what is saved: virtual devices without a limit, whose memory that
-    # is, then have room for one stage and the next, each of one large layer. Default: `False`.
+    # is_host_short: whether host memory is the scarce one: virtual devices without a limit also use it, so they
+    # have room for one stage and the next, each with one large layer. Default: `False`.
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class Planner:
         self._is_host_short = is_host_short
         limit = stage_limit(_limit([device.memory for device in devices]))
         self.rule = rule_for(layers, large_tables, limit, gradient_dtype, is_compiled=is_compiled)
-        # apart, as a forward alone may be of another batch, and is not to be compared with a backward
+        # apart, as a forward alone may have another batch size, and must not be compared with a backward
         guessed = guessed_costs(layers, self.rule, gradient_dtype)
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
-        # By kind, wanted number of copies, and the number of microbatches where that counts.
+        # By kind, wanted number of copies, and number of microbatches if it matters.
         self._plans: dict[tuple[RunType, int | str, int | None], tuple[ModelExecutePlan, int]] = {}
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def measured(self, kind: RunType) -> MeasuredCosts:
-        """Return the costs that runs of a kind measure."""
+        """Return the costs measured in runs of a kind."""
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count a run of a kind, and return whether it is measured on accelerators, where each time takes two events.
+        """Count a run of a kind; return whether it is measured on accelerators, where each time needs two events.
 
-        The first runs are, and the two before a plan is made again.
+        The first runs are measured, and the two before the next planning.
         """
         self._runs[kind] += 1
         number = self._runs[kind]
@@ -80,7 +80,7 @@ class Planner:
         return (own if own.is_measured or not other.is_measured else other).costs()
 
     def memory_limit(self) -> float | None:
-        """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
+        """Return the GB that parameters and gradients may use on the smallest device, if known."""
         return self._limit([device.memory for device in self._devices])
 
     def _limit(self, memory: Sequence[int | None]) -> float | None:
@@ -92,9 +92,9 @@ class Planner:
     def plan(
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
     ) -> ModelExecutePlan:
-        """Return the plan in use, which is made again after 1, 2, 4, 8 ... runs, as more was measured."""
+        """Return the current plan, which is computed again after 1, 2, 4, 8 ... runs with more measurements."""
         # copies: number of copies of the fused stage, or `"auto"`. Default: 1.
-        # num_microbatch: number of microbatches, which counts for copies. Default: one more than devices.
+        # num_microbatch: number of microbatches, which matters for copies. Default: one more than devices.
         key = kind, copies, None if copies == 1 else num_microbatch
         plan, due = self._plans.get(key, (None, 0))
         if plan is None or step >= due:
@@ -112,16 +112,16 @@ class Planner:
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:
-        """Return whether most of the time goes into brief layers; never on accelerators, where threads only launch."""
+        """Return whether short layers dominate the time; never on accelerators, where threads only launch."""
         on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
     def fits(self) -> bool:
         """Return whether every device has room for all parameters and gradients at once.
 
-        A virtual device without a limit has. An accelerator whose memory cannot be asked for counts as full.
+        True for a virtual device without a limit. False for an accelerator that does not report its memory.
         """
-        memory = [device.memory for device in self._devices]  # each question takes a device some time
+        memory = [device.memory for device in self._devices]  # each query takes a device some time
         for known, device in zip(memory, self._devices, strict=True):
             if known is None and device.torch_device.type != "cpu":
                 return False
@@ -130,7 +130,7 @@ class Planner:
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
         """Return the bytes of each device for parameters that stay there between stages."""
-        # wanted: GB, or `"auto"`: no limit where everything fits, else what stages leave of the memory for parameters
+        # wanted: GB, or `"auto"`: no limit if everything fits, else the part of the parameter memory that stages leave
         # largest_stage: bytes of the parameters and gradients of the largest stage
         if wanted != "auto":
             return wanted * 1e9
@@ -140,7 +140,7 @@ class Planner:
 
 def stage_limit(memory_limit: float | None) -> float | None:
     """Return the bytes that a plan allows for a stage: half of the memory, as the next stage is loaded meanwhile."""
-    # memory_limit: GB for parameters and gradients; `None` where they are not known
+    # memory_limit: GB for parameters and gradients; `None` if not known
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 
@@ -149,7 +149,7 @@ def guessed_costs(
     rule: TableRule,
     gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> list[LayerCost]:
-    """Return the cost of each layer before it has run, with the bytes of what travels of its tables."""
+    """Return estimated costs of the layers before they have run, with the bytes that their tables copy."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)
@@ -161,12 +161,12 @@ def guessed_costs(
 
 
 def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> float:
-    """Return the bytes of each device for parameters that stay there, where ``keep_parameters`` is ``"auto"``.
+    """Return the bytes of each device for parameters that stay there, for ``keep_parameters="auto"``.
 
     >>> bytes_to_keep(10e9, 4_000_000_000, fits=False), bytes_to_keep(10e9, 4_000_000_000, fits=True)
     (1600000000.0, inf)
     """
-    # limit: bytes of a device for parameters and gradients, `None` where they are not known
+    # limit: bytes of a device for parameters and gradients, `None` if not known
     # largest_stage: bytes of the parameters and gradients of the largest stage
     # fits: whether there is room for all parameters and gradients at once
     if fits:

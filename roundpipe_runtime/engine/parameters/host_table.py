@@ -1,8 +1,8 @@
-"""Stand in for a large table that stays on the host: its rows or slices travel when a layer's code computes with them.
+"""Placeholder for a large table that stays on the host; rows or slices are copied when a layer computes with them.
 
-The stand-in is a tensor with the shape of the parameter and no memory. What is known to need parts of it only is done
-with these parts (`on_tables`); anything else is done with all of it, which is copied to the device then, as every other
-parameter is.
+The placeholder is a tensor with the parameter's shape and no memory. Operations that need only parts of it run on these
+parts (`on_tables`); every other operation copies the whole table to the device first, like any other
+parameter.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...errors import StageError
 from ...optim.parameters import LayerContents, Table
 from .kept import GradientMemory
 
-# Questions about the form of a tensor, by the names of methods.
+# Methods that only query a tensor's metadata.
 _FORM = {
     *("size", "dim", "numel", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),
     *("get_device", "ndimension", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     *("__hash__", "__repr__", "__len__"),
 }
-# Attributes that are tensors with the numbers of the table.
+# Attributes that are tensors with the values of the table.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "data"}
 
-# What is done with parts of a table, by the function that code calls.
+# Replacements that compute on parts of a table, by the function that the code calls.
 _ON_PARTS: dict[Any, Callable[..., Any]] = {}
 
 
 def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Register a replacement for a function that gets a table; it may return ``NotImplemented``."""
+    """Register a replacement for a function called with a table; it may return ``NotImplemented``."""
     return functools.partial(_ON_PARTS.__setitem__, function)
 
 
@@ -64,24 +64,24 @@ class PartsDevice(Protocol):
 
 
 class HostTable(torch.Tensor):
-    """Stands for a parameter of which parts are copied to the device."""
+    """Placeholder for a parameter of which parts are copied to the device."""
 
     access: TableAccess
 
     @staticmethod
     def __new__(cls, access: TableAccess, *, requires_grad: bool) -> HostTable:
-        """Make one without memory."""
+        """Create one without memory."""
         source = access.source
         made: HostTable = make_wrapper_subclass(
             cls, source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad
         )
         made.access = access
-        made._is_param = True  # by which torch knows a parameter
+        made._is_param = True  # torch recognizes a parameter by this
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about the form, compute with parts of the table, or with all of it."""
+        """Answer metadata queries, compute with parts of the table, or with the whole table."""
         kwargs = kwargs or {}
         if _is_about_form(func):
             with DisableTorchFunctionSubclass():
@@ -104,7 +104,7 @@ class HostTable(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what reaches the table below torch functions, where no graph would be recorded."""
+        """Refuse operations below torch functions, where no graph would be recorded."""
         raise StageError(
             f"{func} reads a large table that stays on the host, in a way that is not supported. Copy the whole "
             "table to the devices:\n"
@@ -123,9 +123,9 @@ def _is_about_form(func: Any) -> bool:
 class TableAccess:
     """The parts of one table on one device, and the sum of their gradients on the host."""
 
-    # source: numbers on the host, which stay as they are while a run reads them
-    # new_sum: function that returns a sum of gradients to which nothing was added
-    # count: function that is given the bytes of each part that goes up. Default: they are not counted.
+    # source: values on the host, which do not change while a run reads them
+    # new_sum: function that returns a gradient sum of zero
+    # count: function that gets the bytes of each uploaded part. Default: not counted.
     # dtype: dtype of the parts on the device. Default: that of the source.
 
     def __init__(
@@ -145,9 +145,9 @@ class TableAccess:
         self._new_sum, self._count = new_sum, count
         self.sum = new_sum()
         self._whole: nn.Parameter | None = None
-        self._copy: torch.Tensor | None = None  # its memory: a device counts the tensors that it made
+        self._copy: torch.Tensor | None = None  # its memory: the device counts the tensors that it allocated
 
-    # -- up ----------------------------------------------------------------------------------------------------------
+    # -- upload ------------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -157,11 +157,11 @@ class TableAccess:
     def up(self, part: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device; later work of the device waits for it."""
         copy = self.device.copy_in(part)
-        with self.device.computing():  # what is computed from here on waits for the copy
+        with self.device.computing():  # later computation waits for the copy
             return copy
 
     def down(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host, complete."""
+        """Return a complete copy on the host."""
         copy, complete = self.device.copy_out(part, last=True)
         complete.result()
         return copy
@@ -172,7 +172,7 @@ class TableAccess:
         return self.up(part)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return rows, on the device, by their numbers on the host."""
+        """Return rows, on the device, given their indices on the host."""
         if self.torch_device.type in ("cpu", "meta") or self.dtype != self.source.dtype:
             return self._up_part(self.source.index_select(0, numbers))
         like = torch.empty(len(numbers), self.source.shape[1], dtype=self.source.dtype, pin_memory=True)
@@ -182,7 +182,7 @@ class TableAccess:
         """Yield the table in slices of rows; a slice is freed when the next one is yielded."""
         computed: collections.deque[torch.Event] = collections.deque()
         for start in range(0, self.size, rows):
-            while len(computed) > 1:  # a host that runs ahead would fill the device with slices
+            while len(computed) > 1:  # otherwise the host runs ahead and fills the device with slices
                 computed.popleft().synchronize()
             place = slice(start, min(start + rows, self.size))
             part = self._up_part(self.source[place])
@@ -193,7 +193,7 @@ class TableAccess:
                 computed.append(torch.accelerator.current_stream(self.torch_device).record_event())
 
     def whole(self) -> nn.Parameter:
-        """Return all of the table on the device, for code that does something else with it."""
+        """Return the whole table on the device, for code without a replacement."""
         if self._whole is None:
             self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
@@ -204,17 +204,17 @@ class TableAccess:
         """The leaf tensors on the device that get gradients, in addition to the stand-in."""
         return [] if self._whole is None else [self._whole]
 
-    # -- down --------------------------------------------------------------------------------------------------------
+    # -- download ----------------------------------------------------------------------------------------------------
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add the gradient of a part to the sum on the host, after those that were added before."""
-        # place: slice, or numbers of rows on the host, each once
+        """Add the gradient of a part to the sum on the host, in call order."""
+        # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
-        # On an accelerator one part is on its way while the next one is computed.
+        # On an accelerator one part is copied while the next one is computed.
         self.sum.add(place, copy, complete, waiting=0 if self.torch_device.type == "cpu" else 1)
 
     def pop_sum(self) -> HostSum | None:
-        """Return the sum of all gradients, and begin a new one; ``None`` if there was none."""
+        """Return the sum of all gradients, and start a new one; ``None`` if there was none."""
         if self._whole is not None and self._whole.grad is not None:
             gradient, self._whole.grad = self._whole.grad, None
             self.add(slice(None), gradient if gradient.layout == torch.strided else gradient.to_dense())
@@ -243,14 +243,14 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up rows by their index in the whole table; only rows that occur are copied."""
+    """Look up rows of a table by index; only the rows that occur are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table by their numbers."""
+    """Rows of a table, selected by index."""
 
     @staticmethod
     def forward(
@@ -278,8 +278,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct numbers, ascending, on the host, and on the device the place of each number among them."""
-    if numbers.is_meta:  # as many as there can be
+    """The distinct indices, ascending, on the host, and on the device the position of each index among them."""
+    if numbers.is_meta:  # as many as possible
         return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
     found, places = torch.unique(access.down(numbers), return_inverse=True)
     if len(found) and not (int(found[0]) >= 0 and int(found[-1]) < access.size):
@@ -297,7 +297,7 @@ def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 class _Product(torch.autograd.Function):
-    """The product of rows with a table, with the bias of each column."""
+    """The product of rows with a table, plus the bias of each column."""
 
     @staticmethod
     def forward(
@@ -310,7 +310,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.access, ctx.rows = access, rows
         ctx.save_for_backward(hidden, bias)
-        if not hidden.numel():  # the form alone; under autocast, the dtype is another than that of the table
+        if not hidden.numel():  # only the shape; under autocast, the dtype differs from the table's
             probe = functional.linear(hidden, hidden.new_empty(1, hidden.shape[-1], dtype=access.dtype))
             return probe.new_empty(*hidden.shape[:-1], access.size)
         found: torch.Tensor | None = None
@@ -341,7 +341,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over slices are taken: 32 bits at least."""
+    """Return the dtype in which sums over slices are computed: at least 32 bits."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -349,7 +349,7 @@ on_tables(functional.embedding)(rows_of_table)
 on_tables(functional.linear)(linear_of_table)
 
 
-# Hold the tables of a layer on a device, of which parts travel while the layer computes.
+# Hold the tables of a layer on a device; parts of them are copied while the layer computes.
 
 
 _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
@@ -358,8 +358,8 @@ _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 class LayerTables:
     """The tables of one layer on one device."""
 
-    # memory: memory of the host for sums of gradients; `None`: new memory for each
-    # count: function that is given the bytes of each part that goes up
+    # memory: host memory for sums of gradients; `None`: new memory for each
+    # count: function that gets the bytes of each uploaded part
 
     def __init__(
         self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
@@ -372,7 +372,7 @@ class LayerTables:
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
         """Return the placeholder of a parameter while the layer runs."""
-        # source: numbers on the host
+        # source: values on the host
         # dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
         form = torch.empty(source.shape, dtype=dtype, device="meta")
@@ -389,7 +389,7 @@ class LayerTables:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """Tables that code of the layer needed whole: gradients end in these."""
+        """Tables that the layer's code needed as a whole: leaves of its gradients."""
         return [leaf for table in self._tables.values() for leaf in table.leaves]
 
     def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -407,7 +407,7 @@ class LayerTables:
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
         """Remove and return the sums, and the event when they are complete."""
-        # dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
+        # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():
             found = table.pop_sum()
@@ -433,14 +433,14 @@ class HostSum:
     """The sum of gradients of parts of one parameter; :meth:`result` waits for it."""
 
     # form: shape and dtype of the sum
-    # memory: function that returns memory of the host for it. Default: new memory.
+    # memory: function that returns host memory for it. Default: new memory.
 
     def __init__(
         self, form: torch.Tensor, memory: Callable[[torch.Tensor], torch.Tensor | None] = lambda form: None
     ) -> None:
         self._form, self._memory = form, memory
         self._total: torch.Tensor | None = None
-        # Parts on their way to the host: of which rows, and when they are there.
+        # Parts that are being copied to the host: their rows, and the event when each is complete.
         self._coming: collections.deque[tuple[torch.Tensor | slice, torch.Tensor, Event]] = collections.deque()
         self._scale = 1.0
         self._lock = threading.Lock()
@@ -459,15 +459,15 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Add a part in order; a limited number of parts may still be on their way."""
-        # place: slice, or numbers of rows, each once
+        """Add a part in order; a limited number of parts may still be in transit."""
+        # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:
             self._coming.append((place, gradient, arrived))
             self._land(waiting)
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum when it is complete."""
+        """Multiply the sum by a factor when it is complete."""
         self._scale *= factor
 
     def done(self) -> bool:
@@ -475,7 +475,7 @@ class HostSum:
         return not self._coming and self._scale == 1.0
 
     def result(self) -> None:
-        """Wait for all parts, and complete the sum."""
+        """Wait for all parts, and return the complete sum."""
         with self._lock:
             self._land(0)
             factor, self._scale = self._scale, 1.0

@@ -1,9 +1,9 @@
 """Parameters whose copies stay on a device, from stage to stage and from step to step.
 
-Every visit of a stage copies its parameters to the device. The copy of a parameter that was not written since holds the
-same numbers, so where there is room some stay: those that do not train before others, which a step changes. Which ones
-is decided before a run, and the same ones stay then: a device comes to all layers in turn, and to keep those it had
-last would keep none that comes next.
+Every visit of a stage copies its parameters to the device. A copy of a parameter that has not changed since can be
+reused, so some copies stay where there is room, frozen parameters first, as a step changes the others. They are chosen
+before a run and then stay fixed: a device visits all layers in turn, so LRU would always evict the copy that is needed
+next.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ParameterTraffic:
 
     Attributes:
         uploaded: bytes that were copied.
-        reused: bytes that were not, because their copy was still on the device.
+        reused: bytes that were not copied, because the device still had the copy.
         kept: bytes of copies that stay on each device now, by its name.
-        skipped: bytes that were not copied, because no layer read them: of experts that no token was routed to.
+        skipped: bytes that were not copied, because no layer read them: experts without tokens.
 
     >>> before, after = ParameterTraffic(100, 0, {}), ParameterTraffic(130, 70, {"virtual:0": 70})
     >>> after.uploaded - before.uploaded, after.reused - before.reused
@@ -48,7 +48,7 @@ class ParameterTraffic:
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """A copy on a device, and what it was copied from."""
+    """A copy on a device, and the tensor that it was copied from."""
 
     tensor: torch.Tensor
     own_version: int
@@ -59,8 +59,8 @@ class _Copy:
     was_trained: bool
 
     def is_of(self, parameter: torch.Tensor, source: torch.Tensor, run_version: int) -> bool:
-        """Whether the source is the one that was copied, and neither of both was written since."""
-        # It may be frozen again when this is asked next, after a step.
+        """Whether this is the copy of that source, and neither of them was written since."""
+        # The parameter may be frozen again after a step, when this is called next.
         self.was_trained |= parameter.requires_grad
         return (
             not self.mark.is_counted(source)
@@ -74,9 +74,9 @@ class KeptParameters:
     """The copies of one model's parameters that stay on devices."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        # By device, and the identity of the parameter. A copy that is removed here is freed when no layer runs with it.
+        # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.
         self._copies: dict[str, dict[int, _Copy]] = {device.name: {} for device in devices}
-        # Parameters that stay from their next upload on.
+        # Parameters whose next uploaded copy will stay.
         self._chosen: frozenset[int] = frozenset()
         self._uploaded = self._reused = self._skipped = 0
         # Each device uploads in its own thread.
@@ -99,15 +99,15 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters that stay from now on, and release all others and those that were written since."""
+        """Choose the parameters that stay from now on, and release the copies of others and of changed ones."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
             return
-        # parts of tables come and go
+        # parts of tables are copied on demand
         found = {id(part): part for layer in contents for part in layer.parts() if id(part) not in layer.tables}
         chosen, left = set(), nbytes
-        for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # the order of layers otherwise
+        for parameter in sorted(found.values(), key=lambda one: one.requires_grad):  # otherwise the order of layers
             if sent_nbytes(parameter) <= left and is_plain(parameter):
                 chosen.add(id(parameter))
                 left -= sent_nbytes(parameter)
@@ -116,7 +116,7 @@ class KeptParameters:
             for key in list(copies):
                 if key in chosen:
                     copy, now = copies[key], source(found[key])
-                    # torch counts no write by way of `tensor.data`: such as that of PEFT when it merges an adapter.
+                    # torch does not count writes through `tensor.data`, such as PEFT's when it merges an adapter.
                     if copy.is_of(found[key], now, version) and copy.mark.has_numbers(now):
                         continue
                 del copies[key]
@@ -129,7 +129,7 @@ class KeptParameters:
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter, or of a part of one, on a device; it is made if it is missing."""
+        """Return the copy of a parameter, or of a part of one, on a device; upload it if it is missing."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:
@@ -161,7 +161,7 @@ class KeptParameters:
         return tensor, stays
 
     def count(self, uploaded: int = 0, skipped: int = 0) -> None:
-        """Count bytes of parameters of which parts are copied."""
+        """Count the bytes of parameters that are copied in parts."""
         with self._lock:
             self._uploaded += uploaded
             self._skipped += skipped
@@ -172,14 +172,14 @@ class KeptParameters:
             copies.clear()
 
 
-# Pinned memory for the gradients that come down from accelerators, the same in every run.
+# Pinned memory for downloaded gradients of accelerators, reused in every run.
 
 
 class GradientMemory:
     """Pinned memory with a place for the gradient of each parameter of each layer.
 
-    A gradient becomes that of the parameter, so its place is taken until the gradient is cleared. Where gradients are
-    accumulated over several runs, the next run gets a second set of places.
+    A gradient becomes the parameter's ``grad``, so its place is taken until the gradient is cleared. When gradients
+    accumulate over several runs, the next run gets a second set of places.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class GradientMemory:
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Plan the places of a run."""
+        """Plan the places for a run."""
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
             for layer in contents

@@ -29,17 +29,17 @@ from .rows_on_demand import PartialLayer, RowsOnDemand
 
 T = TypeVar("T")
 
-# What came down from a device: copies on the host, and when they are complete.
+# Downloaded gradients or buffers: host copies, and the events when they are complete.
 Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
 
 
-# Stands on the copy of a parameter and states which layer it is of.
+# Attribute of the copy of a parameter: the layer that it belongs to.
 _LAYER = "_roundpipe_layer"
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:
-    """Check that a loss does not go back into a layer past its outputs."""
+    """Check that a loss does not reach into a layer except through its outputs."""
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
@@ -50,7 +50,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
 
 
 def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
-    """Whether a copy, or what stands for its rows, is where it was put."""
+    """Whether a copy, or the placeholder for its rows, is still in its place."""
     return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
 
 
@@ -60,8 +60,8 @@ class LayerOnDevice:
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # kept: copies of parameters that stay on devices. Default: none stay.
     # version: version of the parameters that the run reads. Default: 0.
-    # memory: memory of the host for sums of gradients that are taken there. Default: new memory for each.
-    # partial_plan: parameters that are copied when they are read. Default: none.
+    # memory: host memory for gradients that are summed there. Default: new memory for each.
+    # partial_plan: parameters that are copied on demand. Default: none.
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LayerOnDevice:
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
         self._sums: dict[int, torch.Tensor] = {}
-        # What a backward left for each parameter, where it is kept apart from the sums.
+        # Results of a backward for each parameter, if they are kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
         self._tables = LayerTables(contents, device, memory, kept.count)
         rebuilding = Rebuilding(partial(self._upload_part, kept=kept, version=version))
@@ -127,7 +127,7 @@ class LayerOnDevice:
         uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
         if not stays:
             self._memory.append(uploaded)
-        return uploaded.detach()  # its owner may give it other memory by way of `data`
+        return uploaded.detach()  # its owner may replace its memory through `data`
 
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
@@ -147,8 +147,8 @@ class LayerOnDevice:
 
     def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
-            copy.__class__ = type(parameter)  # a class of the user's
-        copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
+            copy.__class__ = type(parameter)  # a class of the user
+        copy.__dict__.update(parameter.__dict__)  # attributes that users set on parameters
         copy.__dict__[_LAYER] = self.title
         copy.__dict__[HOST_PARAMETER] = parameter
         return copy
@@ -195,7 +195,7 @@ class LayerOnDevice:
         return [*self._parameters.values(), *self._tables.leaves]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``."""
+        """Check that the copies equal the host's values: torch counts no write through ``tensor.data``."""
         copies = [
             (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
             for _, _, copy, parameter in self._places
@@ -222,7 +222,7 @@ class LayerOnDevice:
     def _are_as_copied(
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
-        """Whether a copy has the numbers of the host; on an accelerator, which compares them, a tensor of it."""
+        """Whether a copy equals the host's values; an accelerator compares them and returns a tensor."""
         # dtype: dtype to which the copy was rounded. Default: that of the source.
         if not is_compared(source):
             return True
@@ -231,7 +231,7 @@ class LayerOnDevice:
             return False
         if copy.device == source.device:
             return bool(same_numbers(copy, source))
-        # uploaded once more: the host's numbers are pinned, and memory for a download of them would stay so
+        # uploaded again: the host's values are pinned, while a download would need memory that then stays pinned
         pieces = zip(_pieces(copy), _pieces(source), strict=True) if _has_no_gaps(copy, source) else [(copy, source)]
         flags = []
         for own, other in pieces:
@@ -257,7 +257,7 @@ class LayerOnDevice:
     def take_gradients(self) -> None:
         """Add the gradients of the last backward to the sums of this visit, one microbatch after the other.
 
-        Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
+        Autograd sums in the copy's ``grad``, in the same order. Gradients with another sum dtype are removed from it.
         """
         if self._apart is not None:
             return
@@ -269,12 +269,12 @@ class LayerOnDevice:
                 self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
 
     def keep_apart(self) -> None:
-        """Leave the gradients of each backward for :meth:`pop_gradients`, instead of summing them here."""
+        """Keep the gradients of each backward for :meth:`pop_gradients`, instead of summing them here."""
         if self._apart is None:
             self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
             wide = dict(self._wide)
             for key, found in self._apart.items():
-                if key not in wide:  # of these, autograd adds each part to the sum if a backward has several
+                if key not in wide:  # for these, autograd adds each part to the sum if a backward has several
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
@@ -307,7 +307,7 @@ class LayerOnDevice:
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Offer each gradient to a function; gradients that it accepts are dropped here."""
-        # take: gets a parameter of the host and its gradient on the device; returns whether it took it
+        # take: gets a parameter of the host and its gradient on the device; returns whether it accepted the gradient
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
             if copy.grad is not None and take(parameter, copy.grad):
@@ -320,10 +320,10 @@ class LayerOnDevice:
         memory: GradientMemory | None,
         dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
     ) -> Gradients:
-        """Return the sums, on the host; they are gone from the device."""
-        # scale: factor for them. The device multiplies, which the host would do while the devices wait.
-        # memory: memory of the host for them. Default: new memory for each.
-        # dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
+        """Move the sums to the host, and return them."""
+        # scale: factor for them. The device multiplies, because devices would wait while the host did.
+        # memory: host memory for them. Default: new memory for each.
+        # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
         totals = {}
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
@@ -336,7 +336,7 @@ class LayerOnDevice:
                 for total in totals.values():
                     total.mul_(scale)
         found = self._tables.pop_gradients(scale, dtype)
-        while totals:  # popped, so that no tensor is held here longer than its copy takes
+        while totals:  # popped, so that each tensor is freed when its copy ends
             parameter = next(iter(totals))
             total = totals.pop(parameter)
             if dtype is not None and total.dtype != dtype(parameter):
@@ -357,17 +357,17 @@ class LayerOnDevice:
         return list(self._buffers)
 
     def changed_buffers(self) -> Buffers:
-        """Return copies of the buffers that changed since the last time this was asked, on the host."""
+        """Return host copies of the buffers that changed since the last time this was called."""
         changed = self._find_changed()
         return {number: self.device.copy_out(self._buffers[number]) for number in changed}
 
     def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
-        """Bring buffers to the values they had before another call."""
+        """Set buffers to their values from before another call."""
         for number, (value, ready) in values.items():
             self._buffers[number] = self.device.copy_in(value, ready)
 
     def download_buffers(self) -> Buffers:
-        """Return the buffers that this visit wrote, as they are now, on the host."""
+        """Return the buffers that this visit wrote, on the host."""
         self._find_changed()
         return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
 
@@ -386,7 +386,7 @@ class LayerOnDevice:
         return changed
 
     def complete(self) -> bool:
-        """Copy the rows that were not copied yet, for a call that fails without them; report whether there were any."""
+        """Copy the missing rows, for a call that fails without them; report whether there were any."""
         return self._partial.complete()
 
     def release(self) -> None:
@@ -417,24 +417,24 @@ def _has_no_gaps(copy: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Views of the numbers of a tensor without gaps, one after the other."""
+    """Contiguous views that cover the elements of a tensor, in order."""
     flat = tensor.detach().view(-1)
     nbytes = flat.element_size()
     return [flat[start : start + PIECE // nbytes] for start in range(0, len(flat), PIECE // nbytes)]
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient for a sum of this dtype: as it is where the sum is wider, so that no second copy takes memory."""
+    """Convert a gradient for a sum of this dtype; a narrower gradient is returned as is, to save memory."""
     is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
     return gradient if is_wider else gradient.to(dtype)
 
 
 def _tracks_statistics(module: nn.Module) -> bool:
-    """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
+    """Whether a norm updates its running statistics: torch's kernels do so without counting a version."""
     return isinstance(module, NormBase) and module.training and module.track_running_stats
 
 
-# Let layers parametrize their parameters in the forward, as PEFT does to add adapters to stacked experts.
+# Support layers that register parametrizations in the forward, as PEFT does to add adapters to stacked experts.
 
 
 def _patch() -> AttributePatch | None:
@@ -455,7 +455,7 @@ _PATCH = _patch()
 
 @contextlib.contextmanager
 def setting_nothing_to_itself() -> Iterator[None]:
-    """A block in which a parametrization that is registered writes no parameter that keeps its numbers."""
+    """A block in which registering a parametrization writes no parameter whose values it keeps."""
     if _PATCH is None:
         yield
         return
@@ -467,9 +467,9 @@ def setting_nothing_to_itself() -> Iterator[None]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Forget what torch has cached for a module and those in it: it was computed from other copies, in another graph.
+    """Clear torch's cache of parametrized values in a module: they were computed from other copies, in another graph.
 
-    Threads share torch's cache, and its end: while one is in a block of ``cached()``, what others computed stays.
+    Threads share torch's cache: while one thread is in ``cached()``, cached values of other threads remain.
     """
     if cached := cached_parametrizations():
         own = set(map(id, module.modules()))

@@ -1,7 +1,7 @@
-"""A parameter of which only the rows that a layer reads are copied, such as experts; and which of them these are.
+"""A parameter of which only the rows that a layer reads are copied, such as experts.
 
-The memory is that of the whole parameter. So every operation computes with the tensor that it would have otherwise, and
-the gradient has the shape that it would have otherwise. What was not copied is never read.
+It has the memory of the whole parameter. So every operation gets a tensor with the usual shape, and
+so does the gradient. Rows that were not copied are never read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ...device.protocol import Device
 from ...optim.parameters import LayerContents
 
-# Rows that follow each other, as (start, stop).
+# Consecutive rows, as (start, stop).
 Runs: TypeAlias = Sequence[tuple[int, int]]
 
 # Attribute of the tensor on the device, which may stay there from run to run.
@@ -26,7 +26,7 @@ _TABLE = "_roundpipe_table"
 
 
 def runs_of(rows: Iterable[int]) -> Runs:
-    """Return rows as runs of rows that follow each other.
+    """Group rows into runs of consecutive rows.
 
     >>> runs_of([5, 1, 2, 7, 6])
     [(1, 3), (5, 8)]
@@ -41,16 +41,16 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """The rows of a parameter that are on a device. It may stay there from run to run."""
+    """The rows of a parameter that are on a device. They may stay there from run to run."""
 
     # tensor: memory of the device
-    # by_rows: whether rows are read one by one; otherwise the parameter is one row, which is read or not at all
-    # count: function that is given the bytes of each copy
+    # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
+    # count: function that gets the bytes of each copy
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
         self._device, self.by_rows, self._count = device, by_rows, count
-        # The same memory with its own version: what is written was never read. The tensor itself refers to this
-        # object, and the other way would keep its memory until a collection.
+        # A view with its own version counter, since only unread rows are written. The tensor itself refers to this
+        # object; the other way round its memory would stay until a garbage collection.
         self._memory = self.as_rows(tensor.data)
         self._is_poisoned = False
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class PartialTable:
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
         """Copy the missing rows from the host; later computations wait for them."""
-        with self._lock:  # another thread may walk over the parameters of the model meanwhile
+        with self._lock:  # another thread may iterate over the model's parameters meanwhile
             missing = rows - self.present
             if missing:
                 self._device.copy_rows_in(self._memory, source, runs_of(missing), after_compute=self._is_poisoned)
@@ -72,7 +72,7 @@ class PartialTable:
                 self._count(len(missing) * self.row_nbytes)
 
     def poison(self) -> None:
-        """Write NaN into all rows that are not there, for a proof that they are not read."""
+        """Write NaN into all missing rows, to check that they are not read."""
         with torch.no_grad():
             for start, stop in runs_of(set(range(self.rows)) - self.present):
                 self._memory[start:stop].fill_(float("nan"))
@@ -80,16 +80,16 @@ class PartialTable:
 
 
 class TableReader:
-    """The rows that one visit of a layer reads of a table, and the host tensor that they are copied from."""
+    """The rows that one visit of a layer reads from a table, and the host tensor that they are copied from."""
 
-    # Two layers may share a parameter, and so a table that stays: each knows what it has read itself.
+    # Two layers may share a parameter, and so a table that stays: each records its own reads.
 
     def __init__(self, table: PartialTable, source: torch.Tensor) -> None:
         self.table = table
         self.by_rows, self.rows = table.by_rows, table.rows
         self._source = table.as_rows(source)
         self.read: set[int] = set()
-        # Whether an operation read all of it that is not known to read rows.
+        # Whether an operation that is not known to read single rows read the whole table.
         self.is_read_as_whole = False
 
     @property
@@ -118,7 +118,7 @@ class TableReader:
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Copy the missing ones of the rows that will be read."""
+        """Copy the missing rows among those that will be read."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)
@@ -133,21 +133,21 @@ class TableReader:
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the rows that are on the device of two tensors with the shape of the parameter."""
+        """Return the rows that are on the device, from two tensors with the shape of the parameter."""
         if not self.by_rows:
             return [(tensor, source)] if self.table.present else []
         return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]
 
 
 def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
-    """Return memory of a device for a parameter, of which no row is there yet."""
+    """Allocate device memory for a parameter, without any row."""
     tensor = device.reserve(source)
     setattr(tensor, _TABLE, PartialTable(tensor, device, by_rows=by_rows, count=count))
     return tensor
 
 
 def table_of(tensor: torch.Tensor) -> PartialTable | None:
-    """Return the table in the memory of a tensor; ``None`` if the tensor was copied at once."""
+    """Return the table of a tensor; ``None`` if the tensor was copied as a whole."""
     found: PartialTable | None = getattr(tensor, _TABLE, None)
     return found
 
@@ -158,43 +158,43 @@ def bytes_present(tensor: torch.Tensor) -> int:
     return tensor.nbytes if table is None else len(table.present) * table.row_nbytes
 
 
-# Bytes of a group from which on it is copied on demand: to ask which rows are read takes longer than to copy fewer.
+# Groups of at least this many bytes are copied on demand: for smaller ones, finding the rows costs more than it saves.
 LEAST_BYTES = 1024**2
 
-# The share of a group up to which a run reads it on demand.
+# Groups of which runs read at most this share are copied on demand.
 MOST_READ = 0.75
 
-# What a group is known by: its layer, its name, and whether its rows are read one by one.
+# Key of a group: its layer, its name, and whether its rows are read one by one.
 Group: TypeAlias = tuple[int, str, bool]
 Members: TypeAlias = list[nn.Parameter]
 
 
-# Decide which parameters of a run are copied only when they are read: those of experts.
+# Decide which parameters of a run are copied on demand: experts.
 #
-# Two kinds of parameters may be read in part, and what a layer reads is observed:
+# Two kinds of parameters may be read in part; the engine observes what each layer reads:
 #
 #     experts.down_proj [8, 64, 32]          one matrix per expert in one parameter: rows are copied
-#     experts.*.down_proj.weight             the same parameter in each module of a list: those that are read are copied
+#     experts.*.down_proj.weight             the same parameter in each module of a list: used modules are copied
 #
-# A group of parameters is copied on demand where the last run of its size read less than most of it, and otherwise
-# ahead, while the device computes something else. Each run that looks (the first, second, fourth...) observes again.
+# A group of parameters is copied on demand if the last run of its size read less than most of it; otherwise it is
+# copied ahead, while the device computes. Runs 1, 2, 4, 8... observe again.
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
-    """The parameters that a run copies when they are read."""
+    """The parameters that a run copies on demand."""
 
-    # by the identity of a parameter: whether its rows are read one by one, or it is read as a whole or not at all
+    # by parameter identity: whether its rows are read one by one, or all of it or nothing
     by_rows: Mapping[int, bool]
-    is_look: bool  # whether products of groups are compared with and without the other rows
-    note: Callable[[Mapping[int, TableReader]], None]  # function that is given what a visit has read
+    is_look: bool  # whether grouped products are compared with and without the unused rows
+    note: Callable[[Mapping[int, TableReader]], None]  # function that gets the rows that a visit has read
 
 
 NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
 
 
 class RoutedParameters:
-    """Remembers which share of each group runs have read, and plans the next run by it."""
+    """Records which share of each group runs have read, and plans the next run accordingly."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[Group, Hashable], float] = {}
@@ -211,8 +211,8 @@ class RoutedParameters:
         is_look: bool,
     ) -> PartialPlan:
         """Return the parameters that a run copies on demand."""
-        # size: kind of the run and size of its inputs, by which runs differ in what they read
-        # source: function that returns what a parameter is copied from
+        # size: kind of the run and size of its inputs, since reads differ between these
+        # source: function that returns the tensor that a parameter is copied from
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
@@ -229,13 +229,13 @@ class RoutedParameters:
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
 
     def _ways(self, layer: int, name: str, members: Members) -> Group | None:
-        """How a group is read in part; ``None`` where it cannot be."""
+        """How a group is read in part; ``None`` if it cannot be."""
         if members[0].dim() == 3 and (layer, name, True) not in self._refused:
             return layer, name, True
         return (layer, name, False) if len(members) > 1 else None
 
     def _groups(self, layer: LayerContents) -> dict[str, Members]:
-        """The groups of a layer, which are found again where it holds other parameters than before."""
+        """The groups of a layer; they are found again if its parameters have changed."""
         held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
         known = self._found.get(layer.index)
         if known is None or known[0] != held:
@@ -256,16 +256,16 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the parameters of a layer that may be read in part, by name: those with a matrix per row, those of lists.
+    """Return the parameters of a layer that may be read in part, by name: one matrix per row, or one per listed module.
 
-    The name of those of a list has a ``*`` for their place in it.
+    Names of parameters in a list have a ``*`` instead of the index.
     """
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
     alike: dict[tuple[Hashable, ...], Members] = {}
     for slot in layer.slots:
         parameter = slot.parameter
-        if times[id(parameter)] == 1:  # one that belongs to two modules is read by both
+        if times[id(parameter)] == 1:  # a parameter of two modules is read by both
             place = "*" if isinstance(slot.owner, (nn.ParameterList, nn.ParameterDict)) else slot.name
             key = f"{names.get(id(slot.owner), '')}{place}", parameter.shape, parameter.dtype
             alike.setdefault(key, []).append(parameter)
@@ -273,14 +273,14 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
     return {
         str(name): members
         for (name, *_), members in alike.items()
-        if count[name] == 1  # in a list of modules that differ, each has its own name for its place
+        if count[name] == 1  # in a list of different modules, each index has its own name
         and (len(members) > 1 or (members[0].dim() == 3 and len(members[0]) > 1))
         and sum(parameter.nbytes for parameter in members) >= LEAST_BYTES
     }
 
 
 def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
-    """Prefixes of the names of what modules hold, by the identity of the module, with ``*`` for places in lists."""
+    """Prefixes of parameter names, by module identity, with ``*`` for list indices."""
     yield id(module), prefix
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     for name, child in module._modules.items():
@@ -289,7 +289,7 @@ def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
-    """Whether parts of a parameter can be copied: it has its own numbers, one after the other, on the host."""
+    """Whether parts of a parameter can be copied: a plain contiguous tensor on the host."""
     is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
     is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
     return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0

@@ -1,17 +1,17 @@
-"""Stand for a parameter with one matrix per expert, and copy the matrices that an operation reads before it runs.
+"""Placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
 
-Which experts a layer needs is known when its router has run, in the middle of the layer. So a layer does not see the
-parameter but a tensor that stands for it. Each operation on it comes here first:
+The experts are known when the layer's router has run, in the middle of the layer. So the layer gets a placeholder
+tensor, and each operation on it comes here first:
 
 ::
 
     weight[expert]                          an index, a slice, a mask or a tensor of indices: those rows
     torch.nn.functional.grouped_mm(...)     rows of groups that are not empty
-    weight.shape, weight.transpose(1, 2)    none; a view stands for the parameter as before
+    weight.shape, weight.transpose(1, 2)    none; a view is a placeholder too
     anything else                           all rows
 
-Then the operation runs on the parameter itself, whose memory is complete where it reads. Nothing else changes: neither
-the numbers nor the graph that autograd records.
+Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph
+are the usual ones.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from ...device.protocol import Device
 from ...optim.parameters import LayerContents, ParameterSlot
 from .partial_table import PartialPlan, Runs, TableReader, reserve_table, runs_of, table_of
 
-# Properties and methods that read no number.
+# Properties and methods that read no values.
 _FACTS = {
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "names", "grad", "grad_fn", "_version"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes"),
     *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "has_names", "__len__", "__hash__"),
 }
-# Those that may return a view in which rows are rows.
+# Those that may return a view whose first axis is still the rows.
 _VIEWS = {"transpose", "swapaxes", "swapdims", "permute", "mT", "data", "detach"}
 
 _PRODUCTS = grouped_products()
-# transformers' own product, for devices and dtypes for which torch has none: it skips groups that are empty.
+# transformers' own grouped product, for devices and dtypes without torch's: it skips empty groups.
 _PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
 
 Arguments: TypeAlias = Sequence[Any]
 
-# As many indices are read by the host as they are; of more, the device first finds which are different.
+# Up to this many indices are copied to the host directly; of more, the device first finds the distinct ones.
 _FEW = 64
 
 
 class KnownRows:
-    """The rows of the last tensor of indices, which two parameters of one module are usually read by."""
+    """The rows of the last index tensor, which two parameters of one module usually share."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[torch.Tensor] | None = None
@@ -60,11 +60,11 @@ class KnownRows:
         self._rows: list[int] = []
 
     def of_indices(self, indices: torch.Tensor, rows: int) -> list[int]:
-        """Return the rows that a tensor of integers, or a mask, names; the host waits for the device."""
+        """Return the rows that an integer tensor or a mask selects; the host waits for the device."""
         return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
-        """Return the groups that are not empty, by where each one ends; the host waits for the device."""
+        """Return the groups that are not empty, given the end of each; the host waits for the device."""
         return self._remembered(ends, lambda: _not_empty(ends.tolist()))
 
     def _remembered(self, of: torch.Tensor, find: Callable[[], list[int]]) -> list[int]:
@@ -81,7 +81,7 @@ class KnownRows:
 class RowsOnDemand(torch.Tensor):
     """A placeholder without memory for a parameter on a device."""
 
-    # what `isinstance(tensor, torch.nn.Parameter)` asks for
+    # `isinstance(tensor, torch.nn.Parameter)` reads this
     _is_param = True
     _stands_for: tuple[torch.Tensor, TableReader, KnownRows, bool]
 
@@ -94,7 +94,7 @@ class RowsOnDemand(torch.Tensor):
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
     """Return the placeholder of a parameter on a device, or of a view of it."""
-    # is_proved: whether products of groups are compared with and without the other rows
+    # is_proved: whether grouped products are compared with and without the unused rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
     vars(found).update(vars(tensor))
@@ -103,7 +103,7 @@ def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_
 
 
 def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """Copy what an operation reads, and call it with the parameters themselves."""
+    """Copy the rows that an operation reads, and call it with the parameters themselves."""
     name = _name_of(func)
     call, arguments = pytree.tree_map_only(RowsOnDemand, _real, (tuple(args), dict(kwargs)))
     if name in _FACTS:
@@ -134,7 +134,7 @@ def _real(stand: RowsOnDemand) -> torch.Tensor:
 
 
 def _name_of(func: Any) -> str:
-    """The name of a function or method, or of the property that is read; of one that is set, nothing."""
+    """The name of a function, method or property getter; empty for a setter."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", ""))
@@ -142,7 +142,7 @@ def _name_of(func: Any) -> str:
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """The stand-in for a view whose rows are those of the parameter; otherwise the view itself, of all rows."""
+    """The placeholder for a view with the parameter's rows; otherwise the view itself, with all rows copied."""
     tensor, table, known, is_proved = stand._stands_for
     if view is tensor:
         return stand
@@ -159,7 +159,7 @@ def _view(stand: RowsOnDemand, view: Any) -> Any:
 def _rows_by_index(
     name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
 ) -> Sequence[int] | None:
-    """The rows that an index names; ``None`` if this is none, or not one that is known."""
+    """The rows that an index selects; ``None`` for other operations or unknown kinds of index."""
     if kwargs:
         return None
     if name == "__getitem__" and len(args) == 2:
@@ -178,7 +178,7 @@ def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
     if isinstance(index, slice):
         return range(*index.indices(rows))
     if isinstance(index, int) and not isinstance(index, bool):
-        return [index % rows]  # one that is out of range is the error of the operation
+        return [index % rows]  # the operation itself raises the error of an invalid index
     return None
 
 
@@ -191,7 +191,7 @@ def _distinct(indices: torch.Tensor) -> list[int]:
 def _rows_of_product(
     args: Arguments, kwargs: Mapping[str, Any], tensor: torch.Tensor, known: KnownRows
 ) -> Sequence[int] | None:
-    """The groups with rows, of a product of groups of rows with a matrix each; ``None`` for other products."""
+    """The non-empty groups of a grouped matrix product; ``None`` for other products."""
     ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
     is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
     return known.of_ends(ends) if is_by_rows and isinstance(ends, torch.Tensor) else None
@@ -201,11 +201,11 @@ def _not_empty(ends: Sequence[int]) -> list[int]:
     return [group for group, end in enumerate(ends) if end > (ends[group - 1] if group else 0)]
 
 
-# -- a proof -----------------------------------------------------------------------------------------------------------
+# -- a check -----------------------------------------------------------------------------------------------------------
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
-    """Whether a product and its backward are the same bits with NaN in all other rows, which are there afterwards."""
+    """Whether a product and its backward are bitwise equal with NaN in all unused rows, which are copied then."""
     table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()
@@ -213,7 +213,7 @@ def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], tab
 
 
 def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """A product of detached tensors, and the gradient that it hands to the rows."""
+    """A product of detached tensors, and the gradient of its rows."""
     given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
     if not (torch.is_grad_enabled() and given[0].is_floating_point()):
         return [func(*given, **kwargs)]
@@ -222,11 +222,11 @@ def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> lis
     return [found.detach(), *torch.autograd.grad(found, given[0], torch.ones_like(found))]
 
 
-# The parameters of a layer on a device that are copied when they are read, and what stands in the module for them.
+# The parameters of a layer on a device that are copied on demand, and their placeholders in the module.
 
 
 class PartialLayer:
-    """The parameters of one layer on a device that are copied when they are read."""
+    """The parameters of one layer on a device that are copied on demand."""
 
     def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
         self._contents, self._device, self._plan = contents, device, plan
@@ -237,31 +237,31 @@ class PartialLayer:
     def reserve(
         self, parameter: nn.Parameter, count: Callable[[int], None]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that reserves memory for a parameter; ``None`` where all of it is copied at once."""
+        """Return the function that reserves memory for a parameter; ``None`` if the parameter is copied as a whole."""
         by_rows = self._plan.by_rows.get(id(parameter))
         if by_rows is None:
             return None
         return partial(reserve_table, device=self._device, by_rows=by_rows, count=count)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Report whether a parameter is copied when it is read."""
+        """Report whether a parameter is copied on demand."""
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
         """Track a parameter if only a part of it was copied, or if its reads decide later copies."""
-        # copy: what layers compute with, which has the memory of `uploaded`
+        # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
             return
         table = TableReader(found, source)
-        if id(parameter) not in self._plan.by_rows:  # it was partly copied by an earlier run, and stayed
+        if id(parameter) not in self._plan.by_rows:  # an earlier run copied a part of it, which stayed
             table.complete()
         elif not table.is_complete or parameter.requires_grad:
             self._tables[id(parameter)] = table, copy
 
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
-        """A block in which the module reads parameters on demand; held with the layer's lock, after its copies."""
+        """A block in which the module reads parameters on demand; the caller holds the layer's lock."""
         swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
         unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
         whole: dict[int, list[ParameterSlot]] = {}
@@ -293,11 +293,11 @@ class PartialLayer:
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of parts: those of the copy that came from the host, and those of the host's tensor."""
+        """Return pairs of corresponding parts of the device copy and of the host's tensor."""
         return self._tables[id(parameter)][0].present_parts(copy, source)
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
-        """Return the rows whose gradient is to be copied to the host; the others are zero. ``None`` for all."""
+        """Return the rows whose gradient is copied to the host, as the others are zero; ``None`` for all rows."""
         table, _ = self._tables.get(id(parameter), (None, None))
         if table is None or not table.by_rows or table.is_read or gradient.layout != torch.strided:
             return None
@@ -309,7 +309,7 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
-        """Copy the rows of a placeholder; return whether there were any."""
+        """Copy all rows of the placeholders; report whether any were missing."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
@@ -324,7 +324,7 @@ class PartialLayer:
         self._stands.clear()
 
 
-# Copy a parameter of a module to the device when it is read: an expert that is not called is not copied.
+# Copy a parameter of a module to the device when it is read: an unused expert is never copied.
 
 
 class ParametersOnDemand(dict[str, nn.Parameter | None]):
@@ -337,7 +337,7 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
     copied
     """
 
-    # It stands in `module._parameters`, where everything that reads a parameter looks it up: `module.weight`,
+    # It replaces `module._parameters`, where every access looks a parameter up: `module.weight`,
     # `module.parameters()`, functions that call a module with other parameters.
 
     def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
@@ -352,7 +352,7 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter, if there is one of this name."""
+        """Return the parameter of this name, or the default."""
         if name not in self:
             return default
         return self[name]
@@ -376,7 +376,7 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         return dict(self.items())
 
     def __iter__(self) -> Iterator[str]:
-        # one of its own: a copy of a dictionary reads what `__getitem__` returns where it has another iterator
+        # its own iterator makes `dict()` read through `__getitem__`
         return super().__iter__()
 
     def added_to(self, parameters: Mapping[str, Any]) -> dict[str, Any]:

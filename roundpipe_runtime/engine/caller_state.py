@@ -85,7 +85,7 @@ class CallerState:
 def gradient_mode_kept() -> Undoing:
     """Return a context manager that restores whether this thread computes gradients.
 
-    ``torch.no_grad()`` does so too, except after a Ctrl-C while it is entered.
+    ``torch.no_grad()`` also does so, except after a Ctrl-C while it is entered.
     """
     return Undoing(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
 

@@ -366,8 +366,8 @@ def _python_marks() -> Callable[[], object]:
 
     It runs before and after each call of a layer. Comparing the states takes 12 µs for Python's and 24 µs for NumPy's
     each time, 75 of the 150 µs that a call may cost (`benchmarks/bench_pipeline.py`); this takes 0.4 µs for both. So it
-    reads the index in the generator's memory and one word of the state, which also changes when all words are replaced; if
-    the memory layout is not CPython's, it reads the state.
+    reads the index in the generator's memory and one word of the state, which also changes when all words are replaced;
+    if the memory layout is not CPython's, it reads the state.
     """
     own: random.Random = random.random.__self__  # type: ignore[attr-defined]  # a bound method
     probe = random.Random(1)

@@ -1,9 +1,9 @@
-"""Recomputation that equals the first forward: seeds, kept data, and the attributes that the layer had.
+"""Make a recomputation equal its first forward: seeds, saved data, and Python attributes of the layer.
 
-A layer call draws its random numbers from a seed made of (state of torch's generator before the run, layer,
-microbatch). The seed does not depend on the device, on the number of devices, or on the order of the work; so the
-recomputation needs no saved state. What a layer draws from NumPy, from Python, or from generators that it holds, is put
-back by :mod:`.draws`.
+The seed of a layer call is derived from (state of torch's generator before the run, layer, microbatch). It does not
+depend on the device, on the number of devices, or on the order of the work; so the recomputation needs no saved state.
+Draws from NumPy, from Python, or from generators that the layer holds are reset by
+:mod:`.draws`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-# The CPU has one default generator for all threads, as NumPy and Python have: a layer that draws has them for itself.
-# Which layers draw is seen at the first call, and checked at every other.
+# The CPU has one default generator for all threads, as NumPy and Python have: a layer that draws locks them. The first
+# call detects which layers draw, and every other call checks it.
 
 
 def run_seeded(
@@ -61,13 +61,12 @@ def run_seeded(
     traits: LayerTraits | None = None,
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
-    """Return ``call()``, run with this seed; the generators are left as they were found."""
+    """Return ``call()``, run with this seed; the generators are restored afterwards."""
     # seed: function that returns the seed of this call, called only if needed
-    # generator: generator of the device of the call; an accelerator has one of its own
-    # again: function that calls it a second time, after a first call that turned out to draw without its seed
-    # traits: record of the code. Default: it is looked up.
-    # place: function that returns where the call is in its run, called only if needed. Default: outside of a run, and
-    # the generators of Python and NumPy are not looked at.
+    # generator: generator of the call's device; an accelerator has its own again: function that repeats the call, after
+    # a first call that unexpectedly drew without its seed traits: record of the code. Default: it is looked up. place:
+    # function that returns the position of the call in its run, called only if needed. Default: outside of a run; the
+    # generators of Python and NumPy are ignored.
     generator.seed(seed)
     training = bool(getattr(code, "training", True))
     known = traits_of(code) if traits is None else traits
@@ -90,7 +89,7 @@ def run_seeded(
         torch.set_rng_state(before.state)
     known.generators.pop(training, None)
     where = None if place is None else place()
-    # Other threads of the program may have drawn from these, so this does not fail; the next call is watched.
+    # Other threads of the program may have drawn from these, so no error is raised; the next call is watched.
     if not has_drawn and (where is None or not where.is_repeatable()):
         return result
     generator.seed(seed)
@@ -109,7 +108,7 @@ def _alone(
     """Return ``call()``, seeded, while no other thread draws."""
     with generator_alone():
         generators = () if place is None else known.generators.get(training)
-        if generators:  # one that the layer holds may have been replaced
+        if generators:  # a generator of the layer may have been replaced
             generators = (*held_generators(code), *(one for one in generators if one.key in _shared_keys()))
         if generators is not None:
             result, used = _seeded(call, generators, known, training, seed, place)
@@ -121,7 +120,7 @@ def _alone(
             call = again
         held, shared = held_generators(code), process_generators()
         result, used = _seeded(call, (*held, *shared), known, training, seed, place)
-        # One that is held may be drawn from at the next call.
+        # The next call may draw from a generator of the layer.
         known.generators[training] = (*held, *(shared if used and used & {one.key for one in shared} else ()))
         return result
 
@@ -134,7 +133,7 @@ def _seeded(
     seed: int,
     place: CallDraws | None,
 ) -> tuple[T, set[int] | None]:
-    """Return ``call()`` and the generators that it used, ``None`` if one of the process is among them unexpectedly."""
+    """Return ``call()`` and the generators that it used; ``None`` if one of the process is unexpectedly among them."""
     outside = torch.get_rng_state()
     found = [(one, one.get()) for one in generators]
     try:
@@ -162,15 +161,15 @@ def _shared_keys() -> set[int]:
 
 
 class VisitGenerator:
-    """The generator of an accelerator while a stage is there: each call seeds it, and in the end it is as it was.
+    """The generator of an accelerator during a stage: each call seeds it, and its state is restored at the end.
 
-    It is not read and written again around each call: the device waits for the host meanwhile.
+    Its state is not read and written around each call, because the device would have to wait for the host.
     """
 
-    # device: device of the stage; of the CPU there is nothing to do
-    # draws: what the run draws, which notes whether a call drew from the generator of the device. Default: none.
-    # cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it to
-    # `None` where other code of the user's runs in between.
+    # device: device of the stage; nothing to do for the CPU
+    # draws: draws of the run, which records whether a call drew from the device's generator. Default: none.
+    # cpu_state: state of the CPU's generator after the last call, if the next one follows at once. The stage sets it to
+    # `None` if other user code runs in between.
 
     def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
         self._device, self._draws = device, draws
@@ -193,17 +192,17 @@ class VisitGenerator:
             self._seeded = self._generator.get_state()
 
     def of_device(self) -> Any:
-        """Return the generator of the device; ``None`` for the CPU, which has that of the host."""
+        """Return the generator of the device; ``None`` for the CPU, which uses the host's."""
         return None if self._device.type == "cpu" else _generator_of(self._device)
 
     def _look(self) -> None:
-        """Note whether the last call has drawn; the state is a few bytes on the host."""
+        """Record whether the last call has drawn; the state is a few bytes on the host."""
         if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
             self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
         self._seeded = None
 
     def restore(self) -> None:
-        """Put it into the state from before the first call."""
+        """Restore the state from before the first call."""
         if self._outside is not None:
             self._look()
             self._generator.set_state(self._outside)
@@ -211,14 +210,14 @@ class VisitGenerator:
 
 
 def _generator_of(device: torch.device) -> Any:
-    """The default generator of an accelerator, which is asked itself: its module takes several times as long."""
+    """The default generator of an accelerator, queried directly: its module takes several times as long."""
     library = torch.get_device_module(device)
     generators = getattr(library, "default_generators", None)
     return _ModuleGenerator(library, device) if generators is None else generators[device.index]
 
 
 class _ModuleGenerator:
-    """The default generator of an accelerator whose module does not hand it out."""
+    """The default generator of an accelerator whose module does not return it."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library, self._device = library, device
@@ -238,7 +237,7 @@ class _ModuleGenerator:
 class CallState:
     """The state of one layer call."""
 
-    # kind: a first forward, one that is not repeated, or a recomputation
+    # kind: a first forward, a forward without recomputation, or a recomputation
     # data: data that the layer saves in its first forward, and gets in the recomputation
 
     __slots__ = ("data", "kind")
@@ -249,7 +248,7 @@ class CallState:
         self.kind, self.data = kind, data
 
     def restart_generators(self) -> None:
-        """Bring the generators of the call to the state in which all calls of its microbatch restart."""
+        """Reset the generators of the call to the common start state of its microbatch."""
 
 
 class _Current(threading.local):
@@ -264,7 +263,7 @@ CURRENT = _Current()
 def save_for_recompute(*data: Any) -> None:
     """Save data of this layer call for its recomputation; called inside a layer's ``forward``, at most once.
 
-    It does nothing if nothing will be recomputed: without gradients, and outside of a pipeline.
+    It does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
 
     Args:
         *data: any objects; tensors must not require gradients.
@@ -304,13 +303,13 @@ def save_for_recompute(*data: Any) -> None:
 def restart_generators() -> None:
     """Reset NumPy, Python and the layer's generators to the start of the microbatch, for this layer call.
 
-    For layers whose code begins alike, such as the phases of one forward.
+    For layers whose code starts the same way, such as the phases of one forward.
     """
     CURRENT.call.restart_generators()
 
 
 def doing_recompute() -> bool:
-    """Report whether this code is being recomputed, in a backward stage.
+    """Report whether the current call is a recomputation, in a backward stage.
 
     >>> doing_recompute()  # outside of a pipeline
     False
@@ -349,7 +348,7 @@ _CONTAINERS = (dict, list, set, collections.deque)
 
 _LIBRARIES = frozenset({"torch", "transformers", "roundpipe_runtime", "yobx_flatten", *sys.stdlib_module_names})
 
-# Containers in containers that are entered; an attribute may lead to a whole trainer.
+# Depth of nested containers that are searched; an attribute may lead to a whole trainer.
 _DEPTH = 3
 
 
@@ -359,11 +358,11 @@ _DEPTH = 3
 #     forward 1        queue [a]        -> [a, b]
 #     recomputation 0  queue [] (kept)  -> [a], and [a, b] is put back
 #
-# Buffers are copied with the layer and handled elsewhere, and parameters may not be written.
+# Buffers are copied with the layer and handled elsewhere, and layers may not write parameters.
 
 
 class LayerAttributes:
-    """The attributes of a layer and of what they hold, as they are now."""
+    """A snapshot of a layer's attributes and of the containers in them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # path, attributes, their values
@@ -397,7 +396,7 @@ class LayerAttributes:
             self._note(f"{path}[{key!r}]", one, seen, depth - 1)
 
     def changes(self) -> list[str]:
-        """Return the paths of what was changed since."""
+        """Return the paths of what has changed since then."""
         found = []
         for path, now, before in self._tables:
             own = _OF_TORCH if "_parameters" in now else frozenset()
@@ -407,7 +406,7 @@ class LayerAttributes:
         return found + [path for path, tensor, version, _ in self._tensors if tensor._version != version]
 
     def restore(self) -> None:
-        """Restore everything that was noted."""
+        """Restore the recorded values."""
         for _, now, before in self._tables:
             own = _OF_TORCH if "_parameters" in now else frozenset()
             for name in [name for name in now if name not in own and name not in before]:
@@ -425,7 +424,7 @@ class LayerAttributes:
 
 
 def _is_own(value: object) -> bool:
-    """Whether an object is of a class of the user's: libraries and pipelines undo what they do themselves."""
+    """Whether an object is of a user's class: libraries and pipelines restore their own state."""
     return not isinstance(value, nn.Module | type) and type(value).__module__.partition(".")[0] not in _LIBRARIES
 
 

@@ -1,16 +1,16 @@
 """Check that layers treat rows independently, before a batch is split between rows.
 
 A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
-different values for each split. Nothing in the sizes shows it. So three rows run in one piece and in two uneven parts::
+different values for each split, and sizes do not show it. So three rows run whole and in two uneven parts::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
-Dropout is left out meanwhile, and one number stands instead of all that torch draws. Layers that draw from elsewhere
-differ anyway; of those, rows are looked at next to other rows, where all calls draw alike::
+Dropout is off meanwhile, and torch's random functions return a constant. Layers with other random sources always
+differ; for those, rows are combined with different rows, while all calls draw the same numbers::
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
-Other rows of the batch are tried before anything is refused, as rounding can change a choice near a tie, such
+Before an error, other rows of the batch are tried, as rounding can change a choice near a tie, such
 as the expert of a token.
 """
 
@@ -40,17 +40,17 @@ from .config import RoundPipeRunConfig
 from .recomputed import LayerAttributes
 from .run import Trial
 
-# Rows that are enough for two parts with different numbers of rows, and for two with several rows each.
+# Enough rows for two parts of different sizes, and for two parts with several rows each.
 _FEW, _SEVERAL = 3, 4
 
-# How many times other rows are tried before layers are refused.
+# How many times other rows are tried before an error.
 _TRIALS = 3
 
 _Hook: TypeAlias = Callable[..., Any]
 
 
 class CannotTryError(Exception):
-    """Layers do not run on some rows of a batch; the message states why."""
+    """Layers do not run on some rows of a batch; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowTrial:
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
-    outputs: list[Any] = dataclasses.field(default_factory=list)  # what all layers returned for all rows, and for parts
+    outputs: list[Any] = dataclasses.field(default_factory=list)  # outputs of all layers for all rows, and for parts
 
     @property
     def count(self) -> int:
@@ -67,7 +67,7 @@ class RowTrial:
         return self.whole.rows or 0
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
-        """Return as many rows, of which some may come several times."""
+        """Return as many rows in another order, maybe with repeats."""
         inputs = [
             taken(one, rows_of(one, part, self.count), order)
             for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
@@ -76,12 +76,12 @@ class RowTrial:
 
 
 class Rows(Protocol):
-    """The part of an engine that runs some rows by themselves."""
+    """The part of an engine that runs some rows separately."""
 
     layers: list[nn.Module]
 
     def wait_exact_step(self) -> None:
-        """Wait for an exact step in the background, and raise its error, which is not that of a trial."""
+        """Wait for an exact step in the background, and raise its error before a trial starts."""
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
         """Split arguments and labels into microbatches."""
@@ -128,12 +128,12 @@ class RowCheck:
         self.tried += [trial for trial in trials if trial.outputs]
 
     def end(self) -> None:
-        """Record the state of the layers at the end of a call, which may have changed it."""
+        """Record the state of the layers after a call, which may have changed it."""
         self.tried.clear()
         self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn about a kind of call that could not be checked, when it comes again."""
+        """Warn about a kind of call that could not be checked, when it occurs again."""
         self._failures[kind] += kind not in self._shown
         if self._failures[kind] == 2:
             self._shown.add(kind)
@@ -155,14 +155,14 @@ def first_that_mixes(
     with_hooks: bool = False,
     tried: list[RowTrial] | None = None,
 ) -> int | None:
-    """Return the first layer whose outputs for some rows depend on others; ``None`` if there is none."""
-    # leaves_of: function that returns what is compared of an output. Default: all of its leaves.
-    # with_hooks: whether hooks of the caller on modules run, who may collect what they see. Default: no.
+    """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
+    # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
+    # with_hooks: whether the caller's module hooks run, which may record what they see. Default: no.
     # tried: list that gets the trials. Default: none is wanted.
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
-    # layers may not take some rows: if the call itself also fails, it states why
+    # layers may not accept some rows: if the call itself also fails, its error gives the reason
     with (
         raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")),
         set_apart(engine.layers, with_hooks),
@@ -176,7 +176,7 @@ def first_that_mixes(
 
 
 class _Comparison:
-    """Runs layers for some rows in one piece, in parts, and next to other rows."""
+    """Runs layers on some rows, whole, in parts, and combined with different rows."""
 
     def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
         self._engine, self._leaves_of = engine, leaves_of
@@ -184,17 +184,17 @@ class _Comparison:
         self._attributes = [LayerAttributes(layer) for layer in engine.layers]
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
-        """The first of the layers that mixes these rows."""
+        """The first layer that mixes these rows."""
         if not self._differs(trial, number, together=True):
             return None
         if self._is_other(trial, number, "others"):
-            return None  # the same rows are others the next time, also where all is drawn alike: nothing is shown
+            return None  # the same rows differ at the next call even with equal draws: this proves nothing
         draws = self._is_other(trial, number, "parts", together=True)  # or keeps a state in buffers
         mixes = self._depends_on_others if draws else self._differs
         return self._first(functools.partial(mixes, trial), number)
 
     def _first(self, mixes: Callable[[int], bool], number: int) -> int | None:
-        """The first layer, found by halves, as what was mixed stays mixed; ``None`` if not even all of them mix."""
+        """The first layer, by bisection, as mixed rows stay mixed; ``None`` if not even all layers together mix."""
         if not mixes(number):
             return None
         low, high = 0, number - 1
@@ -207,18 +207,18 @@ class _Comparison:
         return low
 
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
-        """Whether rows are computed otherwise in parts."""
+        """Whether rows give different results in parts."""
         trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)
         whole, *found = map(self._leaves_of, trial.outputs)
         return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest())
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
-        """Whether the same rows are computed otherwise the next time."""
+        """Whether the same rows give different results at the next call."""
         first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
         return mixes_rows(first, [again], [trial.count], _coarsest())
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
-        """Whether rows are computed otherwise next to other rows."""
+        """Whether rows give different results when combined with different rows."""
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
         whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
@@ -235,7 +235,7 @@ class _Comparison:
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
-        """The outputs of one run, or of one each, which all begin with the same buffers and attributes."""
+        """The outputs of one run, or of one run each, which all start with the same buffers and attributes."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
             for attributes in self._attributes:
@@ -250,8 +250,8 @@ def few_rows(
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
-    """Yield some rows at a time; none where they cannot be cut once more, as in packed data."""
-    # split_again: function that returns the settings with which a few rows are cut; those of the batch by default
+    """Yield a few rows at a time; none if they cannot be split again, as in packed data."""
+    # split_again: function that returns the settings for splitting a few rows; those of the batch by default
     in_two = dataclasses.replace(config, num_microbatch=2)
     with contextlib.suppress(SplitError):
         inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
@@ -272,7 +272,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """The leaves of a part of some rows; leaves for all rows are unchanged."""
+    """The leaves of a part of some rows; leaves shared by all rows are unchanged."""
     shared = shared_by_rows(some, of_batch)
     return [one if kept else other for kept, one, other in zip(shared, some, cut, strict=True)] if any(shared) else cut
 
@@ -285,7 +285,7 @@ def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:
 
 
 def _coarsest() -> torch.dtype | None:
-    """The dtype in which autocast computes, if it is on for any kind of device."""
+    """The lowest-precision autocast dtype, if autocast is on for any kind of device."""
     kinds = {"cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) is not None else [])}
     found = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
     return found[0] if found else None
@@ -293,7 +293,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator[None]:
-    """Leave out norms of batches, which normalise microbatches as in a loop over them, and hooks of the caller."""
+    """Disable batch norms, which normalise each microbatch as in a loop, and hooks of the caller."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
@@ -316,7 +316,7 @@ def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator
 
 
 def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
-    """The hooks that libraries make: of torch, which compute weights, of transformers, which collect outputs."""
+    """The hooks of libraries: torch's compute weights, transformers' collect outputs."""
 
     def is_of_library(hook: _Hook) -> bool:
         function: Any = hook.func if isinstance(hook, functools.partial) else hook
@@ -339,7 +339,7 @@ def _mixes(layer: nn.Module, number: int) -> SplitError:
     )
 
 
-# Integers are chosen by numbers that rounding changes, so that some may be others.
+# Integers derived from floating-point numbers may differ by rounding, so some may differ.
 _CHOSEN = 0.02
 
 
@@ -348,10 +348,10 @@ _CHOSEN = 0.02
 #     rows 0 to 2        hidden (3, 7, 8)    similarity (3, 3)    loss ()      scale (8,)
 #     rows 0 and 1              (2, 7, 8)               (2, 2)         ()            (8,)
 #     row 2                     (1, 7, 8)               (1, 1)         ()            (8,)
-#     is it the same     joined, yes         no: pairs        a mean, a sum    equal, or a mean
+#     equal?             joined, yes         no: pairs        a mean, a sum    equal, or a mean
 #
-# Which axis has the rows is the one whose sizes add up. A tensor for which none does is left out: nothing is known of
-# it.
+# The axis of the rows is the one whose sizes add up. A tensor without such an axis is not
+# compared.
 
 
 def mixes_rows(
@@ -363,8 +363,8 @@ def mixes_rows(
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
-    # parts: leaves of what was computed for each part
-    # coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
+    # parts: leaves of the results for each part
+    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
     if any(len(part) != len(whole) for part in parts):
         return False
     columns = list(zip(whole, *parts, strict=True))
@@ -381,8 +381,8 @@ def changes_with_others(
     coarsest: torch.dtype | None = None,
 ) -> bool:
     """Report whether rows give different results next to other rows, with the same random numbers."""
-    # part: leaves of what was computed for fewer rows, which shows where the rows are
-    # coarsest: dtype in which something was computed. Default: the dtypes of the leaves.
+    # part: leaves of the results for fewer rows, which show the axis of the rows
+    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
     if not len(whole) == len(other) == len(part):
         return False
     for one, changed, few in zip(whole, other, part, strict=True):
@@ -396,7 +396,7 @@ def changes_with_others(
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:
-    """Return the axis of a tensor that has the rows, read off one of fewer rows; ``None`` if there is none."""
+    """Return the axis of a tensor that has the rows, by comparison with fewer rows; ``None`` if there is none."""
     if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
         return None
     axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
@@ -421,14 +421,14 @@ def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.
         (axis,) = axes
         is_joined = sum(one.shape[axis] for one in parts) == whole.shape[axis]
         return is_joined and not _is_close(torch.cat(parts, axis), whole, coarsest)
-    # pairs of rows: each is compared with those of its own part only
+    # pairs of rows: each is compared only within its own part
     return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
 
 
 def _is_of_all_rows(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.dtype | None
 ) -> bool:
-    """Whether a tensor without an axis of rows is the same for all parts, their mean or their sum."""
+    """Whether a tensor without a row axis equals that of all parts, their mean or their sum."""
     if not whole.is_floating_point():
         return True  # a number of rows or tokens, or a position
     stacked = torch.stack([one.double() for one in parts])
@@ -446,15 +446,15 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return False
     apart = (one - other).abs()
-    # not more than rounding for the largest number, and not for most of them: few may be much larger than all others
+    # at most rounding for the largest number, and less for most of them: a few may be much larger than all others
     return bool(apart.max() <= limit * other.abs().max()) and bool(
         apart.square().mean() <= limit**2 * other.abs().square().mean()
     )
 
 
 def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
-    """Report for each leaf of some rows whether it is for all rows: weights of classes, as many as rows by chance."""
-    # of_batch: the same leaves of the batch; where none is longer, it is not known
+    """Report for each leaf whether all rows share it, such as class weights that happen to be as many as rows."""
+    # of_batch: the same leaves of the batch; if none is longer, the answer is not known
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))
     return same if is_known and len(leaves) == len(of_batch) else [False] * len(leaves)

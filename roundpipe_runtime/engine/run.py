@@ -1,4 +1,4 @@
-"""One run of a pipeline: its task, its inputs, its measured times, and the commit of what its stages collected."""
+"""One run of a pipeline: its task, its inputs, its measured times, and the commit of its results."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .recomputed import LayerAttributes, call_seed
 class Run:
     """One pass over all microbatches."""
 
-    spec: RunSpec  # what the run is asked to do
+    spec: RunSpec  # task of the run
     store: ParameterStore
     table: ReadinessTable  # versions of the layers that may be read
     version: int  # version that this run reads; a backward after another step reads a later one than its forward
     timer: Timer  # measures the work
-    contract: LossContract  # contract that reduces the losses
+    contract: LossContract  # loss contract that reduces the losses
     kept: KeptParameters  # copies of parameters that stay on devices
-    draws: Draws  # what its calls draw
-    at_hand: AtHand  # has the parameters of a layer in memory for a block
+    draws: Draws  # draws of its calls
+    at_hand: AtHand  # returns a context that keeps the parameters of a layer in memory
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
-    # function that waits until gradients of the last step are gone: no two sets take memory
+    # function that waits until gradients of the last step are freed, so that only one set takes memory
     wait_cleared: Callable[[], None] = lambda: None
-    partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied when they are read
+    partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied on demand
     # activations and gradients between stages, and the first error of any
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     collected: Collected = dataclasses.field(init=False)  # results of the stages
@@ -64,7 +64,7 @@ class Run:
 
     @contextlib.contextmanager
     def reading(self, layer: int) -> Iterator[None]:
-        """Wait until this run's version of a layer is there, and keep it there for the block."""
+        """Wait until this run's version of a layer is available, and keep it during the block."""
         self.table.start_read(layer, self.version, check=self.mailbox.check)
         try:
             with self.at_hand(layer):
@@ -74,7 +74,7 @@ class Run:
 
     def start(self, microbatch: int, inputs: HostValue) -> None:
         """Pass the inputs of a microbatch to the first layer; also in a run of one fused stage."""
-        # inputs: arguments of the first layer that runs; those of the model, if that is the first of all
+        # inputs: arguments of the run's first layer; for the model's first layer, those of the model
         self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
@@ -83,13 +83,13 @@ class Run:
             self.start(number, on_host)
 
     def release(self) -> None:
-        """Release the memory of devices that this run still holds."""
-        for resident in list(self.residents.values()):  # a stage that is not waited for may still put one there
+        """Release the device memory that this run still holds."""
+        for resident in list(self.residents.values()):  # a stage that is not waited for may still add entries
             resident.release()
         self.residents.clear()
 
     def discard(self) -> None:
-        """Discard everything that was collected: the run has failed."""
+        """Discard all results: the run has failed."""
         self.draws.end()
         self.collected.clear()
         self.mailbox.clear()
@@ -97,13 +97,13 @@ class Run:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def remember_versions(self) -> None:
-        """Note the versions of the parameters, for :meth:`check_unchanged`."""
+        """Record the versions of the parameters, for :meth:`check_unchanged`."""
         self._versions = {
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
     def check_unchanged(self) -> None:
-        """Check that no parameter changed since the forward, before the run goes back through the layers."""
+        """Check that no parameter changed since the forward, before the backward."""
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -119,8 +119,8 @@ class Run:
     def commit_gradients(self) -> None:
         """Add the gradients of this run to the gradient buffers, last layer first for any plan.
 
-        Those of layers are scaled already, on their devices. Those of a loss function, after the last layer, are not:
-        they are summed while the scale is not known yet.
+        Gradients of layers are scaled already, on their devices. Gradients of a loss function, after the last layer,
+        are not: they are summed before the scale is known.
         """
         scale = self.gradient_scale()
         if scale == 0.0:
@@ -138,7 +138,7 @@ class Run:
         gradients.clear()
 
     def _zero_gradients(self) -> None:
-        """No microbatch had a weight: the loss is zero, and so are the gradients, as they would be of a constant."""
+        """All weights are zero: so is the loss, and so are the gradients, as for a constant."""
         self.store.add_gradients(
             {p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents
         )
@@ -163,28 +163,28 @@ class RunSpec:
     preserve_rng_state: bool  # whether a recomputed forward draws the same random numbers
     base_seed: int  # base of the seeds of layer calls
     tag: str  # name that distinguishes pipelines that run at the same time
-    caller: CallerState  # what the caller has set for its thread, such as autocast
+    caller: CallerState  # settings of the caller's thread, such as autocast
     labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run. Default: none.
     # loss function of a fused run. Default: the outputs are the loss.
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
     keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer. Default: `True`.
-    # whether layers stay on a device from their forward to their backward, if they come there again. Default: `False`.
+    # whether layers stay on a device from their forward to their backward, if it is the same device. Default: `False`.
     stays: bool = False
-    one_thread: bool = False  # whether the thread of one device does the work of all. Default: `False`.
-    # function that is offered each gradient as soon as a microbatch has gone back through a layer. Default: none.
+    one_thread: bool = False  # whether one thread does the work of all devices. Default: `False`.
+    # function that is offered each gradient after each microbatch's backward through a layer. Default: none.
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-    # indices of the layers that run, of all. The first one takes the inputs of the run, the outputs of the last one are
+    # indices of the layers that run. The first one takes the inputs of the run, and the outputs of the last one are
     # those of the run. Default: all.
     span: range = range(0)
-    # index of the first microbatch in the whole batch, of which this run may be a part. Default: 0.
+    # index of the first microbatch in the whole batch, if this run has only a part of it. Default: 0.
     first_microbatch: int = 0
-    # whether to look whether layers repeat themselves, and what gradients end in. Default: `False`.
+    # whether to check that recomputations repeat, and where gradients flow to. Default: `False`.
     looks: bool = False
-    # how a dry run is compared: `"parts"` of rows, without random numbers of torch, or
-    # `"others"`, rows next to other ones, where all microbatches draw the same. Default: nothing is compared.
+    # comparison mode of a dry run: `"parts"` of rows, with torch's random functions constant, or
+    # `"others"`, rows next to other rows, where all microbatches draw the same. Default: no comparison.
     trial: Trial | None = None
-    # function that is given the index of a layer and its gradients on the host, as soon as their copies are under way.
-    # It may take gradients out of the mapping. Default: none.
+    # function that gets the index of a layer and its gradients on the host, once their copies have started.
+    # It may remove gradients from the mapping. Default: none.
     gradients_landed: Callable[[int, Gradients], None] | None = None
     # layers that torch compiles. Default: none.
     compiled: CompiledLayers = NOT_COMPILED
@@ -201,7 +201,7 @@ class RunSpec:
 
     @functools.cached_property
     def restarts(self) -> set[int]:
-        """Layers from which a backward stage calls the forward again, so that their input is kept."""
+        """Layers where the recomputation of a backward stage starts, so that their input is kept."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
         if self.recompute_grain == "layer":
             return {layer for layers in backward for layer in layers}
@@ -219,7 +219,7 @@ class RunSpec:
         ]
 
     def stage_nbytes(self, stage: Stage) -> int:
-        """Return the bytes of the parameters of a stage on its device, and of the gradients where it goes backward."""
+        """Return the bytes of a stage's parameters on its device, plus gradients if it runs a backward."""
         found = [self.nbytes[layer] for layer in stage.layers]
         sets = 0 if stage.kind == "forward" else stage.gradient_sets
         return sum(held + sets * gradients for held, gradients in found)
@@ -236,7 +236,7 @@ class RunSpec:
 
     @functools.cached_property
     def _seeds(self) -> dict[tuple[int, int], int]:
-        """Seeds of the calls so far: a recomputation has the one of its forward."""
+        """Seeds of the calls so far: a recomputation reuses that of its forward."""
         return {}
 
 
@@ -246,17 +246,17 @@ _NOT_MEASURED = contextlib.nullcontext()
 class Timer:
     """Measures work for the plan, and for a timeline if there is one."""
 
-    # with_events: whether work is measured by events in the streams of an accelerator where there is no timeline.
+    # with_events: whether an accelerator's work is measured by events in its streams when there is no timeline.
     # Default: `True`.
 
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
         self._costs = costs
         self._timeline = timeline
         self._with_events = with_events or timeline is not None
-        # Of layers that wait for their backward: the forward that it will go back through; of microbatches, their loss.
+        # For layers that wait for their backward: the span of their forward; for microbatches: of their loss.
         self._forwards: dict[tuple[int, int], float] = {}
         self._losses: dict[int, float] = {}
-        # Each device has an entry, which its own thread makes.
+        # Each device has an entry, which its own thread creates.
         self._clocks: dict[str, Clock] = {}
         self._late: list[tuple[Span, float | torch.Event]] = []
 
@@ -294,7 +294,7 @@ class Timer:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """Take the times of devices that have ended their work, and begin with new clocks."""
+        """Collect the times of devices that have finished, and start new clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()
@@ -320,7 +320,7 @@ class Timer:
 
 
 class Span:
-    """A piece of work under way. There are several per layer and microbatch, so it is a plain class."""
+    """Work in progress. There are several per layer and microbatch, so it is a plain class."""
 
     __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
 
@@ -339,11 +339,11 @@ class Span:
             self.timer.add(self, self.clock.now(self.kind))
 
 
-# Attribute of layers whose forward runs the code of earlier ones again, from its start: these have the same object in
-# it. They write the same values into the same buffers, so those of the first one count.
+# Attribute of layers whose forward repeats the code of earlier ones from the start: these share one object in it.
+# They write the same values into the same buffers, so those of the first one count.
 RUNS_AGAIN = "_rp_runs_again"
 
-# Gradients of the tensors between two stages, on the host; ``None`` where none flows.
+# Gradients of the tensors between two stages, on the host; ``None`` for a tensor without one.
 Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 
@@ -361,12 +361,12 @@ class Collected:
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
     # gradients of the parameters, by layer; those of a loss function after the last layer
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
-    # gradients of a loss function's own parameters, by microbatch, until all are there
+    # gradients of a loss function's own parameters, by microbatch, until all have arrived
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    # attributes of layers that change them, as they were before a forward, by layer and microbatch
+    # attributes of layers that change them, from before a forward, by layer and microbatch
     attributes: dict[tuple[int, int], LayerAttributes] = dataclasses.field(default_factory=dict)
     shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that are views of others
-    # what shows whether a recomputation equals its forward, by layer and microbatch, in a run that looks
+    # digest to compare a recomputation with its forward, by layer and microbatch, in a checking run
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
@@ -395,12 +395,12 @@ class WrittenBuffers:
         self._at_start: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, layer: int, written: Buffers) -> None:
-        """Take the values that a layer leaves behind."""
-        # written: buffers that it wrote, as they are after the last microbatch
+        """Store the values that a layer has written."""
+        # written: buffers that it wrote, after the last microbatch
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
-        """Take the values after one microbatch, so that a recomputation of the next one can start from them."""
+        """Store the values after one microbatch, so that a recomputation of the next one can start from them."""
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
@@ -437,7 +437,7 @@ class WrittenBuffers:
             for number in written:
                 places.setdefault(id(self._contents[layer].buffers[number].tensor), []).append((layer, number))
         for claimed in places.values():
-            # a norm that a layer holds and does not call counts as written, as torch does not state that it was
+            # a norm that a layer holds and does not call counts as written, as torch does not report its writes
             changed = [place for place in claimed if len(claimed) == 1 or self._is_new(*place)] or claimed[:1]
             yield from ((layer, number, changed[0][0]) for layer, number in changed)
 
@@ -448,7 +448,7 @@ class WrittenBuffers:
         return value.dtype != before.dtype or not torch.equal(value, before)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the values that layers left, on the host, by the layer and the number of the buffer."""
+        """Return the final values of buffers, on the host, by layer and buffer number."""
         found = {}
         for layer, number, writer in self._written():
             if layer == writer:
@@ -477,14 +477,14 @@ class WrittenBuffers:
         self._trail.clear()
 
 
-# Refuse a write to an output of a layer that shares its memory with another output.
+# Refuse a write to a layer output that shares its memory with another output.
 
 
 class _Place(NamedTuple):
-    """A tensor in its memory."""
+    """A tensor and its position in memory."""
 
     memory: int
-    numbers: int  # how many it has room for
+    numbers: int  # number of elements that the storage has room for
     offset: int | torch.SymInt
     shape: torch.Size
     stride: tuple[int, ...]
@@ -494,12 +494,12 @@ class _Place(NamedTuple):
 # The outputs of a layer that share memory with another one, by their number.
 Shared: TypeAlias = dict[int, _Place]
 
-# More numbers are not looked at one by one: tensors in one memory are then taken to overlap.
+# Larger tensors are not compared element by element: in one storage they count as overlapping.
 _MANY = 2**24
 
 
 def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
-    """Return the places of outputs that share memory with others."""
+    """Return the positions of outputs that share memory with others."""
     if len(outputs) < 2:
         return {}
     places: dict[int, list[int]] = {}
@@ -523,7 +523,7 @@ def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[
 
 
 def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
-    """Check that no input was written that shares memory with another one."""
+    """Refuse a write to an input that shares memory with another one."""
     for number in written:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:

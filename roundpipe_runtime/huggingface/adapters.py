@@ -20,7 +20,7 @@ def is_adapted(model: nn.Module) -> bool:
 def model_inside(model: nn.Module) -> nn.Module:
     """Return the Hugging Face model inside a PEFT model; other models are returned unchanged.
 
-    Its class shows its module and the arguments of its forward, which PEFT's wrapper does not.
+    Its class has the module and the argument names of forward, which PEFT's wrapper hides.
     """
     if not is_adapted(model):
         return model

@@ -1,11 +1,11 @@
-"""Split and merge what is not rows along axis 0: packed images, lists per row, outputs and losses of a model.
+"""Split and join data whose rows are not along axis 0: packed images, lists per row, outputs and losses of a model.
 
 ::
 
-    pixel_values     (patches of all pictures, ...)    cut by the pictures of each row, as image_grid_thw counts them
+    pixel_values     (patches of all images, ...)      split by the images of each row, as image_grid_thw counts them
     image_grid_thw   (pictures, 3)                     likewise
     router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
-    image_outputs    what is joined by pictures, in :mod:`.encoder_outputs`
+    image_outputs    joined image by image, in :mod:`.encoder_outputs`
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PACKED = (
     ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),
 )
 
-# memories of XLNet: (length, rows, width), whatever the numbers are
+# memories of XLNet: (length, rows, width), whatever the sizes are
 _ROWS_SECOND = "outputs['mems']"
 
 
 def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
-    """Check that packed texts stand in one row: their count across several rows cannot be split."""
+    """Check that packed texts are in one row: their count across several rows cannot be split."""
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
@@ -61,7 +61,7 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
 
 
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
-    """Return a split function for a call with packed images or videos; ``None`` where there are none."""
+    """Return a split function for a call with packed images or videos; ``None`` if there are none."""
     packed = [
         (values, grid, _first_of(config, names))
         for values, grid, names in _PACKED
@@ -103,7 +103,7 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 def _pictures_per_row(
     tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str, merge: int | None
 ) -> list[int]:
-    """The number of images of each row: their tokens fill the places in the row."""
+    """The number of images of each row, from the image tokens in the row."""
     places = (tokens == token).sum(-1).tolist() if token is not None else []
     each = _tokens_per_picture(grid, sum(places), merge)
     if each is None:
@@ -127,9 +127,9 @@ def _pictures_per_row(
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """The tokens of each image, such that there are as many as in the rows; ``None`` where none of the ways fits.
+    """The number of tokens of each image, such that their sum matches the rows; ``None`` if no rule matches.
 
-    Squares of patches become one token, and some models end each line of them with another one.
+    Squares of patches become one token, and some models add a token after each line of them.
     """
     patches = grid.prod(-1)
     if merge:
@@ -158,7 +158,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """The axis to join along where it is not simply axis 0: another axis of rows, or a multiple of the rows."""
+    """The axis to join along if it is not simply axis 0: another axis of rows, or a multiple of the rows."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -180,7 +180,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Remove outputs of microbatches that are not joined by rows."""
+    """Remove entries of microbatch outputs that are not joined by rows."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -191,7 +191,7 @@ def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree]
 
 
 def with_encoder_outputs(joined: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the joined output with the entries that were taken out, in the order of its class."""
+    """Return the joined output with the removed entries, in the order of its class."""
     return _with_entries(joined, {**joined, **found}) if found else joined
 
 
@@ -201,7 +201,7 @@ def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
 
 
 def _is_taken(column: Sequence[Any]) -> bool:
-    """Whether there are outputs of an encoder, a list for pictures, or a tensor in some microbatches only."""
+    """Whether an entry is an encoder output, a list per picture, or a tensor in some microbatches only."""
     present = _present(column)
     if not present:
         return False
@@ -215,14 +215,14 @@ def _present(column: Iterable[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pictures:
-    """The number of pictures in each microbatch, and whether all have the same ones."""
+    """The number of pictures in each microbatch, and whether all microbatches have the same pictures."""
 
-    counts: Sequence[int] = ()  # number of pictures of each; empty where it is not known
-    are_alike: bool = True  # whether each has the same pictures
+    counts: Sequence[int] = ()  # number of pictures of each; empty if not known
+    are_alike: bool = True  # whether all have the same pictures
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Read it from the outputs of an encoder for each microbatch with pictures."""
+        """Find it in the encoder outputs of each microbatch with pictures."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -250,7 +250,7 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
             return type(present[0])(item for value in present for item in value)
         return type(present[0])(_joined(f"an item of {name}", items, pictures) for items in zip(*present, strict=True))
     if all(isinstance(value, torch.Tensor) and value.dim() for value in present):
-        # what is the same while the pictures are not is a table of the model
+        # a value that is equal for different pictures is a table of the model
         is_table = not pictures.are_alike and _are_equal([[value] for value in present])
         return present[0] if is_table else _concatenated(name, present, pictures.counts)
     return join(present, [None] * len(present))
@@ -259,7 +259,7 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
 def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
-    # of a single picture in each microbatch the shapes do not show it; then each is its own sequence, as is usual
+    # with one picture per microbatch the shapes do not show the axis; then each is a separate sequence, as is usual
     is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
     axis = apart[0] if apart else int(is_one_sequence)
     if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
@@ -278,21 +278,21 @@ SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 #     pixel_values   (4, 3, 64, 64)
 #     labels         [{"class_labels": (2,), "boxes": (2, 4)}, {(1,), (1, 4)}, ...]    4 entries: cut between rows
 #     mask_labels    [(2, 64, 64), (1, 64, 64), ...]                                   likewise
-#     features       [(4, 32), (4, 64)]                                              a list of batches, each cut itself
+#     features       [(4, 32), (4, 64)]                                              a list of batches, each is split
 
 
 def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
     """Return a split function for a call with lists of rows."""
-    # inner: split function for the other arguments; `None` cuts them along the batch
+    # inner: split function for the other arguments; `None` splits them along the batch
     lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
     if not lists:
         return inner
     others = {name: value for name, value in kwargs.items() if name not in lists}
     try:
         rows = infer_batch_size(args, others)
-    except SplitError:  # the split states why
+    except SplitError:  # splitting raises the error
         rows = None
     names = {name for name, value in lists.items() if len(value) == rows and _has_rows(model, name, value)}
     if rows is None or not names:
@@ -321,9 +321,9 @@ def _may_have_rows(value: Any) -> bool:
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Whether the entries of a list with as many entries as the batch has rows are its rows.
+    """Whether the entries of a list are the rows of the batch, given that there are as many entries as rows.
 
-    They are, unless each of them may be a batch itself: then the model has to state that it takes a list of labels.
+    They are, unless each entry may be a batch itself: then the model's signature must declare a list of labels.
     """
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -342,25 +342,25 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
 
 
 def _takes_list(model: nn.Module, name: str) -> bool:
-    """Whether the signature of the model's forward states that an argument is a list."""
+    """Whether the signature of the model's forward declares an argument as a list."""
     forward = type(model_inside(model)).forward
     found = inspect.signature(forward).parameters.get(name)
     try:
         stated = typing.get_type_hints(forward).get(name) if found is not None else None
-    except (NameError, TypeError):  # of names that are imported for type checkers only
+    except (NameError, TypeError):  # an annotation with names that are imported for type checkers only
         stated = None
     return any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated)))
 
 
-# Packed rows: several texts in one row, whose positions begin again. Some models let a text see the one before it.
+# Packed rows: several texts in one row, whose positions restart at 0. Some models let a text see the previous one.
 
 
-# What a text may differ by next to another one, relative to its numbers.
+# Allowed relative difference of a text's results next to another text.
 _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 
 
 def is_packed(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether positions of a call begin again within a row, which is not masked as padding is.
+    """Report whether positions restart within a row of a call, except in masked padding.
 
     >>> is_packed({"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}), is_packed({"position_ids": torch.arange(5)[None]})
     (True, False)
@@ -378,8 +378,8 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 def keeps_texts_apart(model: nn.Module) -> bool | None:
     """Return whether a text gives the same results alone and packed after another text in one row.
 
-    It is called with both, on the host. Models with recurrent states carry them on, whatever the positions are.
-    ``None`` if the model does not run on tokens alone.
+    The model is called with both, on the host. Models with recurrent states carry these across texts, whatever the
+    positions are. ``None`` if the model does not run on tokens alone.
     """
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
@@ -388,13 +388,13 @@ def keeps_texts_apart(model: nn.Module) -> bool | None:
         try:
             alone = model(input_ids=other, position_ids=positions[:, 5:])[0]
             packed = model(input_ids=torch.cat([one, other], 1), position_ids=positions, use_cache=False)[0][:, 5:]
-        except TypeError:  # it takes no positions, without which nothing states where a text begins
+        except TypeError:  # without positions, the model cannot know where a text begins
             return False
         rounding = _ROUNDING_16 if alone.dtype.itemsize < 4 else _ROUNDING
         return bool((alone - packed).float().norm() <= rounding * alone.float().norm())
 
     with with_own_forwards(model), evaluating(model), torch.no_grad():
-        return result_or(is_apart, lambda error: None)  # a model raises what it likes for what it does not take
+        return result_or(is_apart, lambda error: None)  # a model may raise any error for unsupported arguments
 
 
 def loss_fn_with_weight(
@@ -420,7 +420,7 @@ def loss_fn_with_weight(
             return WeightedLoss(result, rows / batch())
         return WeightedLoss(result * count, count)
 
-    # The loss of the model was checked before. A loss function of the caller is checked here.
+    # The model's own loss was checked before. A loss function of the caller is checked here.
     weighted_loss.has_proven_weights = batch is not None  # type: ignore[attr-defined] # an attribute of a function
     weighted_loss.__wrapped__ = loss_fn  # type: ignore[attr-defined] # an attribute of a function
     return weighted_loss
@@ -434,12 +434,12 @@ def _merged(outputs: list[PyTree]) -> PyTree:
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
     """Merge outputs that hold caches, and update the caller's cache."""
-    # cache: cache of the caller. It then holds what all microbatches wrote.
+    # cache: cache of the caller, which gets the entries that all microbatches wrote
     # merge: merge function for outputs without caches
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
-    mark = Static()  # a leaf without tensors, which `merge` passes on: it marks the place of the cache in the output
+    mark = Static()  # a leaf without tensors, which `merge` passes through: marks the place of the cache
     parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
     joined = merge(parts)
     found = [one for one in held if one is not None]
@@ -453,7 +453,7 @@ def _items(output: PyTree) -> list[Any]:
 
 
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    """Merge outputs as the ``merge_output`` of the caller states."""
+    """Merge outputs by the caller's ``merge_output``."""
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
@@ -482,7 +482,7 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
 
 
 def _named_loss(output: PyTree) -> bool:
-    """Whether an output calls something its loss; the first tensor of a tuple is one only where there are labels."""
+    """Whether an output has a loss; in a tuple, the first tensor is the loss only if there are labels."""
     return (output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)) is not None
 
 

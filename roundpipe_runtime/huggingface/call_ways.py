@@ -40,7 +40,7 @@ from .piece_rows import PieceRows
 
 
 class CutModel(RoundPipe):
-    """A model in pieces, with the ways in which losses and rows of a kind of call are computed."""
+    """A model in pieces, with the ways to compute losses and rows for each kind of call."""
 
     _rp_cut: Cut
     _rp_warned_of_packed = False
@@ -57,7 +57,7 @@ class CutModel(RoundPipe):
 
     @functools.cached_property
     def _rp_rows(self) -> PieceRows:
-        """Rows that pieces run by themselves, and which pieces mix rows."""
+        """Row check of the pieces: which pieces mix rows."""
         return PieceRows(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
@@ -65,11 +65,11 @@ class CutModel(RoundPipe):
 
     def _rp_build(self, *args: Any, **kwargs: Any) -> None:
         super()._rp_build(*args, **kwargs)
-        self._rp_engine.row_check = None  # pieces are looked at one kind of call at a time, see `_rp_rows`
+        self._rp_engine.row_check = None  # pieces are checked for one kind of call at a time, see `_rp_rows`
         self._rp_engine.few_rows = lambda batch, config: self._rp_rows.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
-        """Bring the cut up to date with the model; what was found of another model is forgotten."""
+        """Update the pieces to the current model; results for a replaced model are discarded."""
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
@@ -83,14 +83,14 @@ class CutModel(RoundPipe):
 
     @property
     def model(self) -> nn.Module:
-        """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
+        """The model's attribute ``model``, such as the decoder without its head; otherwise the model itself."""
         whole_model = self.cut.model
         inner = getattr(whole_model, "model", whole_model)
         return inner if isinstance(inner, nn.Module) else whole_model
 
     @property
     def cut(self) -> Cut:
-        """The cut: the pieces, and the report on how they were found, and on losses that were checked since."""
+        """The split: the pieces, a report on how they were found, and losses that were checked since."""
         shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
         if not shown:
             return self._rp_cut
@@ -100,7 +100,7 @@ class CutModel(RoundPipe):
     # -- the way of a call ---------------------------------------------------------------------------------------------
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how the loss of a call is computed; the options of the call note it."""
+        """Return how the loss of a call is computed; the options of the call store it."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         resolved = self._rp_config(config)
         is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
@@ -109,33 +109,33 @@ class CutModel(RoundPipe):
             return "joined"
         is_one = resolved.num_microbatch == 1
         if options.smoothed_loss is not None or (is_one and not self._rp_options.has_groups) or not is_wanted:
-            # A smoothed loss is ours, and one microbatch in one process has nothing to weigh. A call without labels
-            # that trains nothing rarely has a loss; one that has is not assumed to be checked.
+            # A smoothed loss is computed here, and one microbatch in one process needs no weights. A call without
+            # labels and gradients rarely has a loss; if it has one, that counts as unchecked.
             if options.smoothed_loss is not None:
                 kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items")
             return "items"
         proof = self._rp_losses.find(args, kwargs, resolved)
         if self._rp_options.has_groups and proof.way != "items":
-            if is_one:  # the whole batch, or an error when its loss is there
+            if is_one:  # the whole batch, or an error once its loss is known
                 return "items"
             raise UnprovenLossError
         if proof.way in ("items", "rows", "sum"):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
-        elif proof.compared or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
+        elif proof.compared or proof.way == "whole":  # no label counts in this batch, and a joined loss is zero
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
 
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how a function of the model's loss is computed, which has its weights, or none."""
+        """Return how a caller's function of the model's loss is computed: with weights, or joined."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):
             return way
         proof = self._rp_losses.find(args, kwargs, resolved, function)
         if has_groups and (proof.way in ("joined", "whole") or not proof.compared):
-            if is_one:  # the whole batch, or an error when its loss is there
+            if is_one:  # the whole batch, or an error once its loss is known
                 kwargs[CALL_OPTIONS] = dataclasses.replace(kwargs[CALL_OPTIONS], weight_by=None)
                 return way
             raise other_loss()
@@ -148,12 +148,12 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how a call is computed whose layers may mix rows: layers that do run once for the whole batch."""
+        """Return how a call is computed whose layers may mix rows: those that do run once for the whole batch."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
         if way == "whole" or resolved.num_microbatch == 1:
             return way
-        # the last piece of these returns a loss, which was checked itself
+        # the last piece returns a loss, which was checked separately
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
         piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
         if piece is None:
@@ -175,14 +175,14 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Return how a loss is computed whose parts have no weights."""
+        """Return how a loss is computed that is not a weighted sum over parts."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
         """Warn once how a loss is computed that cannot be added over microbatches."""
-        # whose: what returns the loss. Default: the model.
+        # whose: origin of the loss. Default: the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
             f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
@@ -196,9 +196,9 @@ class CutModel(RoundPipe):
         )
 
     def _rp_warn_of_packed(self) -> None:
-        """State once that texts of one row are not kept apart."""
+        """Warn once that texts in one row are not separated."""
         self._rp_warned_of_packed = True
-        self.synchronize()  # a step in the background would change weights between two calls
+        self.synchronize()  # a background step would change weights between two calls
         if keeps_texts_apart(self._rp_cut.model) is False:
             warn(
                 f"{type(self._rp_cut.model).__name__} carries its state from one text to the next in a row: packed "
@@ -220,7 +220,7 @@ class CutModel(RoundPipe):
         prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
-        self._rp_read_model()  # after it, as copies share the hooks of the model, and would install them again
+        self._rp_read_model()  # afterwards, as copies share the hooks of the model, and would install them again
         if not self._rp_warned_of_packed and is_packed(prepared):
             self._rp_warn_of_packed()
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)

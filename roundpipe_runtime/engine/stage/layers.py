@@ -1,4 +1,4 @@
-"""Upload the layers of a stage, call them with their random numbers and kept data, and download their gradients."""
+"""Upload the layers of a stage, call them with their random numbers and saved data, and download their gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DOWNLOAD = "the download of its gradients"
 
 
 class StageLayers:
-    """The copies of a stage's layers on its device, and of those of the following stage as far as there is room."""
+    """The copies of a stage's layers on its device, plus layers of the following stage if there is room."""
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None, place: Place) -> None:
         self.run, self.stage, self.device, self._following, self._place = run, stage, device, following, place
@@ -38,7 +38,7 @@ class StageLayers:
         # Layers of the following stage that are not on the device yet.
         self.ahead = collections.deque(() if following is None else following.layers)
         self._nbytes_ahead = 0 if following is None else run.spec.stage_nbytes(following)
-        # Reports whether the device has room for so many bytes of another stage; `None`: nothing is uploaded ahead.
+        # Reports whether the device has room for this many bytes of another stage; `None`: nothing is uploaded ahead.
         self.has_room: HasRoom | None = None
 
     def measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +47,7 @@ class StageLayers:
             return _NOTHING
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
 
-    # -- up ----------------------------------------------------------------------------------------------------------
+    # -- upload ------------------------------------------------------------------------------------------------------
 
     def resident(self, layer: int) -> LayerOnDevice:
         """Return a layer on the device; upload it first if it is not there."""
@@ -59,9 +59,9 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the layers that can be read now; those after them follow when the first microbatch gets there."""
+        """Upload the layers that can be read now; the others follow when the first microbatch gets there."""
         for layer in self.stage.layers[len(self.here) :]:
-            # A layer whose update is still under way would hold up those that are ready; it is waited for when it is
+            # A layer whose update is still running would delay those that are ready; it is waited for when it is
             # needed.
             if not self.run.table.can_read(layer, self.run.version):
                 break
@@ -70,7 +70,7 @@ class StageLayers:
     def _upload(self, layer: int) -> None:
         there = self.run.residents.pop((self.device.name, layer), None)
         self.here[layer] = self._copy(layer, self.stage) if there is None else there
-        if self.stage.copies > 1:  # their gradients are added in the order of microbatches, and not as they come
+        if self.stage.copies > 1:  # their gradients are added in microbatch order, not in order of arrival
             self.here[layer].keep_apart()
 
     def _copy(self, layer: int, stage: Stage) -> LayerOnDevice:
@@ -84,10 +84,10 @@ class StageLayers:
             return LayerOnDevice(contents, self.device, *how)
 
     def _upload_ahead(self) -> None:
-        """Upload what can be read of the following stage, if there is room for it now.
+        """Upload the available layers of the following stage, if there is room for them now.
 
-        A host that is never held comes to that stage before the device has ended this one. A layer that asks for a
-        number of the device holds it, and the upload would begin when this stage has ended.
+        Without this, the upload would begin after the current stage: a layer that reads a value back from the device
+        makes the host wait, so the host reaches the next stage no earlier than the device.
         """
         following = self._following
         if following is None or self.has_room is None or not self.has_room(self._nbytes_ahead):
@@ -99,13 +99,13 @@ class StageLayers:
                 continue
             try:
                 self.run.residents[self.device.name, layer] = self._copy(layer, following)
-            except DeviceMemoryError:  # activations of this stage take the room
+            except DeviceMemoryError:  # activations of this stage need the room
                 self.ahead.clear()
 
-    # -- down --------------------------------------------------------------------------------------------------------
+    # -- download ----------------------------------------------------------------------------------------------------
 
     def download(self) -> None:
-        """Copy gradients that are not on the host yet, and buffers that the stage wrote."""
+        """Copy the remaining gradients to the host, and buffers that the stage wrote."""
         collected = self.run.collected
         self._place.doing = _DOWNLOAD
         for layer, resident in self.here.items():
@@ -119,7 +119,7 @@ class StageLayers:
                     self._check_parameters(resident)
 
     def download_early(self, layer: int) -> None:
-        """Copy the gradients of a layer while the layers before it go backward."""
+        """Copy the gradients of a layer during the backward of the layers before it."""
         place = self._place
         microbatch = place.microbatch
         place.layer, place.microbatch, place.doing, place.tensors = layer, None, _DOWNLOAD, None
@@ -145,9 +145,9 @@ class StageLayers:
             run.spec.gradients_landed(index, gradients)
 
     def leave(self) -> None:
-        """Release the memory of the device, unless the backward of a layer can use it here and there is room."""
+        """Release the device memory, unless the backward of a layer can reuse it here and there is room."""
         for layer, resident in self.here.items():
-            # A layer with buffers is copied anew: these copies hold what its forward wrote.
+            # A layer with buffers is copied again: these copies contain what its forward wrote.
             if self.run.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
                 self.run.residents[self.device.name, layer] = resident
             else:
@@ -155,7 +155,7 @@ class StageLayers:
         self.here.clear()
 
 
-# Describe where a stage was when an error occurred.
+# Describe the position of a stage when an error occurred.
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,7 +171,7 @@ class Place:
     tensors: Sequence[torch.Tensor] | None = None
 
     def describe(self) -> str:
-        """Describe where the stage is, for the note of an error."""
+        """Describe the stage's position, for the note of an error."""
         spec, layers = self.run.spec, self.stage.layers
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self.doing}"]
@@ -184,7 +184,7 @@ class Place:
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def memory_advice(self) -> str:
-        """Describe the size of the stage and what to change, for an out-of-memory error."""
+        """Describe the size of the stage and remedies, for an out-of-memory error."""
         size = sum(self.run.spec.contents[layer].nbytes() for layer in self.stage.layers)
         kept = self.run.kept.traffic.kept[self.device.name]
         stays = f" Parameters that stay there take {kept} bytes: keep_parameters sets how many." if kept else ""
@@ -199,7 +199,7 @@ CallKind = Literal["forward", "fused", "recompute"]
 
 _AS_IT_IS = contextlib.nullcontext()
 
-# Errors that a layer also raises with all of its parameters.
+# Errors that a layer also raises when all of its parameters are present.
 _NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -213,10 +213,10 @@ def call_layer(
     generator: VisitGenerator,
     data: tuple[Any, ...] | None = None,
 ) -> LayerCall:
-    """Call a layer with a microbatch, once more if the first attempt showed how it has to be called.
+    """Call a layer with a microbatch; a second time if the first attempt showed that it needs another way of calling.
 
-    A layer that never wrote its inputs in place gets the leaves themselves, which is quicker. torch refuses to write a
-    leaf; then the layer is called again with tensors that it may write, provided that nothing was written before.
+    A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to write a
+    leaf; then the layer is called again with writable tensors, provided that nothing was written before.
     """
     # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
     # data: data that the first forward saved, for a recomputation
@@ -236,9 +236,9 @@ def call_layer(
 
 
 class LayerCall(CallState):
-    """The attempts to make one call. There are several per layer and microbatch, so nothing is bound to arguments."""
+    """The attempts of one call. There are several per layer and microbatch, so nothing is bound to arguments."""
 
-    # entries: Leaves in which the gradients of the inputs end; `None` where none flow
+    # entries: leaves that get the gradients of the inputs; `None` for inputs without one
 
     __slots__ = (
         *(
@@ -272,7 +272,7 @@ class LayerCall(CallState):
         self.draws = run.draws
         self.drawing: CallDraws | None = None
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
-        # a trial, which draws nothing, shows nothing of what the layer does in other runs
+        # a trial, which draws nothing, proves nothing about the layer in other runs
         self.contents, self.traits = resident.contents, LayerTraits() if run.spec.trial else resident.traits
         self.module = module = resident.contents.module
         self.training = module.training
@@ -285,7 +285,7 @@ class LayerCall(CallState):
     @property
     def kept(self) -> tuple[Any, ...] | None:
         """Data that the layer saved for its recomputation, ``None`` without any."""
-        # A fused stage goes back through this very call, so what the layer saved is not needed again.
+        # A fused stage runs the backward of this very call, so the saved data is not needed again.
         return self.data if self.kind == "forward" else None
 
     def _versions(self) -> list[int]:
@@ -310,7 +310,7 @@ class LayerCall(CallState):
     def attempt_with_all(self, *, as_leaves: bool) -> None:
         """Call the layer; if the call fails, copy its missing parameters and call it again.
 
-        Code that is not Python, such as kernels of extensions, may refuse what stands for a parameter.
+        Non-Python code, such as kernels of extensions, may reject the placeholder of a parameter.
         """
         try:
             self.attempt(as_leaves=as_leaves)
@@ -325,7 +325,7 @@ class LayerCall(CallState):
         """Call the layer."""
         # as_leaves: whether the layer gets leaves, which it cannot write in place
         self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
-        # Leaves show nothing new: torch refuses to write them.
+        # Attempts with leaves show nothing new: torch refuses to write them.
         versions = None if as_leaves else [tensor._version for tensor in self.entered]
         before, self.data, CURRENT.call = CURRENT.call, self.given, self
         try:
@@ -333,7 +333,7 @@ class LayerCall(CallState):
         finally:
             # The layer may have been called by another layer of this thread, whose own call continues.
             CURRENT.call = before
-            self.drawing = None  # it refers to this call, whose tensors would stay on the device until a collection
+            self.drawing = None  # a reference cycle would keep the tensors of this call on the device
         if versions is not None:
             self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 
@@ -349,7 +349,7 @@ class LayerCall(CallState):
         return self.drawing
 
     def restart_generators(self) -> None:
-        """Bring the generators of the call to the state in which all calls of this microbatch restart."""
+        """Reset the generators of the call to the common start state of all calls of this microbatch."""
         if self.drawing is not None:
             self.drawing.restart()
 
@@ -378,7 +378,7 @@ class LayerCall(CallState):
 
     def _call_module(self) -> Any:
         value = self.values.structure.rebuild(self.entered)
-        if self.contents.index == 0:  # the first layer has the arguments of the model, the others what came before
+        if self.contents.index == 0:  # the first layer gets the arguments of the model, the others the previous output
             args, kwargs = value
             return self.module(*args, **kwargs)
         return self.module(value)
@@ -397,7 +397,7 @@ class MicrobatchLoss:
         self._entries, entered = enter(outputs, as_leaves=False)
         self._outputs = outputs.structure.rebuild(entered)
         self._terms: Sequence[BackwardTerm] = ()
-        # What the means in the loss were taken over, as far as it is known.
+        # The counts that the means in the loss were divided by, if known.
         self._items: Sequence[float] = ()
 
     def compute(self, labels: Any) -> None:
@@ -414,7 +414,7 @@ class MicrobatchLoss:
         self._terms = run.contract.add(self._microbatch, result, self._items)
 
     def _invoke(self, labels: Any) -> Any:
-        """Call the loss function; a second time if the first one shows that it draws, so only the last one counts."""
+        """Call the loss function; a second time if the first call shows that it draws, so only the last one counts."""
         loss_fn = self._run.spec.loss_fn
         if self._run.contract.reduction not in ("mean", "items"):  # counting waits for an accelerator
             return loss_fn(self._outputs, labels)
@@ -424,7 +424,7 @@ class MicrobatchLoss:
         return result
 
     def back(self) -> list[torch.Tensor | None]:
-        """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""
+        """Run the backward; return the gradients of the last layer's outputs, ``None`` for an output without one."""
         if self._terms:
             with self._run.loss_lock:
                 run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)
@@ -442,7 +442,7 @@ class MicrobatchLoss:
         found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
         for entry, gradient in zip(wanted, found, strict=False):
             entry.grad = gradient
-        # what the loss itself trains is collected like the gradients of a layer after the last
+        # gradients of the loss's own parameters are stored as those of a layer after the last
         pairs = zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True)
         collected = self._run.collected
         own = collected.loss_gradients[self._microbatch] = {}

@@ -1,14 +1,14 @@
 """Run one stage on one device: copy its parameters, run every microbatch through its layers, copy gradients back.
 
-Every layer is its own piece of the autograd graph, in whatever stage it is: its inputs are detached, and its backward
-starts from the gradients of its outputs. So sums of gradients are taken in the same order for any plan, and the result
+Every layer has a separate autograd graph, in whatever stage it is: its inputs are detached, and its backward
+starts from the gradients of its outputs. So gradients are summed in the same order for any plan, and the result
 is bitwise identical.
 
 ::
 
-    # forward stage     take the activations of a microbatch, call the layers, hand on what comes out
-    # fused stage       the same, then the loss, then back through the layers; nothing is computed twice
-    # backward stage    take the saved input, call the layers again, take the gradients, go back through the layers
+    # forward stage     take the activations of a microbatch, call the layers, pass on their outputs
+    # fused stage       the same, then the loss, then the backward of the layers; no recomputation
+    # backward stage    take the saved input, call the layers again, take the gradients, run the layers' backward
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
-    """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
+    """Run a stage with all microbatches of its run. Results and errors are stored in the run; nothing is raised."""
     # following: stage that the device runs next, which is uploaded as soon as there is room
     # kind: class that runs the stage
     visit = kind(run, stage, device, following)
@@ -45,7 +45,7 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
             visit.run_all(has_room)
     except StoppedRun:
         pass
-    except BaseException as error:  # it is raised where the user called
+    except BaseException as error:  # it is raised in the caller's thread
         add_note_once(error, visit.place.describe())
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             add_note_once(error, visit.place.memory_advice())
@@ -55,7 +55,7 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
 
 
 class Visit:
-    """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host."""
+    """A stage on its device, from the upload of its parameters to the download of its gradients."""
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None) -> None:
         self.run, self.spec, self.collected = run, run.spec, run.collected
@@ -64,17 +64,17 @@ class Visit:
         self.generator = VisitGenerator(device.torch_device, run.draws if run.spec.preserve_rng_state else None)
         self.place = Place(run, stage, device)
         self.layers = StageLayers(run, stage, device, following, self.place)
-        # Whether nothing is to be done around a call: a context costs the host something also where it is empty.
+        # Whether calls need no context: even an empty context takes time on the host.
         self._is_bare = False
-        # The microbatch in which gradients are complete, layer by layer, so that they can go down.
+        # The microbatch after which each layer's gradients are complete, so that they can be downloaded.
         self._completes: int | None = self.spec.num_microbatch - 1
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
 
     def run_all(self, has_room: HasRoom | None) -> None:
         """Run every microbatch, in order."""
-        # has_room: function that reports whether the device has room for so many bytes of another stage now; `None`
-        # where nothing is uploaded ahead
+        # has_room: function that reports whether the device has room now for this many bytes of another stage; `None`:
+        # nothing is uploaded ahead
         self.layers.has_room = has_room
         self.layers.is_measured = self.run.timer.measures(self.device)
         self._is_bare = not (self.layers.is_measured or self.spec.caller)
@@ -92,7 +92,7 @@ class Visit:
             self.run.mailbox.check()
             self._at(None, microbatch)
             work(microbatch)
-        # An error from here on is not one of the last microbatch.
+        # A later error does not belong to the last microbatch.
         self._at(None, None)
         self._download()
 
@@ -113,7 +113,7 @@ class Visit:
         on_host = self._take_input(microbatch)
         values = self._open(on_host)
         copies = HostCopies()
-        # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
+        # Inputs are kept as they are, except the caller's own tensors: they may change before backward.
         if self.stage.layers[0] != self.spec.span.start or self.spec.kind != "train":
             for known in zip(values.tensors, on_host.tensors, on_host.ready, strict=True):
                 copies.add(*known)
@@ -122,7 +122,7 @@ class Visit:
                 self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
             values, graph = self._call(layer, microbatch, values, "forward")
             self._drop_graph(graph)  # at once
-        # An output is the caller's to write.
+        # The caller may write an output.
         is_output = layer + 1 == self.spec.span.stop
         self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
 
@@ -138,7 +138,7 @@ class Visit:
         self._go_back(microbatch, graphs, gradients)
 
     def _backward(self, microbatch: int) -> None:
-        # Waited for before anything is recomputed, whose activations would take memory meanwhile.
+        # Wait for it before the recomputation, whose activations would take memory meanwhile.
         gradients = self._take_gradients(microbatch)
         layers = self.stage.layers
         if self.spec.recompute_grain == "layer":
@@ -156,7 +156,7 @@ class Visit:
         self._go_back(microbatch, graphs, gradients)
 
     def _go_back(self, microbatch: int, graphs: list[LayerGraph], gradients: list[torch.Tensor | None]) -> None:
-        while graphs:  # popped, so that the graph of a layer is freed as soon as it was used
+        while graphs:  # popped, so that the graph of a layer is freed right after its use
             gradients = self._back_through(microbatch, graphs.pop(), gradients)
         self._hand_back(microbatch, gradients)
 
@@ -172,14 +172,14 @@ class Visit:
             results = self._back_here(resident, graph, gradients)
         place.tensors = None
         self._drop_graph(graph)
-        # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
-        # next stage waits for what this one hands back, which is not to queue after them.
+        # Gradients are downloaded during the backward of earlier layers. Those of the first layer come last: the
+        # next stage waits for the gradients of this stage's inputs, which must not queue after them.
         if microbatch == self._completes and graph.layer != self.stage.layers[0]:
             self.layers.download_early(graph.layer)
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
-        """Let go of the graph of a call; a tensor that has escaped still has it, and must not be gone back through."""
+        """Release the graph of a call; an escaped tensor may still hold it, so a backward through it is refused."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
@@ -190,7 +190,7 @@ class Visit:
         module, back = resident.contents.module, None
         if resident.traits.reenters.get(module.training) is not False:
             back = partial(run_backward, code=module, device=self.device.torch_device)
-        # with its copies in place: checkpoints inside of the layer call parts of it again
+        # with its copies in place: checkpoints inside the layer call parts of it again
         results = resident.call(partial(graph.backward, gradients, back))
         resident.take_gradients()
         if self.spec.take_gradient is not None:
@@ -198,7 +198,7 @@ class Visit:
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
-        """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
+        """Compute the loss of a microbatch and its backward, up to the outputs of the last layer."""
         place = self.place
         place.layer, place.doing, place.tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
@@ -236,14 +236,14 @@ class Visit:
         if self.spec.looks and self.spec.has_backward:
             self._look(resident, microbatch, kind, result, exits)
         elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
-            self._check_leaves(resident, result, exits)  # in each run: terms of a loss depend on the batch
+            self._check_leaves(resident, result, exits)  # in each run: auxiliary loss terms depend on the batch
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
 
     def _attributes(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind
     ) -> contextlib.AbstractContextManager[None]:
-        """Have the attributes that the layer had before its forward in a recomputation, and those of now after it."""
+        """In a recomputation, set the layer's attributes from before its forward; afterwards, the current ones."""
         module, known = resident.contents.module, resident.traits.changes_attributes
         if self.spec.trial or not (self.spec.looks or known.get(module.training)):
             return _NO_MODES
@@ -280,7 +280,7 @@ class Visit:
         result: LayerCall,
         exits: Sequence[torch.Tensor],
     ) -> None:
-        """Check that the layer repeats itself, and find the tensors that its gradients end in."""
+        """Check that the layer's recomputation repeats, and that its gradients end in inputs and own parameters."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             self._check_leaves(resident, result, exits)
@@ -297,7 +297,7 @@ class Visit:
     def _digest_down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         if tensor.device.type == "cpu":
             return tensor, NOW
-        # not urgent: it is read when the layer is recomputed, and not before
+        # not urgent: it is only read when the layer is recomputed
         return self.device.copy_out(tensor, last=True, parameter=True)
 
     def _call_here(
@@ -315,7 +315,7 @@ class Visit:
         versions = [] if not shared else [values.tensors[number]._version for number in shared]
         result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
-        # What passes the layer stays the same tensor: the host has it, or gets it once.
+        # An input that the layer returns unchanged stays the same tensor: the host has it, or gets it once.
         same = [id(tensor) for tensor in values.tensors]
         results = [plain(t) if t.requires_grad or id(t) not in same else t for t in exits]
         if shared:
@@ -332,7 +332,7 @@ class Visit:
         """Apply the settings of the caller's thread in this one."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
-    # -- what comes and what goes ------------------------------------------------------------------------------------
+    # -- inputs and outputs ------------------------------------------------------------------------------------------
 
     def _take_input(self, microbatch: int) -> HostValue:
         self.place.doing = "the upload of its input"
@@ -393,23 +393,23 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
 # A copy computes the gradients of one microbatch at a time, and the last copy adds them up in the order of the
 # microbatches, just as autograd does where one device runs the stage: the bits are the same for any number of copies.
 #
-#     device 1   m0 ──┐      m2 ──┐      m4 ──┐         ──  the gradients of one microbatch, over the host
+#     device 1   m0 ──┐      m2 ──┐      m4 ──┐         ──  the gradients of one microbatch, through the host
 #     device 2   m1   └▶ +0  m3   └▶ +1 +2    └▶ +3 +4      are added while the next microbatch is computed
 
 
 class CopyVisit(Visit):
-    """A copy of the fused stage on its device. The last one waits for the others, which are dispatched before it."""
+    """A copy of the fused stage on its device. The last copy waits for the others, which are dispatched before it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._completes = None  # the sums are, and not what this device computes
+        self._completes = None  # the sums decide when gradients are complete
         # Gradients of this device's own microbatches that are not in the sums yet.
         self._own: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
         self._next = 0
 
     def _fused(self, microbatch: int) -> None:
         super()._fused(microbatch)
-        # Not before the next stage has what it waits for.
+        # Only after the next stage has its inputs.
         if not self.stage.is_last_copy:
             self._send_shares()
         else:  # one's own last ones only now: those of the other devices had the time of a microbatch to come

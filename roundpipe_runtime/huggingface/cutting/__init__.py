@@ -1,1 +1,1 @@
-"""Cut a transformers model into pieces of a pipeline, which are found by running the model."""
+"""Split a Hugging Face model into the pieces of a pipeline, which are found by running the model."""

@@ -1,4 +1,4 @@
-"""Activations that pass between the pieces of a cut: each tensor with its producer and readers, for an example."""
+"""Activations that pass between the pieces of a split model: each tensor's producer and readers, for an example."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class PassedTensor:
-    """A tensor that passes between the pieces of a cut model.
+    """A tensor that passes between the pieces of a split model.
 
     Attributes:
         name: argument of the first layer that takes it, or name under which the model captures it.
-        kind: ``"hidden"``, passed from a layer to the next one; ``"side"``, passed from the model's own code to layers
-            in addition to it; ``"carried"``, passed from a layer to later ones, or to the model's own code after them;
-            ``"captured"``, taken out of a layer by hooks for the output of the model.
+        kind: ``"hidden"``, passed from each layer to the next one; ``"side"``, passed from the model's own code to
+            layers in addition to the hidden state; ``"carried"``, passed from a layer to later layers, or to the
+            model's own code; ``"captured"``, captured in a layer by hooks for the output of the model.
         shape: shape for the example.
         bytes: number of bytes for the example.
-        made: index of the piece that makes it.
-        read: indices of the pieces that get it, in order.
+        made: index of the piece that produces it.
+        read: indices of the pieces that receive it, in order.
     """
 
     name: str
@@ -47,17 +47,17 @@ class PassedTensor:
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
     """Return the tensors that pass between the pieces of a split model, in the order of their creation.
 
-    The arguments of the model itself are not included: every phase has those.
+    The arguments of the model itself are not included: every phase receives those.
 
     Args:
-        made: cut model. Parameters on ``meta`` are enough.
-        example: keyword arguments of the model, of the kind that it was cut with. Default: a few tokens.
+        made: split model. Parameters on ``meta`` are enough.
+        example: keyword arguments of the model, of the same kind as the example for the split. Default: a few tokens.
 
     Returns:
         The tensors; an empty list for a model in one piece.
 
     Raises:
-        BatchStructureError: the example takes another path through the model than the one that it was cut with.
+        BatchStructureError: the example takes a different path through the model than the example for the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -91,7 +91,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
 
 @dataclasses.dataclass
 class _StateTensor:
-    """A tensor of the state, the piece that made it, and the pieces that read it."""
+    """A tensor of the state, the piece that produced it, and the pieces that read it."""
 
     tensor: torch.Tensor
     made: int
@@ -99,7 +99,7 @@ class _StateTensor:
 
 
 def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallLog]:
-    """Run all pieces but the last one; return the tensors that passed, and the call log with all calls."""
+    """Run all pieces but the last; return the passed tensors, and the call log with all calls."""
     seen: dict[Any, _StateTensor] = {}
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
@@ -127,7 +127,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """The keys of the tensors that a piece reads; a phase reads all that are left."""
+    """The keys of the tensors that a piece reads; a phase reads all that are still in the state."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)
@@ -139,7 +139,7 @@ def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tenso
 
 
 class _Names:
-    """Names the tensors that pass, by the arguments of the layers that take them."""
+    """Names for passed tensors: the arguments of the layers that take them."""
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program
@@ -176,7 +176,7 @@ class _Names:
         return "hidden" if self._is_main(key) and read[0] == made + 1 else "carried"
 
     def _is_main(self, key: Any) -> bool:
-        """Whether it is the first of the tensors that a layer returns as it got them: other ones pass by its side."""
+        """Whether it is the first tensor that a layer returns with unchanged shape: the hidden state."""
         if not isinstance(key, Key):
             return False
         leaves = self._program.calls[key.call].form.leaves
@@ -191,7 +191,7 @@ def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
-    """The tensors and boxes among the arguments of a call, named as the layer's forward names them."""
+    """The tensors and boxes among the arguments of a call, named after the parameters of the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
     arguments = call.arguments
     numbered = pytree.tree_unflatten(list(range(len(arguments.leaves))), arguments.spec)

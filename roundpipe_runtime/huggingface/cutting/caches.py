@@ -1,13 +1,13 @@
-"""Key-value caches in a pipeline, also those that the model's code makes: they stay on the host.
+"""Key/value caches in a pipeline, including those that the model's code creates: they stay on the host.
 
 ::
 
-    forward     the cache is cut by its registration: a HeldCache for each microbatch
-    phase       runs with the cache as it was before this forward, so masks and positions are always the same
-    layer       reads its own entry: that is copied to the device, updated, copied back and kept
+    forward     the cache is split by its registration: a HeldCache for each microbatch
+    phase       runs with the cache from before this forward, so masks and positions are always the same
+    layer       reads its own entry, which is copied to the device, updated, copied back and kept
     afterwards  the kept entries are joined and put into the caller's cache; after an exception it is unchanged
 
-No entry passes through a stage that does not read it, whatever the names of the layers. The cache of an encoder-decoder
+An entry passes only through the stages that read it, whatever the names of the layers. The cache of an encoder-decoder
 consists of two caches and a dictionary of the layers that have read the encoder.
 """
 
@@ -45,7 +45,7 @@ class HeldCache(Static):
     def __init__(self, cache: Any) -> None:
         changed: dict[tuple[int, int], Any] = {}
         read: dict[int, bool] = {}
-        # in a function, so that nothing that walks through attributes finds tensors and copies them
+        # a closure, so that code which walks through attributes finds no tensors to copy
         self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
             cache,
             changed,
@@ -176,10 +176,10 @@ def cache_argument(model: nn.Module) -> str | None:
 
 
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments with the cache under the name that the model has for it.
+    """Return keyword arguments with the cache under the model's name for it.
 
-    Another one, such as that of an earlier version of transformers, is a `FutureWarning` at the line of the caller. The
-    model's forward runs for each phase and microbatch, so it would warn as often, at a line that is not the caller's.
+    Another name, such as that of an earlier version of transformers, is a `FutureWarning` at the caller's line. Without
+    this, the model's forward would warn in each phase and microbatch, at a line of this package.
     """
     renamed = named_for(model_inside(model).forward, kwargs)
     given, wanted = name_in(kwargs), name_in(renamed)
@@ -190,7 +190,7 @@ def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def home(model: TransformersModel) -> Any:
-    """Return the empty cache that a model makes when it is called without one."""
+    """Return the empty cache that a model creates when it is called without one."""
     makes = getattr(model, "_supports_default_dynamic_cache", None)
     if makes is None or not makes() or cache_argument(model) is None:
         return None
@@ -198,7 +198,7 @@ def home(model: TransformersModel) -> Any:
 
     if not getattr(model.config, "is_encoder_decoder", False):
         return DynamicCache(config=model.config)
-    # cross-attention has no window, whatever the configuration of the decoder states
+    # cross-attention has no window, whatever window the decoder's configuration has
     return EncoderDecoderCache(DynamicCache(config=text_config(model)), DynamicCache())
 
 
@@ -213,7 +213,7 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
     return values
 
 
-# -- cut and joined --------------------------------------------------------------------------------------------------
+# -- splitting and joining -----------------------------------------------------------------------------------------
 
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)
         else:
-            # whole for each microbatch, even where it has as many entries as the batch has rows
+            # passed whole to each microbatch, even if it has as many entries as the batch has rows
             rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
             parts = split(args, rest, None, num_microbatch, split_input=rules)
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
@@ -264,21 +264,21 @@ def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> No
         cache.is_updated.update(made[0].is_updated)
 
 
-# An entry of a cache: 1 for those of cross-attention, and the number in its list.
+# Key of an entry: 1 for cross-attention, else 0, and the index in its list.
 Entry: TypeAlias = tuple[int, int]
 
 # The class of an entry, and its attributes: their structure, and their values with a `Key` for each tensor.
 _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 
-# Caches that the model's own code makes and fills, such as the keys and values of a learned prefix.
+# Caches that the model's own code creates and fills, such as the keys and values of a learned prefix.
 #
 #     phase 0     makes the cache: the tensors in it are values of the state, through which gradients flow back
-#     layer       gets a cache with the entries that it reads; what it writes into them is dropped after the call
+#     layer       gets a cache with the entries that it reads; its writes to them are dropped after the call
 #     phase 1     makes the cache again
 #
-# That is exact if no layer reads an entry that another one has written. Which entries a layer reads is observed when
-# the plan is made; others are not there.
+# That is exact if no layer reads an entry that another layer has written. The entries that a layer reads are recorded
+# while the plan is made; other entries are left out.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ def _entry(described: _Described | None, values: Mapping[Key, torch.Tensor]) -> 
 
 
 class _MadeEntries(list[Any]):
-    """The entries of a cache, of which those that are read are recorded."""
+    """The entries of a cache, which record their reads."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         super().__init__(entries)
@@ -353,14 +353,14 @@ class _MadeEntries(list[Any]):
 
 
 def entries_read(arguments: PyTree) -> frozenset[Entry]:
-    """Return the entries that a layer has read of the caches among its arguments."""
+    """Return the entries that a layer has read from the caches among its arguments."""
     caches = [leaf for leaf in pytree.tree_leaves(arguments) if is_cache(leaf)]
     lists = [(side, part.layers) for cache in caches for side, part in enumerate(parts_of(cache))]
     return frozenset((side, number) for side, held in lists if isinstance(held, _MadeEntries) for number in held.read)
 
 
 def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> None:
-    """Check that no two calls read the same entry of a cache that the model made."""
+    """Check that no two calls read the same entry of a cache that the model created."""
     readers: dict[Entry, int] = {}
     for place, entries in sorted(read.items()):
         for entry in sorted(entries):
@@ -374,7 +374,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return an output of a model without caches that the call did not ask for."""
+    """Return an output of a model without caches that the caller did not request."""
     # output: output of the model; a mapping is changed in place
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:

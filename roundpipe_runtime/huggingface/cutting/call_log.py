@@ -60,13 +60,13 @@ class BoxUse:
 
     number: int  # number of the box in its microbatch
     kind: type  # class of the box
-    # content that the model's own code put into it before this call; `None` if it is as the layers left it
+    # content that the model's own code put into it before this call; `None` if only layers have changed it
     content: Tree | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads what it writes."""
+    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads its writes."""
 
     empty: Any  # cache to copy
 
@@ -76,7 +76,7 @@ class CallSpec:
     """A recorded call of a layer."""
 
     arguments: Tree  # arguments of the call, `(args, kwargs)`
-    # names of the outputs that the model captures by hooks inside of layers, each with the number that was captured
+    # names of the outputs that the model captures by hooks inside layers, each with the number captured
     # before this call
     collect: tuple[tuple[str, int], ...] = ()
 
@@ -102,10 +102,10 @@ class Embedded:
 class CallLog(Static):
     """The calls of a microbatch."""
 
-    calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # recorded calls by their place in the plan
-    # keys of the tensors without which a phase could not continue, and which the next phase reads
+    calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
+    # keys of the tensors that a phase needs to continue, and which the next phase reads
     needed: frozenset[Key] = frozenset()
-    # place of the last recorded call that takes each tensor
+    # position of the last recorded call that takes each tensor
     last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     # structure of the output of each completed call
     results: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
@@ -113,11 +113,11 @@ class CallLog(Static):
     captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
     # outputs of each embedding that only phase 0 computes, call by call
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
-    # outputs of layers that are kept to the end because the model returns them: `"none"` (default), `"extras"` (all but
+    # layer outputs that are kept to the end because the model returns them: `"none"` (default), `"extras"` (all but
     # hidden states) or `"all"`
     keep: Literal["none", "extras", "all"] = "none"
-    # whether layers were called with other rows, or other masks of them, than the last phase is: for some rows a mask
-    # is left out, for example. Default: `False`.
+    # whether layers were called with different rows or masks than the last phase has: for some rows, for example,
+    # a mask is omitted. Default: `False`.
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
@@ -140,7 +140,7 @@ def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
     """Return the values that are needed after a call."""
-    # What is dropped here is neither copied to the next device nor kept for its backward.
+    # Values dropped here are neither copied to the next device nor kept for the backward.
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
         key: value
@@ -155,7 +155,7 @@ def is_box(value: Any) -> bool:
 
 
 def box_content(box: Any) -> PyTree:
-    """Return what is in a box, as a plain dictionary or list."""
+    """Return the content of a box, as a plain dictionary or list."""
     return dict(box) if isinstance(box, MutableMapping) else list(box)
 
 
@@ -170,7 +170,7 @@ def fill_box(box: Any, content: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A list of modules that could be layers."""
+    """A list of modules that may be the model's layers."""
 
     path: str  # name of the list in the model
     layers: dict[str, nn.Module]  # layers by their name in the model
@@ -201,21 +201,21 @@ def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
 
 
 def _is_of_layers(module: nn.Module) -> bool:
-    # the same module can occur several times, and children() would list it once
+    # the same module can occur several times, and children() would list it only once
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
         return False
-    # a Sequential of matrices and activations is one small network, not a list of layers
+    # a Sequential of linear layers and activations is one small network, not a list of layers
     alike = len({type(child) for child in children}) == 1 and all(list(child.children()) for child in children)
     return isinstance(module, nn.ModuleList) or alike
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """The form of the output of a layer."""
+    """The structure of the output of a layer."""
 
     spec: pytree.TreeSpec  # structure
-    # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for all else
+    # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for other leaves
     leaves: tuple[int | tuple[Any], ...]
 
 
@@ -250,7 +250,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments ``(args, kwargs)``, in order, without those in boxes."""
-    # kwargs is a dictionary but no box; by its id, as a reference from the function would live until a collection
+    # kwargs is a dictionary but no box; compared by its id, as a reference in the function would form a cycle
     outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Outputs that transformers captures by hooks inside of layers: router logits, attentions, hidden states.
+"""Outputs that transformers captures by hooks inside layers: router logits, attentions, hidden states.
 
 A forward that returns them sets a context variable of its thread, the collector: ``{name: list}``. Hooks append to the
 lists. In a pipeline the layers run in other threads, at other times and more than once, so there are two collectors::
@@ -34,17 +34,17 @@ def _collector() -> Any:
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
-    """Return the names of the outputs that the forward of this thread captures, with the number of each so far."""
+    """Return the names of the outputs that the forward of this thread captures, with the number captured so far."""
     collector = _collector()
     held = collector.get() if collector is not None else None
     return tuple((name, len(found)) for name, found in held.items() if name != _SELECTION) if held else ()
 
 
 def collect_recorded(stand_in: Any) -> None:
-    """Append a stand-in for the outputs of a recorded layer to the lists of the forward of this thread.
+    """Append a placeholder for the outputs of a recorded layer to the lists of the forward of this thread.
 
-    Without it, the model would return lists that are too short. With it, code that computes with a captured output ends
-    the phase, like code that computes with the output of a layer.
+    Without it, the model would return too short lists. With it, code that computes with a captured output ends
+    the phase, as does code that computes with the output of a layer.
     """
     collector = _collector()
     held = (collector.get() if collector is not None else None) or {}
@@ -70,7 +70,7 @@ def extend_collected(captured: Mapping[str, list[Any]]) -> None:
 
 @contextlib.contextmanager
 def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[Any]]]:
-    """Give the hooks of a layer their own collector in the block."""
+    """Give the hooks of a layer a separate collector during the block."""
     collector = _collector()
     if not wanted or collector is None:
         yield {}
@@ -78,7 +78,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
     found: dict[str, list[Any]] = {name: [] for name, _ in wanted}
     later = dict(wanted).get("hidden_states", 0) > 0
     if later:
-        # into an empty list a hook also puts the input of its layer, which is right for the first layer only
+        # hooks put the input of their layer into an empty list, which is right for the first layer only
         found["hidden_states"].append(None)
     token = collector.set(found)
     try:
@@ -92,8 +92,8 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks now, on the layers themselves.
 
-    transformers installs them in the first forward that returns such outputs. That forward would be the one of a copy,
-    which has stubs instead of layers.
+    transformers installs them in the first forward that returns such outputs. In a pipeline, that would be the forward
+    of a copy, which has stubs instead of layers.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -103,7 +103,7 @@ def install_hooks(model: nn.Module) -> None:
     base = sys.modules["transformers"].PreTrainedModel
     done = "_output_capturing_hooks_installed"
 
-    # One call covers all modules inside of a model. If a part has its hooks already, a call for the whole would install
+    # One call covers all modules inside a model. If a part has its hooks already, a call for the whole would install
     # them twice there, and outputs would be captured twice; so the search continues below.
     def descend(part: nn.Module) -> None:
         models = [inner for inner in part.modules() if isinstance(inner, base)]
@@ -118,7 +118,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which outputs of layers a call of a model returns."""
+    """Return which layer outputs a model call returns."""
     # returns: `"all"` with hidden states; `"extras"` with attentions or router logits only; else `"none"`
 
     def asked(name: str) -> bool:
@@ -205,7 +205,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """The function that ``check_model_inputs`` has made, at or inside of a forward."""
+    """The function that ``check_model_inputs`` has created, in a forward or in one that it wraps."""
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code
@@ -214,14 +214,14 @@ def _wrapper(function: Any) -> Callable[..., Any] | None:
 
 
 def _ties_last(forward: Any) -> bool:
-    """Whether the last of the hidden states is the output; the decorator has an argument for that since 5.0."""
+    """Whether the last hidden state is the output; the decorator has an argument for that since 5.0."""
     wrapper = _wrapper(forward)
     assert wrapper is not None
     return bool(inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True))
 
 
 def _recorders(module: nn.Module) -> dict[str, list[Any]]:
-    """The outputs that a module records, by class or name of the modules inside of it."""
+    """The outputs that a module records, by class or name of its submodules."""
     generic = sys.modules["transformers.utils.generic"]
     found: Mapping[str, Any] = generic._CAN_RECORD_REGISTRY.get(str(type(module))) or {}
     made = {}

@@ -1,4 +1,4 @@
-"""Compare a cut model with the reference model on a small batch, and report its layers, pieces and errors."""
+"""Compare a split model with the reference model on a small batch, and report its layers, pieces and errors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Compare the pieces, run by the engine on one device, with the model.
 
-    It takes memory for the gradients of one piece: those of the reference model are digested as they are computed,
-    those of the cut model after each piece, and parameters are not copied. Gradients of the model stay as they are.
+    It needs memory for the gradients of one piece: gradients of the reference model are digested as they are computed,
+    those of the split model after each piece, and parameters are not copied. The model's ``grad`` is unchanged.
     """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
@@ -86,7 +86,7 @@ def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
-    """Return a loss that depends on every number in the outputs, so that every gradient is compared."""
+    """Return a loss that depends on every value in the outputs, so that every gradient is compared."""
     total: torch.Tensor | None = None
     for tensor in _tensors(outputs).values():
         if tensor.requires_grad:
@@ -103,7 +103,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
 
-    So are quantized weights, which a library may repack in this mode.
+    Modules with quantized weights also change mode, and a library may repack the weights then.
     """
     modes = [(module, module.training) for module in model.modules()]
 
@@ -119,9 +119,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode in the block, but modules that hold a quantized weight to training mode.
+    """Set a model to evaluation mode in the block, except modules with a quantized weight: those are in training mode.
 
-    They have one kernel for what trains, and others for evaluations, some of which give no gradient.
+    They use one kernel in training, and others in evaluation, some of which give no gradient.
     """
     with evaluating(model):
         for module in filter(has_few_bits, model.modules()):
@@ -130,23 +130,23 @@ def checking(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
-    """The tensors by key path: the order of an output's entries is that in which the model has set them."""
+    """The tensors by key path: the model may set an output's entries in any order."""
     found = {leaf.path: leaf.value for leaf in leaves(outputs, name="outputs") if isinstance(leaf.value, torch.Tensor)}
     return dict(sorted(found.items()))
 
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """How far a tensor is from what it should be; infinitely, if there is only one of them."""
+    """The difference of a tensor from its reference; infinite if only one of them exists."""
     if one is None or other is None:
         return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
     return distance(digest(one), digest(other))
 
 
-# Digest the gradients of a model as they are computed, so that no two parameters have one at the same time.
+# Digest the gradients of a model as they are computed, so that only one gradient exists at a time.
 
 
-# Gradients of a model of at most so many bytes are kept whole; of a larger one, those of at most so many numbers.
+# Size limits below which gradients are kept whole: of the whole model, in bytes; of one gradient, in elements.
 _SMALL = 2**26
 _WHOLE = 2**10
 
@@ -154,7 +154,7 @@ _WHOLE = 2**10
 class Gradients:
     """Digests of the gradients of a model."""
 
-    # digests: Digest of each gradient by the name of the parameter
+    # digests: digest of each gradient by the name of the parameter
 
     def __init__(self, model: nn.Module) -> None:
         self.digests: dict[str, Digest] = {}
@@ -197,10 +197,10 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Untie large parameters in the block: each place gets its own parameter, over the same memory.
+    """Untie large parameters in the block: each use gets a separate parameter with the same memory.
 
-    Autograd sums the gradients of an embedding and of the head that is tied to it, which takes three more tensors of
-    that size. Digests are summed instead.
+    Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of
+    that size. The digests are summed instead.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -219,7 +219,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collecting(found: Gradients, parameter: nn.Parameter, place: nn.Parameter) -> Iterator[None]:
-    """Digest the gradients that autograd accumulates in the stand-in of a parameter."""
+    """Digest the gradients that autograd accumulates in the placeholder of a parameter."""
     if not (place.requires_grad and place.is_leaf):
         yield
         return
@@ -271,8 +271,8 @@ class CutReport:
         pieces: pieces of the pipeline, in order.
         bytes: bytes of the parameters of each piece.
         equivalence: differences from the model; ``None`` if they were not checked.
-        refused: reason and message of each cut that was tried before.
-        losses: how the loss of each kind of call is computed, as it was checked at the first one. Default: no call yet.
+        refused: reason and message of each split that was tried before.
+        losses: how the loss of each kind of call is computed, checked at its first call. Default: no call yet.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -321,7 +321,7 @@ class CutReport:
 
 _SUMS = 16
 _COLUMNS = 4096
-_ROWS = 128  # at once: 2 MB of float32, which stay in a cache
+_ROWS = 128  # elements per piece: 2 MB of float32, which stay in a cache
 
 
 # Keep enough of a gradient to compare it later: all of it, or sixteen random projections.
@@ -341,11 +341,11 @@ _ROWS = 128  # at once: 2 MB of float32, which stay in a cache
 class Digest:
     """A gradient, or a summary of it for comparisons."""
 
-    shape: torch.Size  # the shape of the gradient
-    values: torch.Tensor  # its numbers, or sums of them with random factors; 0 instead of those that are not finite
-    is_whole: bool  # whether they are the numbers
-    norm: float  # the norm of these numbers; of a sum of large gradients, an estimate
-    # the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; `None` where all are
+    shape: torch.Size  # shape of the gradient
+    values: torch.Tensor  # values, or sums with random factors; 0 for those that are not finite
+    is_whole: bool  # whether they are the values themselves
+    norm: float  # the norm of the gradient; for sums, an estimate
+    # digest of the non-finite values: 1 for NaN, 2 and 3 for the infinities, 0 elsewhere; `None` if all are
     # finite
     odd: Digest | None = None
 
@@ -364,7 +364,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
     (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
     """
-    # whole: keep all numbers of a gradient of at most so many; `None`, of every one
+    # whole: keep all values of gradients up to this size; `None`: of all gradients
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
@@ -375,7 +375,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     if math.isfinite(norm):
         return Digest(gradient.shape, values, is_whole, norm)
     finite = gradient.isfinite()
-    rest = torch.where(finite, gradient, 0.0).double()  # squares of what is finite, in its dtype, may not be
+    rest = torch.where(finite, gradient, 0.0).double()  # squares of finite values may overflow their dtype
     odd = None
     if not finite.all():
         infinite = torch.where(gradient > 0, 2.0, 3.0)
@@ -387,7 +387,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
 def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> float:
     """Return the distance between two gradients, relative to the norm of the second.
 
-    A gradient that one of them lacks is the same as one of zeros.
+    A missing gradient counts as zeros.
 
     >>> distance(digest(torch.tensor([3.0, 4.5])), digest(torch.tensor([3.0, 4.0])))
     0.1
@@ -412,7 +412,7 @@ def typical(found: Digest) -> float:
 def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
     if one is None or other is None:
         return one is not other
-    if one.values.isnan().any() or other.values.isnan().any():  # of sums: that both have some is all that is known
+    if one.values.isnan().any() or other.values.isnan().any():  # with sums, the only known fact is that both have some
         return False
     return not torch.equal(one.values, other.values)
 
@@ -438,10 +438,10 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The sums of a gradient's numbers, and their norm.
+    """The sums of a gradient's values, and their norm.
 
-    The factor of a number is the product of one for its row and one for its column, where the rows are pieces of 4096
-    numbers: so a sum is two products of matrices, and there are few factors to draw.
+    The factor of a value is the product of a row factor and a column factor, where rows are pieces of 4096
+    values: so a sum is two matrix products, and few factors are drawn.
     """
     flat = gradient.reshape(-1)
     dtype = torch.float32 if gradient.element_size() < 4 else torch.float64
@@ -463,6 +463,6 @@ def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 @functools.lru_cache(maxsize=4)
 def _factors(count: int, seed: int = 0) -> torch.Tensor:
-    """Random numbers with mean 0 and variance 1, the same ones for ever."""
+    """Random numbers with mean 0 and variance 1, always the same ones."""
     made = torch.rand((count, _SUMS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return made.sub_(0.5).mul_(12**0.5)

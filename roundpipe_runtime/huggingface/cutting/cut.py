@@ -1,4 +1,4 @@
-"""``cut``: cut a transformers model into pieces of a pipeline by record and replay, without code per architecture."""
+"""``cut``: split a Hugging Face model into pieces of a pipeline by record and replay, without code per architecture."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Cut:
     Attributes:
         model: Original model, whose parameters the pieces share.
         pieces: Modules of the pipeline. The first one takes the arguments of the model, the last one returns its
-            output; a model that could not be cut is the only piece.
-        report: Result of the cut in words and numbers.
-        layers: Modules that were cut out, by name.
-        reading: What the model was made of when it was read.
+            output; a model that could not be split is the only piece.
+        report: Result of the split in words and numbers.
+        layers: Layers that became pieces, by name.
+        reading: Record of the model's modules and parameters at the time of the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -61,10 +61,10 @@ class Cut:
         """Split a model in its present state.
 
         Args:
-            model: The model, which is read.
+            model: The model to read.
             pieces: Modules of the pipeline, in order.
-            report: Result of the cut in words and numbers.
-            layers: Modules that were cut out, by name.
+            report: Result of the split in words and numbers.
+            layers: Layers that became pieces, by name.
         """
         made = cls(model, pieces, report, layers, _read(model, layers))
         made.sync()
@@ -75,19 +75,19 @@ class Cut:
 
     @property
     def program(self) -> CutPlan | None:
-        """Plan of the cut; ``None`` for a model in one piece."""
+        """Plan of the split; ``None`` for a model in one piece."""
         first = self.pieces[0]
         return first.program if isinstance(first, Phase) else None
 
     def sync(self) -> None:
-        """Give the pieces the mode, the parameters and the plain attributes that the model has now."""
+        """Copy the model's current mode, parameters and plain attributes to the pieces."""
         for piece in self.pieces:
             piece.training = self.model.training
             if isinstance(piece, Phase):
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def current(self) -> Cut:
-        """Return the cut of the model as it is now: this one if nothing was changed.
+        """Return the split of the current model: this one if nothing was changed.
 
         Raises:
             StageError: layers were removed, added, replaced or moved.
@@ -130,7 +130,7 @@ class Cut:
                 piece.copy = copy_with_stubs(self.model, self.layers)
 
     def _modules_of_other_classes(self) -> set[str]:
-        """Names of modules whose code is another one than that of their copies."""
+        """Names of modules whose class differs from that of their copies."""
         first = self.pieces[0]
         assert isinstance(first, Phase)
         copies = dict(first.copy.named_modules())
@@ -147,7 +147,7 @@ def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
 
 
 def _children(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """The modules of a list now, by their names in the model; none where the list is gone."""
+    """The current modules of a list, by their names in the model; none if the list is gone."""
     found = result_or(lambda: model.get_submodule(path), lambda error: None)
     return {} if found is None else {f"{path}.{key}": one for key, one in found._modules.items() if one is not None}
 
@@ -161,18 +161,18 @@ def cut(
 ) -> Cut:
     """Split a transformers model into the pieces of a pipeline.
 
-    The layers, and the model's own code around them, are found by running its forward on an example. Then the pieces
-    are run next to the model, and every output and gradient is compared. Where something differs, fewer layers are cut,
+    The layers, and the model's own code around them, are found by running its forward on an example. Then the outputs
+    and gradients of the pieces are compared with the model's. If any differ, fewer layers are split off,
     down to none: then the model is one piece, and the report states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
-            ``meta`` are enough for a plan; nothing is compared then.
+            ``meta`` are enough for a plan, without a comparison.
         example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
-            the model as later batches: with pictures, if those have pictures. Default: a few tokens, one row padded.
+            the model as later batches: include pictures if those have pictures. Default: a few tokens, one row padded.
         check: whether to compare the pieces with the model. It costs a forward and a backward of the example on the
             host, twice.
-        skip_modules: lists of layers, or modules around them, that are not to be cut.
+        skip_modules: lists of layers, or modules around them, that must not be split.
 
     Returns:
         The pieces and a report.
@@ -189,17 +189,17 @@ def cut(
     kwargs = plain_rows(without_cache(model, dict(example if example is not None else example_inputs(model))))
     if asked_for(model, kwargs) != "none":
         install_hooks(model)
-    # parameters on meta have no values: the calls can be observed, but no outputs compared
+    # parameters on meta have no values: calls can be observed, but no outputs compared
     is_planned = any(p.is_meta for p in model.parameters())
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     refused: list[tuple[str, str]] = []
-    with checking(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
+    with checking(model), torch.autocast("cpu", enabled=False):  # rounding would hide differences
         called = _called(model, candidates(model), kwargs)
         if example is None and not is_planned:
             kwargs = with_labels(model, kwargs)
         for chosen in _choices(called, skip_modules):
-            # the code of a model raises what it likes where stubs take the place of its layers
+            # a model may raise any error when stubs replace its layers
             attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
             if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
                 return made
@@ -209,7 +209,7 @@ def cut(
 
 
 def _reason(error: Exception) -> tuple[str, str]:
-    """The reason and the message of a cut that failed."""
+    """The reason and the message of a split that failed."""
     if isinstance(error, CutError):
         return error.reason, str(error)
     return "structure", f"{type(error).__name__}: {error}"
@@ -217,7 +217,7 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     """Return a model as one piece."""
-    # refused: reason and message of each cut that was tried before
+    # refused: reason and message of each split that was tried before
     size = sum(map(stored_bytes, model.parameters()))
     report = CutReport(
         type(model).__name__,
@@ -241,17 +241,17 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
             "\nGive it one:\n    cut(model, example=batch)",
         )
 
-    with raised_as(refused), torch.no_grad():  # a model raises what it likes on an example that it does not take
+    with raised_as(refused), torch.no_grad():  # a model may raise any error for an unsupported example
         calls, _ = observe(layers, lambda: model(**kwargs))
     names = {call.layer for call in calls}
     return [one for one in found if not names.isdisjoint(one.layers)]
 
 
 def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[list[Candidate]]:
-    """The choices of lists to cut, best first: all that are worth it, then the largest alone."""
+    """Choices of lists to split, best first: all that are worth it, then the largest alone."""
     skip = {id(inner) for module in skipped for inner in module.modules()}
     allowed = [one for one in found if not any(id(layer) in skip for layer in one.layers.values())]
-    # a list with less than a tenth of the largest one's parameters costs more stages than it saves memory
+    # a list with less than a tenth of the largest one's parameters costs more in stages than it saves in memory
     worth = [one for one in allowed if one.size * 10 >= allowed[0].size]
     choices = [worth, allowed[:1]] if len(worth) > 1 else [worth]
     return [choice for choice in choices if choice]
@@ -309,10 +309,10 @@ def _report(
     )
 
 
-# Add labels to an example, so that a cut is checked as it will be trained.
+# Add labels to an example, so that the check of a split also covers the training loss.
 
 
-# The names that transformers gives to logits, by those of their labels.
+# The names of logits in transformers, by the names of their labels.
 _LOGITS = {
     "start_positions": "start_logits",
     "end_positions": "end_logits",
@@ -321,11 +321,11 @@ _LOGITS = {
 
 
 def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return an example with labels, if the model takes some with which it returns a loss.
+    """Return an example with labels, if the model accepts labels and returns a loss.
 
-    Labels are tried: tokens for logits of tokens, classes or numbers for logits of rows.
+    It tries labels in turn: tokens for logits of tokens, classes or numbers for logits of rows.
     """
-    # returns: the example with labels; as it was given, if none of those that were tried give a finite loss
+    # returns: the example with labels; unchanged if no labels give a finite loss
     taken = inspect.signature(model_inside(model).forward).parameters
     names = sorted(label_names(model) & set(taken))
     if not names or any(kwargs.get(name) is not None for name in names):
@@ -336,7 +336,7 @@ def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
             try:
                 loss = loss_of(model(**kwargs, **labels))
             except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
-                continue  # labels of another form
+                continue  # labels of the wrong shape or dtype
             if loss is not None and bool(loss.isfinite()):
                 return {**kwargs, **labels}
     return kwargs
@@ -371,10 +371,10 @@ def _logits(outputs: PyTree) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-# Find the plan of a cut: run the model's forward on an example, and observe where it needs the output of a layer.
+# Find the plan of a split: run the model's forward on an example, and observe where it needs the output of a layer.
 
 
-# With more phases than this, a model is better left in one piece: each phase runs the code of all earlier ones again.
+# With more phases, one piece is better for a model: each phase repeats the code of all earlier phases.
 _MOST_PHASES = 300
 
 
@@ -390,7 +390,7 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
         while True:
             try:
                 return _run(program, model, layers, args, kwargs, copies, tracks)
-            # a trial shows what a plan lacks: an embedding that later phases compute, or an output that they read
+            # a trial shows what the plan still lacks: an embedding computed in later phases, or an output read there
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
                 copies, tracks = [], []
@@ -416,8 +416,8 @@ def _run(
     while True:
         number = len(ends)
         if number == len(copies):
-            # a copy for each phase, as in the pipeline: a module that caches what it computes of a parameter reads it
-            # in its first call only, and each phase makes that call on another device
+            # a copy for each phase, as in the pipeline: a module that caches a value computed from a parameter reads
+            # the parameter in its first call only, and each phase makes this call on another device
             copies.append(copy_with_stubs(model, layers, program.embeddings))
             tracks.append(_Tracks(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
@@ -462,7 +462,7 @@ def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[s
 
 
 class _Tracks:
-    """Records which parameters of a copy are read."""
+    """Records reads of a copy's parameters."""
 
     def __init__(self, copied: nn.Module) -> None:
         self._read: set[str] = set()
@@ -488,7 +488,7 @@ class _Tracked(dict[str, Any]):
 
 
 def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
-    """The parameters of each phase. All get those that the example did not reach: other batches may read them."""
+    """The parameters of each phase. Parameters that the example did not use go to all phases: other batches may."""
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
     unread = names.difference(*used)
@@ -501,7 +501,7 @@ _LARGEST_TOKEN = 100  # larger ids are often placeholders of images
 
 
 def example_inputs(model: nn.Module) -> Kwargs:
-    """Return keyword arguments of a model's forward: tokens, and the mask and decoder tokens that it takes."""
+    """Return keyword arguments for a model's forward: tokens, and a mask and decoder tokens if it accepts them."""
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
     generator = torch.Generator().manual_seed(0)
     high = min(vocabulary, _LARGEST_TOKEN)
@@ -513,7 +513,7 @@ def example_inputs(model: nn.Module) -> Kwargs:
     if "attention_mask" in taken:
         made["attention_mask"] = torch.ones_like(tokens)
         made["attention_mask"][0, :_PADDING] = 0
-        if device.type == "meta":  # models read the values of a mask of rows, but not of a mask of pairs of tokens
+        if device.type == "meta":  # models read the values of a row mask, but not of a mask of token pairs
             made["attention_mask"] = torch.zeros(2, 1, _LENGTH, _LENGTH)
     if "decoder_input_ids" in taken:
         made["decoder_input_ids"] = tokens.flip(1)[:, : _LENGTH - 4]
@@ -521,7 +521,7 @@ def example_inputs(model: nn.Module) -> Kwargs:
 
 
 def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Set ``use_cache=False`` for a model that takes it, unless it is given."""
+    """Set ``use_cache=False`` for a model that accepts it, unless the caller set it."""
     taken = inspect.signature(model_inside(model).forward).parameters
     knows = "use_cache" in taken or (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
@@ -531,7 +531,7 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def plain_rows(kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments in which mappings in lists are dictionaries: those of image processors are objects."""
+    """Convert mappings in lists to dictionaries: those of image processors are objects."""
     return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The plan of a cut, as plain data, and the joined states for the model's own code after its layers."""
+"""The plan of a split, as plain data, and the joined states for the model's own code after its layers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:
-    """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase."""
+    """The pieces of a split model, in order: phase 0, calls, phase 1, calls, ... and a last phase."""
 
     calls: Sequence[Observed]  # calls of layers, in order
-    ends: Sequence[int]  # place after the last call that each phase records. The last phase records no call.
+    ends: Sequence[int]  # position after the last call that each phase records; the last phase records none
     keep: frozenset[Key] = frozenset()  # outputs of layers that phases read
-    # names of the parameters that each phase reads; `None` while they are not known
+    # names of the parameters that each phase reads; `None` if not known yet
     used: Sequence[frozenset[str] | None] = ()
-    # names of the embeddings that only phase 0 computes. Later phases pass their outputs to layers that have run
-    # already, so a placeholder is enough there.
+    # names of the embeddings that only phase 0 computes. Later phases pass their outputs only to layers that have
+    # already run, so a placeholder is enough there.
     embeddings: frozenset[str] = frozenset()
-    # entries that each call reads of caches that the model made; `None` while they are not known
+    # entries that each call reads from caches that the model created; `None` if not known yet
     cache_reads: Mapping[int, frozenset[Entry]] | None = None
 
     @property
@@ -41,12 +41,12 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether an output of a call is not the hidden state, the first output with the form of an input."""
+        """Report whether an output of a call is not the hidden state, the first output with the shape of an input."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
-        """Report whether calls returned tensors where the example had ``None``, or the other way round."""
+        """Report whether calls returned tensors where the example had ``None``, or vice versa."""
         for place, result in results.items():
             form = self.calls[place].form
             if len(form.leaves) == len(result.leaves):
@@ -70,21 +70,21 @@ class CutPlan:
         return found
 
 
-# The state of one microbatch, which each piece of a cut model takes and returns.
+# The state of one microbatch, which each piece of a split model takes and returns.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
     """The values that a piece of a split model passes to the next one, for one microbatch.
 
-    The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state: it
-    returns a new one, since the engine may call the same piece with the same state again, to recompute it.
+    The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state but
+    returns a new one, since the engine may call the piece with the same state again, to recompute it.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`, from which every phase starts
-    # options of the call; `None` if the last phase is to return exactly what the model returns
+    # options of the call; `None` if the last phase returns the model's output unchanged
     options: CallOptions | None
-    # tensors by `Key`, as long as they are needed: those that phases pass to layers, and outputs of layers
+    # tensors by `Key` while they are needed: those that phases pass to layers, and outputs of layers
     values: dict[Key, torch.Tensor]
     # contents of dictionaries and lists that layers read and write (the shared keys and values of Gemma)
     boxes: dict[int, Any]
@@ -92,9 +92,9 @@ class CutState:
     seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
-        """Seed the generators as they were when the first phase started: that of the call's device, and the CPU's.
+        """Reset the generators to the start of the first phase: that of the call's device, and the CPU's.
 
-        Models draw on the device, and on the CPU whatever the device: transformers draws there which layers it drops.
+        Models draw on the device, and on the CPU whatever the device: transformers draws there which layers to drop.
         """
         torch.default_generator.manual_seed(self.seed)
         _generator(self.call).manual_seed(self.seed)
@@ -104,9 +104,9 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the state of a microbatch before anything ran."""
+    """Return the initial state of a microbatch."""
     kwargs, options = split_options(kwargs)
-    # where the last layer may be left out, the code after it reads the output of any other one
+    # if the last layer may be dropped, the code after it reads the output of any other layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
     seed = _generator((args, kwargs)).initial_seed()
     return CutState((args, kwargs), options, values={}, boxes={}, call_log=CallLog(keep=keep), seed=seed)
@@ -137,17 +137,17 @@ def _generator(call: Any) -> Any:
 #                                                              --> state: hidden (3, 8, 16) --> last phase
 #     microbatch 1    layers ... --> state: hidden (1, 8, 16)
 #
-# Which axis of a tensor holds the rows is read off two states with different numbers of rows: it is the one whose size
-# differs. A tensor of the same shape in both belongs to all rows, such as the position bias of T5.
+# The row axis of a tensor is the axis whose size differs between two states with different numbers of rows.
+# A tensor of the same shape in both belongs to all rows, such as the position bias of T5.
 
 
 class CannotJoinError(Exception):
-    """States of microbatches cannot be joined; the message states why, for a warning."""
+    """States of microbatches cannot be joined; the message gives the reason, for a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowAxes:
-    """The axis of each tensor in a state that holds the rows of the batch."""
+    """The row axis of each tensor in a state."""
 
     # axis of each tensor among the values and boxes, in the order of their leaves; `None` for one that belongs to all
     # rows
@@ -156,7 +156,7 @@ class RowAxes:
 
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
-        """Read the axes off two states of the same call, of which one has more rows."""
+        """Find the axes by comparing two states of the same call, one of which has more rows."""
         (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the layers return different kinds of tensors for different rows")
@@ -189,7 +189,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
 
 
 def state_leaves(state: CutState) -> list[Any]:
-    """Return what layers and phases have put into a state, without the arguments of the call."""
+    """Return the leaves of a state that layers and phases have added, without the arguments of the call."""
     return _leaves(state)[0]
 
 
@@ -199,7 +199,7 @@ def _leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether tensors stand in the same places: a mask may be left out for some rows (Zaya's)."""
+    """Whether tensors are in the same positions: a mask may be omitted for some rows (Zaya's)."""
     return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 
@@ -226,7 +226,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
 
 
 def _is_alike(log: CallLog, other: CallLog) -> bool:
-    """Whether layers were called alike, and returned the same structures."""
+    """Whether layers had equal calls, and returned the same structures."""
     own, others = (
         (one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in (log, other)
     )

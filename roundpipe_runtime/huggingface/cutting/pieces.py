@@ -1,4 +1,4 @@
-"""The pieces of a cut model: phases, which run the model's own code, and calls of layers."""
+"""The pieces of a split model: phases, which run the model's own code, and calls of layers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from .stub import Key, NeedsValue, Placeholder, holds_placeholder, running
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """The result of a forward that came to its end."""
+    """The result of a completed forward."""
 
     output: PyTree  # output of the model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paused:
-    """The result of a forward that needs the output of a layer that has not run."""
+    """The result of a forward that needs an output of a layer that has not run yet."""
 
     state: CutState  # state for the layers, whose calls are recorded in it
     needed: Key  # output without which the forward cannot continue
@@ -69,7 +69,7 @@ class Phase(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own code up to the next layers."""
         # args: positional arguments of the model, in phase 0; else the state
-        # returns: the state; from the last phase the output of the model, as the options ask for it
+        # returns: the state; from the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         run = functools.partial(self._run, state)
         if not self._is_last:
@@ -81,17 +81,17 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The key under which all phases may write buffers of the model's own code: each runs it from its start."""
+        """The key under which all phases may write buffers of the model's own code: each phase repeats that code."""
         return self.program
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight that makes the logits."""
+        """The weight that computes the logits."""
         return weight_of_head(self.copy)
 
     @property
     def _rp_to_compile(self) -> None:
-        """Nothing: the model's own code is stopped by an exception where it needs a layer."""
+        """Nothing: an exception stops the model's own code where it needs a layer."""
         return
 
     @property
@@ -114,8 +114,8 @@ class Phase(nn.Module):
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
         kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
-        # The code runs again from the start of the forward, so it must draw the numbers that it drew in earlier phases.
-        # Two phases need this only where the numbers decide which layers run.
+        # The code runs again from the start of the forward, so it must draw the same numbers as in earlier phases.
+        # With two phases this only matters if the draws decide which layers run.
         restart_generators()
         if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
             state.restart_noise()
@@ -130,7 +130,7 @@ class Phase(nn.Module):
                 output = session.held_again(output)
                 return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
-        # a call of an earlier phase: it is completed, so running layers would not bring this output back
+        # a call of an earlier phase: it is completed, so running layers would not produce this output
         if needed.call not in session.calls:
             raise _missing(needed, session.call_log)
         call_log = session.call_log.record(session.calls, needed)
@@ -142,7 +142,7 @@ class Phase(nn.Module):
 
     @staticmethod
     def last_made(call_log: CallLog) -> int:
-        """Return the place of the last call that was made, -1 before the first."""
+        """Return the position of the last completed call, -1 before the first."""
         return max(call_log.results, default=-1)
 
 
@@ -168,7 +168,7 @@ def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
 
 
 class Whole(nn.Module):
-    """A model that was not cut, as the only piece of a pipeline."""
+    """A model that was not split, as the only piece of a pipeline."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -176,12 +176,12 @@ class Whole(nn.Module):
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight that makes the logits."""
+        """The weight that computes the logits."""
         return weight_of_head(self.model)
 
     @property
     def _rp_to_compile(self) -> None:
-        """Nothing: the loss and caches are handed out next to the output."""
+        """Nothing: the piece also returns the loss and caches."""
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,21 +208,21 @@ class LayerCall(nn.Module):
 
     @property
     def _rp_to_compile(self) -> nn.Module:
-        """The layer, without the code around it that takes its arguments out of the state."""
+        """The layer, without the surrounding code that takes its arguments out of the state."""
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
-        """Call the layer as the phase before recorded it."""
+        """Call the layer as the previous phase recorded it."""
         # returns: the state after the call; the same state, if this microbatch skips the layer
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer, and observe which entries it reads of caches that the model made."""
+        """Call the layer, and record which entries it reads of caches that the model created."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()
         values, boxes = state.values, dict(state.boxes)
-        # boxes are made anew, so that the layer writes neither to the state nor to the box of another call
+        # boxes are built anew, so that the layer writes neither to the state nor to the box of another call
         used = {}
         for use in spec.boxes():
             used[use.number] = box = use.kind()
@@ -232,12 +232,12 @@ class LayerCall(nn.Module):
         with collecting(spec.collect) as captured, caches as (args, kwargs, _):
             try:
                 out = self.layer(*args, **kwargs)
-            except Exception as error:  # of a layer that was not given what those before it return for this batch
+            except Exception as error:  # a layer that did not get the actual outputs of earlier layers for this batch
                 if self.program.returned_others(state.call_log.results):
                     raise BatchStructureError(changed_results(self.program.calls[self.place].layer)) from error
                 raise
         boxes.update((number, box_content(box)) for number, box in used.items())
-        # outputs and what hooks captured are numbered through, so that a key names one tensor
+        # outputs and captured tensors share one numbering, so that a key names one tensor
         result, found = _flattened(out, self.place, 0, self.program)
         held = None
         if captured:
@@ -252,8 +252,8 @@ class LayerCall(nn.Module):
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
     """Outputs of layers and embeddings that the model returns, and embeddings of a single token.
 
-    The embedding of one token is small, and some models compare it with the inputs in a later phase, to find where
-    images go. So it is always kept.
+    The embedding of one token is small, and some models compare it with the inputs in a later phase, to find the
+    positions of images. So it is always kept.
     """
     embedded = frozenset(
         one.key
@@ -290,22 +290,22 @@ def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[T
 # Run a model's forward with stubs for its layers: completed calls are replayed, new ones are recorded.
 
 
-# classes whose objects hold no tensors that a flattening would have to find
+# classes whose objects contain no tensors to flatten
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
 
 
 class PhaseSession:
-    """Answers the stubs in one phase of one microbatch.
+    """Answers the calls of stubs in one phase of one microbatch.
 
-    The forward of the model runs from its start in every phase, as Python cannot continue it in the middle::
+    The model's forward restarts in every phase, as Python cannot continue it in the middle::
 
-        phase 1 of 2    embed        placeholder with the form of what phase 0 computed
+        phase 1 of 2    embed        placeholder with the shape of phase 0's output
                         layers.0     replayed: the output that the state holds
                         layers.1     recorded: arguments by key; placeholders are returned
                         norm(x)      x is a placeholder: the phase ends
     """
 
-    # phase: number of the phase. Calls from place `program.ends[phase]` on belong to later phases.
+    # phase: number of the phase. Calls at position `program.ends[phase]` and later belong to later phases.
 
     def __init__(self, program: CutPlan, state: CutState, phase: int) -> None:
         self.program = program
@@ -317,7 +317,7 @@ class PhaseSession:
         self._made = sorted(self.call_log.results)
         self._asked = 0
         self._place = self._made[-1] + 1 if self._made else 0
-        # Tensors and boxes are recognized by identity: a tensor passed to twelve layers is one value, copied once.
+        # Tensors and boxes are compared by identity: a tensor passed to twelve layers is one value, copied once.
         self._keys = {id(value): key for key, value in self.values.items()}
         self._sides = 0
         self._newest = Key(-1, 0)  # an output of the last call that was recorded
@@ -326,7 +326,7 @@ class PhaseSession:
         self._held: dict[int, HeldCache] = {}
         self._embeds: dict[str, int] = {}
         self.embedded: dict[str, list[Embedded]] = {}
-        self._alive: list[Any] = []  # an id is reused once its object is gone, so objects known by id stay referenced
+        self._alive: list[Any] = []  # the id of a deleted object can be reused, so objects known by id stay referenced
 
     def hand_out(self, held: HeldCache) -> Any:
         """Return the cache that the model's own code gets instead of a held one."""
@@ -336,7 +336,7 @@ class PhaseSession:
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model, with held caches instead of those that were handed out."""
+        """Return the output of the model, with the held caches put back."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
@@ -348,8 +348,8 @@ class PhaseSession:
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute the output of an embedding in phase 0; in later phases, return a stand-in for it."""
-        # returns: the output of the embedding; in later phases a placeholder, or the output if the state holds it
+        """Compute the output of an embedding in phase 0; in later phases, return a placeholder for it."""
+        # returns: the output of the embedding; in later phases a placeholder, or the output if the state has it
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:
@@ -369,7 +369,7 @@ class PhaseSession:
             self._alive.append(found)
         return found
 
-    # -- calls that were completed -----------------------------------------------------------------------------------
+    # -- completed calls ---------------------------------------------------------------------------------------------
 
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         if self.program.calls[place].layer != layer:
@@ -393,10 +393,10 @@ class PhaseSession:
         return pytree.tree_unflatten(leaves, result.spec)
 
     def _check_given(self, place: int, given: Sequence[Any]) -> None:
-        """Check that the layer was given what the model hands to it now that the layers before it have run.
+        """Check that a layer got its current arguments, now that the layers before it have run.
 
-        The call was recorded with what those layers return for the example: where they return a tensor for this batch
-        and none for the example, it was not among the arguments.
+        The call was recorded with the outputs of the example: if an earlier layer returns a tensor for this batch
+        but `None` for the example, the tensor was missing from the arguments.
         """
         if self.call_log.is_of_others:
             return
@@ -415,10 +415,10 @@ class PhaseSession:
             self._alive.append(found)
         return found
 
-    # -- calls to be made --------------------------------------------------------------------------------------------
+    # -- new calls ---------------------------------------------------------------------------------------------------
 
     def _next_place(self, layer: str) -> int:
-        """The place of a call in the plan. Calls before it that the batch skipped are never recorded (LayerDrop)."""
+        """The position of a call in the plan. Earlier calls that the batch skipped are never recorded (LayerDrop)."""
         places = range(self._place, self.program.ends[self._phase])
         for place in places:
             if self.program.calls[place].layer == layer:
@@ -491,7 +491,7 @@ class PhaseSession:
 
     def _box(self, box: Any, place: int) -> BoxUse:
         number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
-        # unchanged since a layer had it: then its content is in the state, or will be when that layer has run
+        # unchanged since a layer had it: then the state has its content, or will have it when that layer has run
         held = _ids(box)
         if self._box_seen.get(number) == held:
             return BoxUse(number, type(box), None)
@@ -514,5 +514,5 @@ def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
 
 
 def _is_or_is_none(given: Any, recorded: Any) -> bool:
-    """Whether one of both is a tensor, and the other is ``None``."""
+    """Whether one of them is a tensor, and the other is ``None``."""
     return (given is None and isinstance(recorded, Key)) or (recorded is None and isinstance(given, torch.Tensor))

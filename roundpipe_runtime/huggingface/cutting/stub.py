@@ -1,8 +1,8 @@
 """Copy a model with stubs instead of its layers, and placeholders for the tensors that layers would return.
 
 A copy shares parameters, buffers and configuration with the model, but has its own module objects. So its modules can
-hold the parameters of one device while the layers, and the copies of other phases, run on other devices. A copy has no
-memory of its own but these objects.
+use the parameters of one device while the layers, and the copies of other phases, run on other devices. Only these
+objects take additional memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .capture import collect_on_copy
 
 
 class Session(Protocol):
-    """The receiver of the calls of stubs."""
+    """Receives the calls of stubs."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it."""

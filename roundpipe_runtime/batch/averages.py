@@ -35,7 +35,7 @@ class Items:
     # number of items of each mean that has a gradient, in order
     trained: list[float] = dataclasses.field(default_factory=list)
     sums: int = 0  # number of losses that are sums
-    # number of losses of which nothing follows: those of each element, and those whose classes are the rows
+    # count for losses without a weight: elementwise losses, and those whose classes are the rows
     others: int = 0
 
 
@@ -119,7 +119,7 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:  # called anyway, as what stands instead of a tensor waits for the first operation
+        if func in _DROPOUTS:  # still called, as a placeholder waits for the first operation
             return func(args[0] if args else kwargs["input"], 0.0, training=False)
         place = _PLACES.get(func)
         if place is not None and len(args) > place:
@@ -141,7 +141,7 @@ class _HasState(Protocol):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces all random numbers by one constant, and leaves out dropout.
+    """Replaces all random numbers by a constant, and disables dropout.
 
     Integers become those of the reversed range, as of a permutation, so that rows that are exchanged stay exchanged.
     """

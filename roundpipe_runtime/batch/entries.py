@@ -18,7 +18,7 @@ from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError
 from .spec import RoundPipePackedData, Rule, counted_rows, is_below, known_rows, rule_for, sizes
 
-# Leaves of these types hold nothing that torch would have to flatten; a batch mostly has no others.
+# Leaves of these types contain nothing to flatten; most batches have no others.
 _CLOSED = frozenset(
     {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), RoundPipePackedData, HeldMask}
 )
@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def stated(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch, where this is packed data that knows them."""
+        """The rows of each microbatch, if this is packed data that stores them."""
         return known_rows(self.value) if isinstance(self.value, RoundPipePackedData) else None
 
     @property
@@ -59,7 +59,7 @@ class Entry:
         """Count the rows of each microbatch of packed data from its tensors, along axis 0 or the axis of a rule."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
-        # a rule that hands it on whole states nothing: entry by entry it goes in any case
+        # a rule that passes it whole gives no rows: packed data is split by entries anyway
         return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
 
 
@@ -106,7 +106,7 @@ def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None
     if rule is not None:
         return Entry(path, value, rule, _axis_of_rule(path, value, rule), True)
     if axes is not None:
-        # a tensor that stands for "nothing yet" may have fewer axes than it will have
+        # an empty placeholder tensor may have fewer axes than later
         declared = [axis for axis, meaning in axes.items() if meaning == "batch" and axis < value.dim()]
         return Entry(path, value, None, declared[0] if declared else None, True)
     name = re.fullmatch(r"kwargs\['(\w+)'\]", path)
@@ -198,7 +198,7 @@ class FlatMicrobatch:
 
 
 def _with_held_masks(tree: Any) -> Any:
-    """The tree with masks as leaves: torch would flatten those of a registered class, whose tensors cannot be cut."""
+    """The tree with masks as leaves: torch would flatten a registered mask class into tensors that cannot be split."""
     return tree if leaf_test() is None else held(tree)
 
 
@@ -277,7 +277,7 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
 def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
-    """Return the rows of the microbatches that packed data is in; ``None`` where there is no packed data."""
+    """Return the rows of the microbatches of packed data; ``None`` without packed data."""
     # apart: whether rules cut each leaf separately
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
@@ -303,7 +303,7 @@ def rows_with_packed(
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Check that packed data has the microbatches that a function of the user made of the other side."""
+    """Check that packed data has as many microbatches as the user's function returned for the other side."""
     # rows: rows of each microbatch of the other side
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
@@ -322,10 +322,10 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return the rows of each part that a function of the user made; ``None`` for each where they cannot be determined.
+    """Return the rows of each part returned by a user's function; ``None`` for each if they cannot be determined.
 
-    What is the same object in all parts was not cut. Of the rest, the sizes along the batch axis are the rows: where
-    there are several, those that add up to the size of what was cut, or those that the other side also has.
+    An object that is identical in all parts was not split. For the other leaves, the rows are the sizes along the batch
+    axis: if these differ, the sizes that add up to the original size, or those that the other side also has.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -333,7 +333,7 @@ def rows_of_parts(
     [1, 2]
     """
     # parts: trees by name, one mapping per microbatch
-    # others: parts of the other side, if a function made them
+    # others: parts of the other side, if a function returned them
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
         before = {entry.path: entry.shape[entry.axis or 0] for entry in _entries(whole) if entry.shape}

@@ -147,7 +147,7 @@ class LossContract:
         Args:
             index: the microbatch.
             value: what ``loss_fn`` returned. The weight of a pair is read here, which waits for it on an accelerator.
-            items: number of items that each mean in it was taken over, as far as it is known. Default: nothing known.
+            items: number of items that each mean in it was divided by, if known. Default: not known.
 
         Returns:
             The terms to go back from. None, if the microbatch has no weight: its gradient is zero even where its loss

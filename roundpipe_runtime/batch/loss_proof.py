@@ -31,7 +31,7 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss cannot be called for a few rows, or returns other numbers each time; the message states which."""
+    """The loss cannot be called for a few rows, or differs at each call; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights with which the losses of parts add up, or what shows that none do."""
+    """The weights for which the losses of parts add up, or the reason why none do."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -68,8 +68,8 @@ class LossProof:
     # for all rows. `"whole"`: in one microbatch.
     way: LossWay
     reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
-    compared: int = 0  # number of sets of values that were compared; 0 where another batch may show more
-    row_nbytes: int = 0  # bytes of what the layers return for one row, which a joined loss holds for the whole batch
+    compared: int = 0  # number of sets of values that were compared; 0 if another batch may give another result
+    row_nbytes: int = 0  # bytes of the layers' outputs for one row, which a joined loss holds for the whole batch
 
     @property
     def is_sum(self) -> bool:
@@ -84,7 +84,7 @@ class LossProof:
         return f"losses of microbatches are {weights}, checked with {self.compared} sets of labels and masks"
 
 
-# One evaluation: the rows in one piece, in parts, and the tensors in which gradients end.
+# One evaluation: the loss of the rows whole and in parts, and the leaves of the gradients.
 Evaluation: TypeAlias = tuple[Part, Sequence[Part], Sequence[torch.Tensor]]
 Values: TypeAlias = Sequence[torch.Tensor]
 
@@ -95,8 +95,8 @@ def prove(
     """Find the first weights that hold for all values."""
     # evaluate: function that computes losses for values of the columns
     # changes: values of the columns, first those of the batch
-    # as_stated: whether the only question is if a mean over rows was stated rightly: what microbatches with other
-    # numbers of items show is seen in each of them
+    # as_stated: whether the only question is if the loss is a mean over rows as stated: different numbers of items
+    # are detected in each microbatch
     left, compared, is_pair = list(ways), 0, False
     for number, values in enumerate(changes):
         found = result_or(functools.partial(evaluate, values), lambda error: error)
@@ -127,7 +127,7 @@ def _is_same(one: Part, other: Part) -> bool:
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
-    """Whether losses are numbers of one kind, so that they can be added."""
+    """Whether losses are numbers of one dtype, so that they can be added."""
     kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
     if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
         return False
@@ -149,7 +149,7 @@ class _Difference:
         self._known: dict[tuple[float, ...], bool] = {}  # two ways give the same shares where all labels count
 
     def is_none(self, way: Way) -> bool:
-        """Whether the loss and every gradient are those of the rows in one piece."""
+        """Whether the loss and every gradient equal those of the whole rows."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -223,7 +223,7 @@ def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Ite
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
-    for size in (1.0, 0.1, 8.0):  # outputs of each row larger or smaller than those of the others
+    for size in (1.0, 0.1, 8.0):  # outputs scaled row by row
         yield [_scaled(one, size, draw) if one.role == "output" else _drawn(one, draw) for one in columns]
     if not any(one.role == "output" for one in columns) or len(columns) > 1:
         for extra in ((0, 1), ()):

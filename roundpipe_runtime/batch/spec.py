@@ -50,7 +50,7 @@ class RoundPipePackedData(list[Any]):
 
 
 def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
-    """Return the rows of each microbatch as the pipeline that made the data knew them; ``None`` if it did not.
+    """Return the rows of each microbatch as stored by the pipeline that made the data; ``None`` if not stored.
 
     The rows are not known of a list that was made longer or shorter since then.
 
@@ -62,7 +62,7 @@ def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
 
 
 def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
-    """Count the rows of each microbatch along an axis; ``None`` where an entry is not a tensor with that axis.
+    """Count the rows of each microbatch along an axis; ``None`` if an entry is not a tensor with that axis.
 
     >>> import torch
     >>> counted_rows(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)]))
@@ -111,7 +111,7 @@ class Replicate:
 class Rule:
     """The rule for a leaf and everything below it."""
 
-    dim: int | None  # axis to cut along; `None` passes the leaf on whole
+    dim: int | None  # axis to split along; `None` passes the leaf on whole
     # function that joins outputs two by two, starting with `init`, instead of either
     reduce: Callable[[Any, Any], Any] | None = None
     init: Any = None  # initial value of `reduce`
@@ -128,8 +128,8 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
         num_microbatch: number of microbatches asked for.
 
     Returns:
-        One number per microbatch. Fewer rows than microbatches give one microbatch per row: an empty one would have no
-        mean, and nothing to compute. A batch without rows is one microbatch without rows.
+        One number per microbatch. With fewer rows than microbatches there is one microbatch per row: an empty
+        microbatch would have no mean. A batch without rows is one microbatch without rows.
 
     Raises:
         ConfigError: ``num_microbatch`` is not a number of at least 1.

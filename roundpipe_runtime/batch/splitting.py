@@ -95,7 +95,7 @@ def split(
         The microbatches, in the order of the rows.
 
     Raises:
-        SplitError: when it is not clear what to cut, naming the key paths and the line to type.
+        SplitError: the axis to split cannot be determined; names the key paths and the line to type.
         UnregisteredObjectError: when an object holds tensors but is not flattened.
 
     >>> import torch
@@ -186,7 +186,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """The rows of each microbatch: where another pipeline cut them, otherwise as evenly as possible."""
+    """The rows of each microbatch: as another pipeline split them, otherwise as equal as possible."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -201,7 +201,7 @@ def _rows(
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """The leaves of each microbatch: those with an axis are split along it, and the others are shared."""
+    """The leaves of each microbatch: leaves with an axis are split along it, and the others are shared."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -234,7 +234,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split by a function on one side or on both; the other side follows its sizes."""
+    """Split by a function for one side or both; the other side follows its sizes."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
@@ -272,7 +272,7 @@ def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Cut one side into the sizes that the user's function gave the other; ``rows`` takes over what this side has."""
+    """Split one side into the sizes that the user's function gave the other; ``rows`` gets the sizes of this side."""
     entries = _entries(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
@@ -341,7 +341,7 @@ class BatchAxes:
     """The batch size and the batch axis of each leaf."""
 
     batch: int | None  # batch size; `None` if no leaf has a batch axis
-    axes: list[int | None]  # axis of each input leaf, `None` for leaves that go whole to every microbatch
+    axes: list[int | None]  # axis of each input leaf, `None` for leaves that every microbatch gets whole
     label_axes: list[int | None]  # axis of each leaf of the labels
     # whether leaves have different numbers of rows, and each is cut separately by its rule. `batch` is then that of the
     # labels, if they have one.
@@ -384,7 +384,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
             if entry.counted:
                 of_labels.setdefault(sum(entry.counted), []).append(entry.path)
         batch = next(iter(known))
-        # labels none of which has the rows are more likely wrong than meant
+        # if no label has the rows, that is more likely a mistake than intended
         if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not _has_axis(labels):
             raise _unlike(known, of_labels)
         return batch
@@ -392,7 +392,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """The rows of packed data that does not report them; of several sizes, the one that another leaf also has."""
+    """The rows of packed data that does not report them; if sizes differ, the sizes that another leaf also has."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:
@@ -410,7 +410,7 @@ def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, 
     shared = [size for size in candidates if size in of_inputs and size in of_labels]
     if not both or len(shared) == 1:
         return shared[0] if shared else None
-    # One row is one microbatch, in which nothing is cut: that is right even if it is more than one row after all.
+    # One row is one microbatch, where nothing is split: that is right even if there is more than one row.
     if not candidates or set(of_inputs) == {1} or (1 in of_inputs and 1 in of_labels and not shared):
         return 1
     if len(candidates) == 1:
@@ -435,7 +435,7 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
 
 
 def _are_apart(entries: Sequence[Entry]) -> bool:
-    """Whether rules cut leaves of different numbers of rows, and there is no leaf without a rule to be guessed at."""
+    """Whether rules split leaves with different numbers of rows, and every leaf has a rule."""
     has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
     return has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1
 

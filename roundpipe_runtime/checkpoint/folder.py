@@ -50,7 +50,7 @@ class _Manifest:
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
     """Return sizes and checksums of the files in a folder, and in folders in it."""
-    # part: number of the files that this process reads: each `parts`-th one, from this one on
+    # part: index of this process: it reads every `parts`-th file, starting with this one
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
@@ -78,7 +78,7 @@ def is_complete(folder: pathlib.Path) -> bool:
 
 def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
     """Read every file of a checkpoint and compare it with what was written."""
-    # part: number of the files that this process reads: each `parts`-th one, from this one on
+    # part: index of this process: it reads every `parts`-th file, starting with this one
     for name, entry in list(_check_sizes(folder).items())[part::parts]:
         try:
             found = _digest(folder / name)
@@ -183,7 +183,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """A block in which no other process writes a checkpoint into a folder, which is created."""
+    """A block in which no other process can write a checkpoint into a folder; creates the folder."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")

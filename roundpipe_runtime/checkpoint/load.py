@@ -96,7 +96,7 @@ def load_checkpoint(
 
 
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
-    """The newest checkpoint that is not damaged; ``None`` where there is none at all."""
+    """The newest undamaged checkpoint; ``None`` if there is no checkpoint."""
     errors = []
     # All processes take the same one: each reads a part of the files, and damage of any part counts for all.
     for path in reversed(there):

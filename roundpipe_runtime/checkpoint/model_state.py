@@ -300,7 +300,7 @@ def _above(name: str) -> list[str]:
 
 
 def _digest(values: list[Any]) -> str:
-    """A digest of the tensors in a weight and in the state of its module, which may move from one to the other."""
+    """A digest of the tensors in a weight and in its module's state, as a library may move tensors between them."""
     return hashlib.sha256("".join(sorted(_digest_of_tensor(part) for part in parts_of(values))).encode()).hexdigest()
 
 

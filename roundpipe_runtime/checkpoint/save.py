@@ -62,7 +62,7 @@ class Checkpoint:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:  # what transformers makes of a path
+    def __str__(self) -> str:  # transformers' normalized path
         return str(self.path)
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ def _start_writing(
             if not is_async:
                 _write(state, path, keep, shard_bytes, ranks)
                 return Checkpoint(path)
-            with Uninterrupted():  # the next call waits for what this one has begun
+            with Uninterrupted():  # the next call waits for this one
                 how = held.pop_all(), state, path, keep, shard_bytes, ranks
                 writing = _PENDING[home] = _WRITER.submit(_write_logged, *how)
             return Checkpoint(path, writing)

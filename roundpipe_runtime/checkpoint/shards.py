@@ -50,8 +50,8 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
     """Write the parts of all processes; all of them call it."""
-    # group: group of the processes; `None` for one alone
-    # file_bytes: largest number of bytes of a file, unless one part is larger: as much memory is taken meanwhile
+    # group: group of the processes; `None` for one process
+    # file_bytes: largest number of bytes of a file, unless one part is larger; writing takes as much memory
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -74,7 +74,7 @@ def read_shards(
 
     Each process reads for itself.
     """
-    # like: tensors of `torch.distributed` whose mesh and placements a tensor gets, by name; all others are read whole
+    # like: DTensors whose mesh and placements the read tensors get, by name; all others are read whole
     if not (folder / SHARDS).is_dir():
         return {}
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -106,7 +106,7 @@ def read_shards(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Ignore torch's warning that a process reads or writes without the others, as it is asked to."""
+    """Ignore torch's warning that one process reads or writes without the others: this is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield
@@ -115,7 +115,7 @@ def _alone() -> Iterator[None]:
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a whole tensor if the target is a shard; otherwise the tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
-        tensor = tensor.reshape(target.shape)  # a number is a vector of one where it is in processes
+        tensor = tensor.reshape(target.shape)  # with several processes, a scalar is a vector of one element
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
         return tensor
     from yobx_flatten.private_names.of_torch import compute_local_shape_and_global_offset
@@ -136,7 +136,7 @@ def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 
 _Result = TypeVar("_Result")
 
-# by ranks, with the job: a group is made once, by all of them, and is used for one checkpoint at a time
+# by ranks, in the job: all ranks create a group once, and it serves one checkpoint at a time
 _GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
@@ -155,7 +155,7 @@ class CheckpointRanks:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
             if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
-                # their own group: a checkpoint is written next to what the training exchanges
+                # a separate group: a checkpoint is written in parallel with the exchanges of the training
                 if mesh is not None:
                     meet(mesh)
                 is_part = members != tuple(range(dist.get_world_size()))
@@ -166,7 +166,7 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values that all of them gave, in the order of ranks; all of them call it."""
+        """Return the values of all ranks, in order of ranks; a collective call."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -204,7 +204,7 @@ class CheckpointRanks:
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """Return the processes that hold a model: those of a pipeline's mesh, or of tensors that are cut into shards."""
+    """Return the processes that hold a model: those of a pipeline's mesh, or of sharded tensors."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

@@ -45,7 +45,7 @@ def write_tensors(
     parts: int = 1,
 ) -> None:
     """Write tensors to one file, or to several of about ``shard_bytes`` with an index."""
-    # tensors: tensors on the host by name; none shares memory with another one
+    # tensors: tensors on the host by name; none shares memory with another
     # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
     # part: number of the files that this process writes: each `parts`-th one, from this one on; the first also writes
     # the index
@@ -94,7 +94,7 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
 #     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
 #         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "path.exp_avg"}}    and the tensor
 #
-# A tensor that is made of others, such as a moment in 8 bits, is stored as these, with the name of its class.
+# A tensor that consists of others, such as an 8-bit moment, is stored as these, with the name of its class.
 
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
@@ -134,7 +134,7 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
 
 
 class _Copies(Mapping[str, torch.Tensor]):
-    """Copies of tensors; those of more bytes than a limit are handed out themselves."""
+    """Copies of tensors; tensors above a size limit are returned themselves."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
         self._tensors, self._largest = tensors, largest
@@ -179,7 +179,7 @@ def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
 
 
 def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    # Nothing is imported for a file: the class is one that a library has given to torch as safe to load.
+    # Nothing is imported for a file: the class must be registered with torch as safe to load.
     known = {_name_of(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
     kind: Any = known.get(stored["class"])
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):

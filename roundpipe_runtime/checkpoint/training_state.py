@@ -112,7 +112,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read what :func:`collect_state` collected, except for the tensors of the model; all of it, or some keys."""
+    """Read what :func:`collect_state` collected, except the tensors of the model; everything, or some keys."""
     # targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients and
     # master weights are read as such. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
@@ -186,14 +186,14 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read what :func:`write_values` wrote, all of it or some keys."""
+    """Read what :func:`write_values` wrote, everything or some keys."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
     with open_tensors(folder, stem) as tensors:
         read = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
         read.update({name: cut_like(read[name], target) for name, target in places.items() if name in read})
-        # what goes to a disk is read from its file when it is copied there, one after the other
+        # tensors for a disk are read from their file when they are copied there, one at a time
         goes_to_disk = any(disk_of(target) is not None for target in places.values())
         largest = _SMALL if goes_to_disk else None
         return {key: decode(value, read, largest_copy=largest) for key, value in wanted.items()}
@@ -206,7 +206,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         memory = tensor.untyped_storage().data_ptr()
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         is_own = plain.untyped_storage().data_ptr() != memory
-        # A file has each tensor whole and once: two views of one memory, or a slice of a larger one, are copied.
+        # A file has each tensor whole and once: views of shared memory, or slices of larger tensors, are copied.
         if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != plain.nbytes):
             plain = plain.clone()
         seen.add(memory)
@@ -215,7 +215,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models."""
+    """Return the texts of ``config.json`` and ``generation_config.json``; none for other models."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
     if library is None or not isinstance(inner, library.PreTrainedModel):
@@ -248,7 +248,7 @@ def random_state() -> dict[str, Any]:
 def check_random_state(state: dict[str, Any]) -> None:
     """Try the states from :func:`random_state` in new generators, before anything is changed.
 
-    Those of accelerators are compared with the present ones by type and size: not every backend makes new generators.
+    States of accelerators are compared by type and size: not every backend can create generators.
     """
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # nothing is drawn

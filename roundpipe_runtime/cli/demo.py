@@ -91,7 +91,7 @@ class _Block(nn.Module):
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
     """Compare the memory of both ways, train both ways, and draw one step of the pipeline."""
-    # as_json: is given the numbers as one object; the tables then go to stderr
+    # as_json: gets the numbers as one object; the tables then go to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
@@ -200,7 +200,7 @@ def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run operations in one thread each, since small ones lose time by sharing."""
+    """Run operations in one thread each, since small ones lose time when they use several."""
     found = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -209,7 +209,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(found)
 
 
-# -- what the terminal shows -----------------------------------------------------------------------------------------
+# -- terminal output -----------------------------------------------------------------------------------------------
 
 
 def _introduce(console: Any, model: nn.Module) -> None:
@@ -273,9 +273,9 @@ class Needs:
     """The most bytes that a device held."""
 
     weights: int  # the weights of the model
-    plain: int  # where the device holds weights, gradients, what Adam remembers and all activations
+    plain: int  # memory for weights, gradients, Adam's state and all activations on the device
     refusal: str  # the message of a device with the limit that is to hold that
-    pipeline: int  # the most that one of the devices of the pipeline held, each of which has the limit
+    pipeline: int  # the peak of the pipeline's devices, each of which has the limit
 
 
 class CountingDevice(VirtualDevice):

@@ -1,4 +1,4 @@
-"""``roundpipe doctor``: check libraries, accelerators, speed and correct results, and print what was found."""
+"""``roundpipe doctor``: check libraries, accelerators, speed and correct results, and print the findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..pipeline import RoundPipe
 
 _PACKAGE = "yobx-flatten"
 
-# Libraries that a training can use, with what is left out without them.
+# Optional libraries of a training, with the features that need them.
 _LIBRARIES = {
     "torch": "nothing works",
     "transformers": "Hugging Face models cannot be trained",
@@ -58,7 +58,7 @@ def examine(folder: pathlib.Path = HERE) -> list[Check]:
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
-    # folder: folder whose disk is looked at. Default: the current one.
+    # folder: folder whose disk is checked. Default: the current one.
     checks: list[tuple[str, Callable[[], list[Check]]]] = [
         ("versions", _versions),
         ("accelerators", _accelerators),
@@ -192,7 +192,7 @@ def _disk(folder: pathlib.Path = HERE) -> list[Check]:
 
 
 def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
-    """How fast a training goes whose state is on the disk."""
+    """Speed of a training whose state is on the disk."""
     name = "speed of the disk"
     try:
         rates = measure_disk(folder)
@@ -365,7 +365,7 @@ Status = Literal["ok", "warning", "fail"]
 class Check:
     """Result of one check of the installation."""
 
-    name: str  # what was looked at
+    name: str  # subject of the check
     status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
     found: str  # the finding, in words
-    remedy: str = ""  # what to do about it; empty where there is nothing to do
+    remedy: str = ""  # the advice; empty if there is nothing to do

@@ -131,7 +131,7 @@ class StepOptions:
         return self.host != HOST_IN_MEMORY
 
     def with_disk(self, machine: Hardware) -> Hardware:
-        """Return a machine with the rates of the disk, which is measured where the profile does not state them."""
+        """Return a machine with the rates of the disk, which are measured if the profile does not have them."""
         from ..device.disk import disk_folder
         from ..estimate.device_rates import measure_disk
 
@@ -223,7 +223,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
 
 
 def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:
-    """The plan with a reference of the same size; under adapters, the model without them is one."""
+    """The plan with a reference of the same size; with adapters, the model without them is the reference."""
     from ..estimate.report import with_reference
     from ..huggingface.adapters import is_adapted
 

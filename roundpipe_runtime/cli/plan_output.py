@@ -257,7 +257,7 @@ def _experts(report: PlanReport) -> list[str]:
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:
-    """Gradients of the stage; of a copy, those of each microbatch, unless it is the one that adds them up."""
+    """Gradients of the stage; for a copy those of each microbatch, except for the copy that adds them up."""
     if stage.kind == "forward":
         return 0
     if stage.is_last_copy:
@@ -322,7 +322,7 @@ def _sizes(named: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def _runs(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    """Neighbours that are the same, and a function that names them: the first one, and the last."""
+    """Groups of equal neighbours, with a function that names each group: its first and last item."""
     found = []
     for _, group in itertools.groupby(items, key):
         same = list(group)
@@ -391,7 +391,7 @@ def _kept_instead(report: PlanReport, up: int) -> list[str]:
 
 
 def _exact(report: PlanReport) -> float:
-    """Seconds of a step whose optimizer runs next to the run that follows."""
+    """Seconds of a step whose optimizer runs in parallel with the next run."""
     return report.simulate(is_async="exact").seconds
 
 

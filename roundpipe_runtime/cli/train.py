@@ -157,7 +157,7 @@ def _run(
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
     given: Mapping[str, Any],
 ) -> tuning.Outcome:
-    """Run all steps, show them, and save the model; the last record of each kind is in ``seen`` then."""
+    """Run all steps, show them, and save the model; ``seen`` gets the last record of each kind."""
     job, checkpoints = training.job, files.checkpoints(output)
     if files.resume:
         is_there = training.restore(checkpoints)
@@ -264,7 +264,7 @@ _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord
 
 
 def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
-    """A block whose errors name the rank, the stage and the layer, where there are several processes."""
+    """A block whose errors name the rank, the stage and the layer, if there are several processes."""
     return contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
 
 
@@ -326,7 +326,7 @@ def _learner(
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """A block without the bars and tables of transformers: what goes wrong is reported in one line."""
+    """A block without progress bars and tables of transformers: errors are reported in one line."""
     from transformers.utils import logging
 
     had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -348,7 +348,7 @@ def _to_go_on(argv: Any, job: tuning.Job) -> str:
     return shlex.join(["torchrun", f"--nproc-per-node={job.size}", "-m", "roundpipe_runtime", *words, "--resume"])
 
 
-# What ``roundpipe train`` shows: before it begins, a bar on a terminal or plain lines elsewhere.
+# The output of ``roundpipe train``: settings first, then a bar on a terminal or plain lines elsewhere.
 
 
 # Between two lines of an evaluation, where there is no terminal.
@@ -359,7 +359,7 @@ class Display:
     """Shows records while a training runs."""
 
     # log_every: steps between two plain lines; the first and the last one are always shown
-    # is_shown: whether this process shows a bar; of several, one does
+    # is_shown: whether this process shows a bar; only one of several does
 
     def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None, is_shown: bool = True) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -404,7 +404,7 @@ class Display:
             say("  ".join([f"step {record.step}/{self.steps}", *words]))
 
     def show_evaluation(self, done: int, total: int) -> None:
-        """Show how far an evaluation is; as lines one in half a minute."""
+        """Show the progress of an evaluation; without a terminal, a line every half minute."""
         text = f"evaluating: {done} of {total} batches"
         self._bar.update(self._task, description=text if done < total else self._of_step)
         if done == 1:
@@ -475,7 +475,7 @@ def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
 
 
 def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
-    """Tokens next to each other that count, or do not."""
+    """Groups of neighbouring tokens that are all trained, or all not."""
     pairs = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == pair[0])
     return [([token for token, _ in run], counts) for counts, run in pairs]
 

@@ -410,7 +410,7 @@ def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
     """Return the settings of a training."""
-    # report_to: where the Trainer also sends what it logs
+    # report_to: additional targets of the Trainer's logs
     if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
         raise UserError(
             "--update in_backward steps each layer in the backward of its batch, before the norm of all gradients or "
@@ -448,7 +448,7 @@ def check_update(update: str, host: str) -> None:
 
 
 def check_quantize(kind: str, lora: str | None) -> None:
-    """Refuse quantized weights that nothing trains next to."""
+    """Refuse quantized weights without trainable adapters."""
     if kind != "none" and lora is None:
         raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
 

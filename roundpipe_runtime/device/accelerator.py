@@ -36,7 +36,7 @@ from .worker import Worker, noting
 # Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
 PIECE = 32 * 1024**2
 
-# The stage that computes, the one that is loaded meanwhile, and a small one between them.
+# The current stage, the one that is being loaded, and a small one between them.
 _STAGES_AT_ONCE = 3
 
 # The room for stages, in sizes of the largest one.
@@ -45,7 +45,7 @@ _ROOM = 2.1
 # A stage runs in the compute stream, which takes the host a microsecond to enter, several times per layer.
 _IS_CURRENT = contextlib.nullcontext()
 
-# References to the memory of a tensor that is the only one with it: its own, and that of the object which asks.
+# References to a tensor's memory if only this tensor uses it: its own, and the caller's.
 _OWN_REFERENCES = 2
 
 
@@ -84,8 +84,8 @@ class AcceleratorDevice:
         self.torch_device = device
         self.name = str(device)
         self.worker = Worker(self.name)
-        # torch hands out 32 streams per device in turn, and then the same again, so a new pipeline takes those of a
-        # closed one. The computation goes before what the caller computes on the device meanwhile.
+        # torch cycles through 32 streams per device, so a new pipeline can reuse those of a
+        # closed one. The pipeline's computation has priority over the caller's work on the device.
         self.streams = streams or (
             *(torch.Stream(device) for _ in range(4)),
             torch.Stream(device, priority=-1),
@@ -277,7 +277,7 @@ class AcceleratorDevice:
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether there is room for a stage of so many bytes next to those that may be computing."""
+        """Whether this many bytes of another stage fit in addition to the active stages."""
         present = self._entered + [visit.nbytes for visit in self._visits]
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
@@ -354,7 +354,7 @@ def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> N
 
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 
-# One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
+# One object, and so one thread, per accelerator and process, as long as a pipeline holds it.
 _ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
 _STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
 

@@ -1,4 +1,4 @@
-"""Find the tensors in weights that hold several, such as numbers in 4 bits and their scales; rebuild them from copies.
+"""Find the tensors in weights that contain several, such as 4-bit values and their scales; rebuild them from copies.
 
 ::
 
@@ -31,7 +31,7 @@ _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
 class StateSlot(NamedTuple):
-    """Where a module keeps an object next to a quantized weight: ``owner.__dict__[name]``."""
+    """Attribute in which a module keeps an object for a quantized weight: ``owner.__dict__[name]``."""
 
     owner: nn.Module
     name: str
@@ -39,14 +39,14 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Report whether a frozen parameter holds tensors in addition to its numbers, or instead of them."""
+    """Report whether a frozen parameter contains tensors in addition to its data, or instead of it."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return the state that a module keeps for a frozen quantized weight; nothing for other modules."""
+    """Return the state that a module keeps for a frozen quantized weight; empty for other modules."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -105,7 +105,7 @@ class Rebuilding:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same class, made of copies; the same one each time."""
+        """Return a parameter of the same class, built from copies; the same object each time."""
         if id(parameter) in self._made:
             known: nn.Parameter = self._made[id(parameter)][1]
             return known
@@ -121,7 +121,7 @@ class Rebuilding:
         return copy
 
     def state(self, value: Any) -> Any:
-        """Return a copy of what a module keeps; so is an object that holds no tensor yet."""
+        """Return a copy of a module's state for a quantized weight, including objects without tensors."""
         made = self.value(value)
         opened = _opened(value)
         return opened[1](opened[0]) if made is value and opened is not None else made
@@ -168,7 +168,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Whether a module may keep tensors next to this parameter: integers mean little without a scale."""
+    """Whether a module may keep tensors for this parameter: integer weights need a scale."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
@@ -214,7 +214,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """What a value holds; ``None`` for what is passed on as it is: modules, classes, functions, numbers."""
+    """The content of a value; ``None`` for values passed on unchanged: modules, classes, functions, numbers."""
     kind = type(value)
     if kind is dict:
         keys = list(value)

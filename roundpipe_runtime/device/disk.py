@@ -36,10 +36,10 @@ from yobx_flatten.errors.failures import format_bytes
 from ..errors import ConfigError
 from .worker import Worker
 
-# Bytes at which a tensor begins: a page for those that fill one.
+# Alignment of tensors: a page for tensors of at least one page.
 _ALIGNMENT = 64
 
-# Bytes of the smallest part by which the file grows; a file grows by an eighth otherwise.
+# Smallest number of bytes by which the file grows; beyond that it grows by an eighth.
 _LEAST = 2**20
 
 # Bytes that are written together: each wait for a disk takes milliseconds.
@@ -48,7 +48,7 @@ _TOGETHER = 16 * 2**20
 # Bytes that were left and may still wait to be written. More would fill the memory with what is to be written.
 _BACKLOG = 256 * 2**20
 
-# Bytes of tensors that are read ahead together, where no layers state what belongs together.
+# Bytes of tensors that are read ahead together, if they are not grouped by layers.
 _GROUP = 32 * 2**20
 
 
@@ -95,7 +95,7 @@ class DiskMemory:
         self._unchanged: list[tuple[int, int]] = []
         self._parts: list[_Part] = []  # by address
         self._addresses: list[int] = []
-        self._open: tuple[_Part, int] | None = None  # where the next place begins
+        self._open: tuple[_Part, int] | None = None  # end of the used part
         self._places: dict[Hashable, _Place] = {}
         self._lock = threading.Lock()
         self._reader, self._writer = Worker("disk reader"), Worker("disk writer")
@@ -194,7 +194,7 @@ class DiskMemory:
     def _part_at(self, address: int) -> _Part | None:
         parts, addresses = self._parts, self._addresses
         place = bisect.bisect(addresses, address) - 1
-        # another thread may be adding a part: the lists are replaced, one after the other
+        # another thread may be adding a part: the lists are replaced, one at a time
         if 0 <= place < len(parts) and parts[place].address <= address < parts[place].address + parts[place].nbytes:
             return parts[place]
         return next((one for one in parts if one.address <= address < one.address + one.nbytes), None)
@@ -249,7 +249,7 @@ class DiskMemory:
         self._wait(-1)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most so many bytes are still to be written, nothing for -1; raise an error of the disk."""
+        """Wait until at most this many bytes are still to be written, -1: none; raise an error of the disk."""
         while True:
             with self._lock:
                 waiting = sum(nbytes for _, nbytes in self._writing)
@@ -272,14 +272,14 @@ class DiskMemory:
         found = []
         for start, end in ranges_of(held):
             part = self._part_at(start)
-            while part is not None and start < end:  # parts may be next to each other in memory
+            while part is not None and start < end:  # parts may be adjacent in memory
                 stop = min(end, part.address + part.nbytes)
                 found.append((part, start, stop))
                 start, part = stop, self._part_at(stop)
         return found
 
     def acquire(self) -> None:
-        """Count one more user, of which the last one closes the memory."""
+        """Count one more user; the last user closes the memory."""
         with self._lock:
             self._users += 1
 
@@ -289,7 +289,7 @@ class DiskMemory:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
                 return
-        with contextlib.suppress(OSError):  # what was not written is in the page cache, and nothing reads the file
+        with contextlib.suppress(OSError):  # unwritten data is in the page cache, and nothing reads the file any more
             self.settle()
         self._reader.close()
         self._writer.close()
@@ -303,7 +303,7 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
-    """Return the memory on a disk in which a tensor lives; ``None`` for any other memory."""
+    """Return the disk memory that holds a tensor; ``None`` for any other memory."""
     if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
         return None
     if tensor.layout != torch.strided or not tensor.numel():
@@ -320,12 +320,12 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """Keep a memory in use as long as a model whose parameters live there."""
+    """Keep a disk memory open as long as a model whose parameters it holds."""
     _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return memory in a folder for a model: the one in which its parameters live already, else a new one."""
+    """Return disk memory in a folder for a model: the one that already holds its parameters, else a new one."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
@@ -344,7 +344,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the number of each group of tensors while it is at hand: the next one is read ahead, others are left."""
+    """Yield the number of each group of tensors while it is loaded; the next is read ahead, used ones are released."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))
@@ -455,7 +455,7 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 # Pages of mapped memory: read ahead, release from this process, write to the disk, and drop from the page cache.
 #
-# Each call changes where pages are and never what they hold, so it is right at any time and in any thread.
+# Each call changes where pages are and never their contents, so it is safe at any time and in any thread.
 
 
 @functools.cache
@@ -491,8 +491,8 @@ def release(start: int, end: int) -> None:
 
 
 def page_out(tensor: torch.Tensor) -> None:
-    """Remove the pages of a tensor from memory, whatever it is; of a file that was only read, nothing is written."""
-    if hasattr(mmap, "MADV_DONTNEED"):  # of any other kernel it is not known what the number means
+    """Remove the pages of a tensor from memory; pages of a file that was only read need no write."""
+    if hasattr(mmap, "MADV_DONTNEED"):  # on other kernels the meaning of the number is not known
         for start, end in ranges_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)
 

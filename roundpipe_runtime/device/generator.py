@@ -43,6 +43,6 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
 @contextlib.contextmanager
 def generator_kept(timeout: float = -1) -> Iterator[None]:
     """Lock the CPU's random generator for this thread during the block, and restore its state."""
-    # Without the lock, what is put back at the end would be the state of a layer in another thread.
+    # Without the lock, the restored state could be that of a layer in another thread.
     with generator_alone(timeout), torch.random.fork_rng(devices=[]):
         yield

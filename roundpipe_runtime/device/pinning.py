@@ -21,11 +21,11 @@ from .transfer import sent_dtype
 
 
 class PinnedModel:
-    """Keeps the parameters and buffers of a model in pinned memory where one of its devices is an accelerator."""
+    """Keeps the parameters and buffers of a model in pinned memory if one of its devices is an accelerator."""
 
     # how: `"alloc"` moves them into pinned memory, but for parts of a larger tensor, which stay pageable; `"register"`
     # pins them in place (CUDA only); `"off"`
-    # devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
+    # devices: devices of the pipeline. Virtual devices need no pinned memory.
 
     def __init__(self, model: nn.Module, how: str, devices: Sequence[Device]) -> None:
         if how not in ("alloc", "register", "off"):
@@ -33,7 +33,7 @@ class PinnedModel:
         self._model = model
         self._how = how
         self._devices = [device for device in devices if isinstance(device, AcceleratorDevice)]
-        # What was looked at: an object and its memory. Either may be replaced.
+        # Objects that were already handled, and their memory. Either may be replaced.
         self._seen: set[tuple[int, int]] = set()
         self.update()
 
@@ -55,19 +55,19 @@ class PinnedModel:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The host tensors that stages copy to devices, if nothing shares their memory."""
         for parameter in self._model.parameters():
-            is_sent = sent_dtype(parameter) == parameter.dtype  # else what is copied is made of it
+            is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
                 yield parameter
         for part in parts_of(self._composites()):
             if _is_on_host(part):
                 yield part
         for buffer in self._model.buffers():
-            # one that is a view, of a parameter perhaps, would be cut loose from it
+            # a view, for example of a parameter, would lose its base
             if _is_on_host(buffer) and type(buffer) is torch.Tensor and not is_held_elsewhere(buffer):
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Quantized weights, and what their modules keep next to them."""
+        """Quantized weights, and the tensors that their modules keep for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a part of another one, an optimizer's flat one perhaps, from which it would be cut loose."""
+    """Whether a tensor is a part of another, such as an optimizer's flat buffer, from which it would be separated."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
@@ -100,7 +100,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
 def _key(tensor: torch.Tensor) -> tuple[int, int]:
     try:
         return id(tensor), tensor.data_ptr()
-    except RuntimeError:  # a tensor that is made of others has no memory
+    except RuntimeError:  # a tensor that consists of others has no memory of its own
         return id(tensor), 0
 
 
@@ -112,7 +112,7 @@ def _move(tensors: Sequence[torch.Tensor]) -> None:
     for number in order:
         tensor = tensors[number]
         data = tensor.data
-        # Classes of other libraries (quantized weights) know themselves where their data is.
+        # Classes of other libraries (quantized weights) store where their data is.
         place = memory.empty_like(number, data) if type(data) is torch.Tensor else None
         tensor.data = data.pin_memory() if place is None else place.copy_(data)
 
@@ -228,7 +228,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with a place for each of many tensors. A slab is allocated when the first of them asks."""
+    """Pinned memory with a place for each of many tensors. A slab is allocated at the first request."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -263,7 +263,7 @@ class PinnedMemory:
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return an uninitialised tensor in the place of a key, which is free again when its storage is gone."""
         # tensor: tensor of the same shape, strides and dtype
-        # returns: the tensor; `None` where the place is taken, has another size, or the strides leave gaps
+        # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
             return None
         with self._lock:

@@ -111,7 +111,7 @@ class Device(Protocol):
         """Make this device current for the code of a layer, after all copies so far.
 
         Args:
-            after: event that stands for the copies of parameters. Default: all of them.
+            after: event at which the copies of parameters are complete. Default: all copies.
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
@@ -122,7 +122,7 @@ class Device(Protocol):
 
         Returns:
             The context. It gives a function that reports whether there is room for so many bytes of the following stage
-            now, so that it can be uploaded; or ``None``, where nothing is uploaded ahead.
+            now, so that it can be uploaded; or ``None`` if nothing is uploaded ahead.
         """
 
     def synchronize(self) -> None:
@@ -141,7 +141,7 @@ class Device(Protocol):
         """End the thread of the device."""
 
 
-# Reports whether there is room for so many bytes now, next to the stages that are on a device.
+# Reports whether there is room for this many bytes now, in addition to the stages on the device.
 HasRoom: TypeAlias = Callable[[int], bool]
 
 

@@ -41,7 +41,7 @@ class TreeStructure:
     """A nested value without its tensors."""
 
     spec: pytree.TreeSpec  # structure
-    # number of the tensor of each leaf, or `None`; for a mask of flex attention, the numbers of all its tensors
+    # index of the tensor of each leaf, or `None`; for a mask of flex attention, the indices of all its tensors
     leaves: tuple[int | tuple[int, ...] | None, ...]
     # leaves that are not tensors, with `None` in the places of those that are, and for a mask the function that
     # rebuilds it
@@ -181,7 +181,7 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
 # Round parameters on their way to devices: on the host they have the dtype of the optimizer.
 
 
-# Attribute of a parameter: its dtype on devices, where that is another one than on the host.
+# Attribute of a parameter: its dtype on devices, if it differs from the host's.
 _SENT_AS = "_roundpipe_sent_as"
 
 
@@ -197,7 +197,7 @@ def sent_nbytes(parameter: torch.Tensor) -> int:
 
 
 def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host in the dtype of devices, where this one copies from without waiting."""
+    """Return a tensor of the host in the dtype of devices, if the device can copy it without waiting."""
     if part.dtype == dtype:
         return part
     made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
@@ -224,7 +224,7 @@ def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes on devices of parameters; the others have those of the host."""
+    """Set the dtypes of parameters on devices; the others keep those of the host."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]
@@ -260,13 +260,13 @@ def is_block_mask(value: Any) -> bool:
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return the test for leaves that keeps torch from flattening masks, where their class is registered."""
+    """Return the leaf test that keeps torch from flattening masks, if their class is registered."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
 
 def held(tree: PyTree) -> PyTree:
-    """Return the tree with every mask in a :class:`HeldMask`; the tree itself where there is none."""
+    """Return the tree with every mask in a :class:`HeldMask`; the tree itself if it has none."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return tree
     leaves, spec = pytree.tree_flatten(tree, is_leaf=is_block_mask)
@@ -321,7 +321,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Add the tensors that a function holds to the list; return what makes it again around others in their places."""
+    """Append the tensors in a function to the list; return a function that rebuilds it with other tensors."""
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:

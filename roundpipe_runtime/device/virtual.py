@@ -20,7 +20,7 @@ from .worker import Worker
 
 _POISON_INTEGER = 0x5A
 
-# It keeps no state, so all threads may be in it at once.
+# It keeps no state, so any number of threads can use it at once.
 _ALWAYS = contextlib.nullcontext()
 
 
@@ -212,7 +212,7 @@ class VirtualDevice:
         return _ALWAYS
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a stage has ended before the next one begins."""
+        """Do nothing: each stage ends before the next one starts."""
         return _ALWAYS
 
     def synchronize(self) -> None:

@@ -1,4 +1,4 @@
-"""Worker threads, one per device, their mailbox, and what happens to them on an error, on Ctrl-C and after a fork.
+"""Worker threads, one per device, their mailbox, and their behaviour on an error, on Ctrl-C and after a fork.
 
 A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
 other thread leaves at its next wait, and the caller raises the error itself, with notes that state where it happened.
@@ -138,7 +138,7 @@ class Mailbox:
     def clear(self) -> None:
         """Release every value and the error, so that neither keeps memory alive.
 
-        The run stays stopped: a stage of it that begins later must not wait for a value that never comes.
+        The run stays stopped: a later stage must not wait for a value that never comes.
         """
         with self._changed:
             self._values.clear()
@@ -172,7 +172,7 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 class Outcome:
-    """Keeps the error of a block until other ranks know it; then its owner raises it.
+    """Stores the error of a block until other ranks are notified; then its owner raises it.
 
     >>> with Outcome() as outcome:
     ...     1 / 0

@@ -1,4 +1,4 @@
-"""Train one model in many processes, with bitwise the numbers of one process.
+"""Train one model in many processes, with results bitwise identical to one process.
 
 ::
 

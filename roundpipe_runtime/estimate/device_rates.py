@@ -30,7 +30,7 @@ Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates of one accelerator, next to its host."""
+    """Rates of one accelerator and its host."""
 
     up: float  # bytes per second from pinned memory to the device
     down: float  # bytes per second from the device to pinned memory
@@ -39,7 +39,7 @@ class DeviceRates:
     pageable_down: float  # bytes per second to memory that is not pinned
     flops: float  # operations per second in products of matrices
     # share of the shorter of a copy and a computation that is hidden when both are given at once: 1.0 if they run side
-    # by side, 0.0 if one waits for the other
+    # in parallel, 0.0 if one waits for the other
     overlap: float
     clock: float  # seconds by the events of the device in one second of the host
 
@@ -128,7 +128,7 @@ _CALLS = 5
 def call_seconds() -> float:
     """Return the host's overhead in seconds for a layer and microbatch of a step.
 
-    A pipeline of small layers is timed on one virtual device, next to the layers alone, in a fraction of a second.
+    Times a pipeline of small layers on one virtual device, and the layers alone, in a fraction of a second.
     """
     layers = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)])
     inputs = torch.ones(_MICROBATCHES, _WIDTH)

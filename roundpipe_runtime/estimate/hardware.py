@@ -25,7 +25,7 @@ _ASSUMED_FLOPS = 100e12
 _ASSUMED_LINK = 20e9
 
 _COPIED = 128 * 2**20  # bytes, more than caches hold
-# Rows of a matrix: the first whose product takes a device long enough, so a slow one is also measured soon.
+# Rows of a matrix: the first size whose product takes long enough is used, so a slow device is also measured quickly.
 _ROWS = (512, 1024, 2048, 4096, 8192)
 _LONG_PRODUCT = 0.01  # seconds
 _LONG_ENOUGH = 0.05  # seconds of one measurement
@@ -40,7 +40,7 @@ class Hardware:
         kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
         flops: operations per second of one device, in matrix products.
         link: bytes per second from the host to one device; also back, unless ``down`` is given.
-        memory: bytes of one device; ``None`` where it is not known.
+        memory: bytes of one device; ``None`` if not known.
         host: bytes of free memory of the host; ``None`` where the system does not report it.
         host_rate: bytes per second that the host reads and writes.
         origin: source of ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or
@@ -66,7 +66,7 @@ class Hardware:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether the devices are made of the CPU: a stage is loaded when the one before it has ended."""
+        """Whether the devices are simulated on the CPU: a stage is loaded after the previous one has ended."""
         return self.kind == "cpu"
 
 

@@ -1,6 +1,6 @@
 """Measure the memory and operations of each layer of a pipeline on one microbatch.
 
-The layers are called as a stage calls them, forward and backward, one after the other. Parameters and batch may be on
+The layers are called as a stage calls them, forward and backward, one by one. Parameters and batch may be on
 ``meta``: then nothing of it takes memory, and a layer of any size is measured in the same time.
 """
 
@@ -33,7 +33,7 @@ class LayerFootprint:
         param_bytes: size of parameters and buffers, which are copied to the device.
         grad_bytes: sums of the gradients of its parameters, which are copied back.
         inputs: tensors that come in.
-        outputs: tensors that go out; those that come in and go out again count in both.
+        outputs: tensors of the output; inputs that are returned count in both.
         grads_in: gradients of the inputs.
         grads_out: gradients of the outputs.
         forward_peak: peak of its forward in addition to the inputs, with its graph.
@@ -102,7 +102,7 @@ def measure_layers(
 
     Args:
         layers: the layers of a pipeline, in order, in the mode in which they are trained.
-        args: positional arguments of the first one; each other one is given what the one before returned.
+        args: positional arguments of the first layer; each other layer gets the previous output.
         kwargs: keyword arguments of the first one.
         names: the names of the layers. Default: their numbers and classes.
         gradient_dtype: the dtype in which gradients of a parameter are summed.
@@ -187,7 +187,7 @@ def _measure(
             gradient, dtype = parameter.grad, gradient_dtype(parameter)
             if gradient is not None and gradient.dtype != dtype:
                 parameter.grad = None
-                # on its way into the sum; a wider one takes it as it is
+                # while it is added; a wider sum takes it directly
                 gradient = gradient if torch.promote_types(gradient.dtype, dtype) == dtype else gradient.to(dtype)
     footprint = LayerFootprint(
         name=name,
@@ -224,7 +224,7 @@ def _measure(
 def _give_sums(
     trained: Sequence[nn.Parameter], gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[torch.Tensor]:
-    """Gradients as they are from the second microbatch on: those of other dtypes are summed elsewhere."""
+    """Gradients from the second microbatch on: those of other dtypes are summed elsewhere."""
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if gradient_dtype(parameter) == parameter.dtype else None
     return [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -234,7 +234,7 @@ def _give_sums(
 
 
 class Parts:
-    """The bytes of parts of tables that were copied, and what copies them: nothing is."""
+    """Counts the bytes of table parts that would be copied; copies nothing."""
 
     torch_device = torch.device("meta")
 

@@ -43,7 +43,7 @@ class DeviceMemory:
         activations: activations of the microbatch that is computed.
         staying: layers of earlier stages, which stay on the device for their backward.
         arriving: parameters of the next stage.
-        copies: tensors of other microbatches that may be on their way.
+        copies: tensors of other microbatches that may be in transit.
         kept: parameters that stay from step to step (``keep_parameters``). Default: 0.
     """
 
@@ -93,7 +93,7 @@ class HostMemory:
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the bytes of the gradients of one microbatch that copies of a stage send each other; 0 without copies.
+    """Return the bytes of one microbatch's gradients that copies of a stage send each other; 0 without copies.
 
     They have the dtype of the parameters, which may be narrower than that of the sums.
     """
@@ -106,7 +106,7 @@ def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
     """Return the peak memory of one microbatch in a stage, in addition to parameters and sums of gradients."""
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
-        # the graph of a layer is gone before the next one begins
+        # the graph of a layer is freed before the next one begins
         return max(layer.inputs + layer.forward_peak for layer in mine)
     arrived = mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0)
     peak, held = 0, arrived
@@ -279,7 +279,7 @@ def room_to_keep(
 ) -> float:
     """Return the bytes of each device for parameters that stay, as the runtime has them."""
     # wanted: `keep_parameters` of `RoundPipeRunConfig`
-    # memory: bytes of a device, `None` where they are not known
+    # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
     if wanted != "auto":
         return wanted * 1e9
@@ -293,7 +293,7 @@ def _stage_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
-    """How much of each size there is room for, one after the other, and what is left."""
+    """How many bytes of each size fit into the room, in order, and the rest of the room."""
     found = []
     for size in sizes:
         here = size if size <= room else int(room)

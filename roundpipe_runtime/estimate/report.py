@@ -25,7 +25,7 @@ from .memory_estimate import DeviceMemory, HostMemory
 from .step_plan import StepPlan, step_plan
 from .step_simulation import DiskUse, StepSimulation, machine_of, simulate
 
-# Work of a stage that multiplies nothing, in seconds: an order for the plan, and nothing in the sum.
+# Seconds for a stage without matrix products: a small value that orders the plan but does not change sums.
 _NEXT_TO_NOTHING = 1e-7
 
 
@@ -86,7 +86,7 @@ class PlanReport:
         """Simulate a step on the same machine."""
         # step: training step. Default: the one of this plan.
         # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
-        # keep_parameters: what stays on devices from step to step. Default: what stays in this plan.
+        # keep_parameters: parameters that stay on devices between steps. Default: those of this plan.
         keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
         return simulate(
             step or self.step,
@@ -99,7 +99,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """Sizes of the state on a disk; ``None`` if all of it is in the memory of the host."""
+        """Sizes of the state on a disk; ``None`` if all of it is in host memory."""
         return self.simulated.disk
 
     @property
@@ -134,14 +134,14 @@ class PlanReport:
 
     @property
     def fits_devices(self) -> bool | None:
-        """Whether every device has the memory; ``None`` where it is not known how much it has."""
+        """Whether every device has the memory; ``None`` if its memory is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the host has the memory; ``None`` where it is not known how much it has."""
+        """Whether the host has the memory; ``None`` if its memory is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -163,7 +163,7 @@ def plan_report(
 ) -> PlanReport:
     """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
-    # layers: what each of them takes on one microbatch
+    # layers: footprint of each layer for one microbatch
     # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
     # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. `"auto"`: the
     # number with which the simulated step, with its transfers, is clearly faster. Default: 1.
@@ -203,7 +203,7 @@ def plan_report(
         tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware),
         tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,
-        # a stage gets half of what parameters may take, as the next one is loaded meanwhile
+        # a stage gets half of the parameter memory, as the next one is loaded meanwhile
         least_memory=int(2 * least / FOR_PARAMETERS),
     )
 
@@ -242,7 +242,7 @@ def _plan(
 
 
 def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
-    """The first of the steps that takes about as long as the fastest one whose devices have the memory."""
+    """The first step that is about as fast as the fastest one whose devices have the memory."""
     peaks = [max(device.total for device in one.device_memory) for one in simulated]
     fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
     least = min(simulated[number].seconds for number in fitting)
@@ -283,7 +283,7 @@ class Reference:
 def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
-    """Return a plan whose host also holds a reference of the same size, and what that adds to a step."""
+    """Return a plan whose host also has a reference model of the same size, and the additional time of a step."""
     # tensors: parameters and buffers of the model, which those of the reference equal in size
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -18,7 +18,7 @@ from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import HostMemory, host_memory, kept_bytes, share_bytes
 
-# What a stage does of a layer's forward, forward again and backward, by which the host's share of them is known.
+# Number of forwards, recomputations and backwards of each kind of stage, from which the host's share is computed.
 _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3}
 
 
@@ -75,7 +75,7 @@ class StepPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
 
     def share_bytes(self, stage: Stage) -> int:
-        """Return the bytes of the gradients of one microbatch, which a copy of the stage sends to the last one.
+        """Return the bytes of one microbatch's gradients, which a copy of the stage sends to the last copy.
 
         Args:
             stage: stage of this plan.
@@ -176,7 +176,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
     for stage, device in zip(stages, RoundRobin(len(machine.names)).assign(len(stages)), strict=True):
         mine = [plan.layers[index] for index in stage.layers]
         goes_back = stage.kind != "forward"
-        # what backward stages start from is copied back, but for what came from the host
+        # inputs of backward stages are copied back, except those that came from the host
         saved = [] if goes_back else [plan.layers[i].inputs for i in stage.layers[1:] if i in restarts]
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
@@ -204,7 +204,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
     return loads
 
 
-# Estimate how many experts of a mixture a step uploads: those that at least one of its tokens is routed to.
+# Estimate how many experts of a mixture a step uploads: those with at least one token.
 
 
 # The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/partial_table` has it.
@@ -240,7 +240,7 @@ def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tup
     if share > MOST_READ:  # all are uploaded, ahead
         return 0.0, 0.0
     unread = (1.0 - share) * layer.expert_bytes
-    # frozen experts have no gradients; of those that train they are taken to be in the dtype of the other gradients
+    # frozen experts have no gradients; trained ones are assumed to have the dtype of the other gradients
     trained = min(layer.trained_bytes, layer.expert_bytes)
     wide = layer.grad_bytes / layer.trained_bytes if layer.trained_bytes else 0.0
     return unread, (1.0 - share) * trained * wide if layer.experts_train else 0.0

@@ -5,7 +5,7 @@
     # a step     forward and backward of all microbatches  |  optimizer    synchronous: one after the other
     #            with is_async="exact", a layer is updated while the forward of those before it runs
 
-The schedule is played through by :func:`roundpipe_runtime.schedule.simulate`; here are its loads, and what it comes to.
+:func:`roundpipe_runtime.schedule.simulate` runs the schedule; this module provides its loads and sums up its result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepSimulation:
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` where the state is on one.
         called: seconds in which a device waits for the host to call layers, the mean of all devices.
-        disk: what the step has and moves on a disk; ``None`` in memory.
+        disk: bytes that the step stores and moves on a disk; ``None`` in memory.
     """
 
     seconds: float
@@ -174,7 +174,7 @@ def _check_disk(machine: Hardware) -> None:
 
 def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["auto"], *, stays: bool) -> float:
     """Bytes of each device for parameters that stay there from step to step."""
-    RoundPipeRunConfig(keep_parameters=keep_parameters)  # which raises where it is none
+    RoundPipeRunConfig(keep_parameters=keep_parameters)  # raises if the value is invalid
     return room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
 
 
@@ -218,7 +218,7 @@ def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: 
 
 
 def _seconds_called(plan: StepPlan, loads: Sequence[StageLoad]) -> float:
-    """Seconds in which devices wait for the host to call layers, of all of them."""
+    """Seconds in which devices wait for the host to call layers, over all devices."""
     pairs = zip(plan.stages, loads, strict=True)
     return sum(load.called * len(stage.microbatches(plan.num_microbatch)) for stage, load in pairs)
 
@@ -230,7 +230,7 @@ def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
 
 
 def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float) -> list[StageLoad]:
-    """The loads of a run next to the optimizer of the step before, which goes through the layers in their order."""
+    """The loads of a run in parallel with the previous step's optimizer, which visits the layers in the same order."""
     sizes = [layer.grad_bytes + layer.table_grad_bytes for layer in plan.layers]
     whole, sums = sum(sizes) or 1, itertools.accumulate(sizes)
     ready = [optimizer * size / whole for size in sums]
@@ -282,7 +282,7 @@ def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: D
 # Bytes that may wait to be written before the host waits, as in `roundpipe_runtime.device.disk`.
 _BACKLOG = 256 * 2**20
 
-# Layers that are in memory at the same time: the one that is used, and the one after it.
+# Layers that are in memory at the same time: the current one, and the next.
 _AT_HAND = 2
 
 
@@ -296,7 +296,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes that a step keeps on a disk, and those that it reads and writes there."""
+    """The bytes that a step stores on a disk, and those that it reads and writes there."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # what is in the memory of the host instead: a few layers, and activations
@@ -323,7 +323,7 @@ def disk_use(host: HostMemory, layers: Sequence[LayerFootprint], loads: Sequence
 
 
 def on_disk(loads: Sequence[StageLoad]) -> list[StageLoad]:
-    """Return the loads of stages whose parameters come from a disk, and whose gradients go there."""
+    """Return the loads of stages whose parameters are read from a disk, and whose gradients are written there."""
     return [dataclasses.replace(load, read=load.upload, written=load.download) for load in loads]
 
 

@@ -70,7 +70,7 @@ __all__ = [  # noqa: RUF022 # in the order of use
     # several processes
     "Job",
     "named_error",
-    # what came of it
+    # results
     "check_output",
     "check_place",
     "check_disk",

@@ -56,7 +56,7 @@ class Lora:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
-    """Add LoRA adapters to a model, and return PEFT's model around it, whose other weights are frozen.
+    """Add LoRA adapters to a model, and return PEFT's wrapper of it; all other weights are frozen.
 
     Args:
         model: Hugging Face model.
@@ -184,8 +184,8 @@ class RoundedLinear(nn.Linear):
 def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
     """Replace the linear layers of a model, in place, by layers that multiply their weights as integers with scales.
 
-    The layers are those in lists of modules. The embedding and the head are rounded to 8 bits at once, and do not
-    learn. A folder that :func:`save_model` writes holds the integers, and ``quantize="keep"`` exports them.
+    The layers are those in lists of modules. The embedding and the head are rounded to 8 bits once, and do not
+    learn. A folder written by :func:`save_model` has the integers, and ``quantize="keep"`` exports them.
 
     Args:
         model: Hugging Face causal language model in float32.
@@ -227,7 +227,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
             made = RoundedLinear(layer, Grid(4 if kind == "int4" else 8), lora if learns else None)
             setattr(model.get_submodule(parent), last, made)
         tables = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator] # of transformers
-        for weight in {table.weight for table in tables if table is not None}:  # which is one where they are tied
+        for weight in {table.weight for table in tables if table is not None}:  # the same tensor if they are tied
             weight.requires_grad_(False)
             if weight.shape[1] % _BLOCK == 0:
                 weight.copy_(Grid(8).rounded(weight))
@@ -235,7 +235,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
 
 
 def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
-    """Return the layers that :func:`quantize_aware` made, by their names; none of any other model."""
+    """Return the layers that :func:`quantize_aware` made, by their names; empty for any other model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
 
 

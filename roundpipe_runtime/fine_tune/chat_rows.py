@@ -1,4 +1,4 @@
-"""Conversations as rows of tokens: one per row, of different lengths, or several in a row of one length.
+"""Conversations as rows of tokens: one per row, of different lengths, or several per row of fixed length.
 
 ::
 
@@ -78,7 +78,7 @@ class ChatRows:
         return {**found, "position_ids": self.positions[row].long()} if self.positions else found
 
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model for a batch: rows are padded on the right, where nothing sees it."""
+        """Return the model arguments for a batch, padded on the right, where causal attention ignores padding."""
         lengths = [len(row["input_ids"]) for row in rows]
         # of several groups each may be padded elsewhere, and is to have the same numbers
         longest = max(map(len, self.ids)) if self.pads_alike else max(lengths, default=0)
@@ -115,14 +115,14 @@ def read_chats(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> ChatRows:
-    """Read conversations and return them in rows of tokens, of which the answers count.
+    """Read conversations and return them in rows of tokens, of which only the answers are trained.
 
     Args:
         names: JSON lines, JSON files with a list, folders of such or of the library datasets, and patterns.
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; conversations are cut there.
         template: file with a chat template. Default: the tokenizer's own.
-        ignored: fields of rows and messages that are left out. Any other one that nothing reads is an error.
+        ignored: fields of rows and messages that are ignored. Any other unknown field is an error.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed of the choice of these rows.
@@ -233,7 +233,7 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 def check_packing(model: nn.Module) -> None:
-    """Refuse a model in which a conversation sees the one before it in its row."""
+    """Refuse a model in which a conversation attends to the previous one in its row."""
     if not keeps_texts_apart(model):  # what it learnt would be another thing
         raise FineTuneError(
             f"{type(model).__name__} lets a conversation see the one before it in its row, so conversations cannot be "

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
-# Texts up to this length may stand in what a template writes by itself.
+# Text that a template adds by itself has at most this length.
 _SHORT = 30
 
 _LARGEST = 2**24  # bytes of a template
@@ -160,7 +160,7 @@ class Encoder:
             if number:
                 before = self._rendered(conversation, number, add_generation_prompt=True)
                 ids_before = self._ids(conversation, number, add_generation_prompt=True)
-            else:  # no template writes the beginning of an answer to nothing: it is what two answers have in common
+            else:  # templates cannot render an empty answer: its start is the common start of two answers
                 other = "y" if message["content"].strip().startswith("x") else "x"
                 another = dataclasses.replace(conversation, messages=[{**message, "content": other}])
                 before = after[: _common(after, self._rendered(another, 1))]
@@ -199,7 +199,7 @@ class Encoder:
 
 
 def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
-    """The variables that templates read, and the fields of messages: those of what they also read the role of."""
+    """The variables that templates read, and the message fields that they read together with the role."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -284,7 +284,7 @@ class Conversation:
     first_counted: int = 0  # index of the first message whose answer counts; earlier answers are part of a prompt
     prompt: str = ""  # text before the completion, which does not count
     completion: str | None = None  # text that counts; `None` for messages
-    # what else the template is given, by name: tools, the entries of `chat_template_kwargs`, other fields of the row
+    # other variables of the template, by name: tools, the entries of `chat_template_kwargs`, other fields of the row
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -356,14 +356,14 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a field holds nothing: folders of ``datasets`` fill in those that a row does not have."""
+    """Whether a field is empty: folders of ``datasets`` fill in missing fields."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _form_of(
     row: Mapping[str, Any], place: str, ignored: Collection[str]
 ) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """The fields of a form, the messages that are a prompt, and those after it; ``None`` for text without messages."""
+    """The fields of a row, the messages of the prompt, and those after it; ``None`` for text without messages."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], _messages(row[name], place, ignored)
@@ -386,7 +386,7 @@ def _form_of(
 
 
 def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
-    """Take a field of one type from the others."""
+    """Remove a field of one type from the others, and return it."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, kind):
         wanted = "text" if kind is str else "an object"

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """The processes of one training; what torchrun has started is joined here.
+    """The processes of one training; processes started by torchrun join here.
 
     Attributes:
         rank: rank of this process.
@@ -43,7 +43,7 @@ class Job:
         return self.rank == 0
 
     def mesh(self) -> DeviceMesh | None:
-        """Return the mesh of the processes; ``None`` for this one alone."""
+        """Return the mesh of the processes; ``None`` for a single process."""
         return init_device_mesh("cpu", (self.size,)) if self.size > 1 else None
 
     def was_restarted(self) -> bool:
@@ -63,12 +63,12 @@ class Job:
         """Do something in each process, and return its result, or raise in all.
 
         Args:
-            work: what this process does, without the others.
+            work: work of this process, without collective calls.
 
         Raises:
             FineTuneError: a request cannot be served in one of the processes.
-            DistributedError: one of the processes failed in another way.
-            Exception: all of them failed alike.
+            DistributedError: one of the processes failed with a different error.
+            Exception: all of them failed with the same error.
         """
         if self.size == 1:
             return work()
@@ -77,7 +77,7 @@ class Job:
         failure = failures[0] if failures else None
         said = self.exchange(_described(failure))
         if failure is not None and all(one == said[0] for one in said):
-            raise failure  # in all of them alike
+            raise failure  # the same error in all processes
         for rank, described in enumerate(said):
             if described is not None:
                 raise _raised_on(rank, *described) from failure
@@ -104,7 +104,7 @@ class Job:
             stated: what this process is to train, by the name of the thing.
 
         Raises:
-            DistributedError: one of them states something else.
+            DistributedError: one of them states a different value.
         """
         if error := ranks_disagree(self.exchange(stated)):
             raise error

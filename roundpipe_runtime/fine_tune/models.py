@@ -34,10 +34,10 @@ class ModelSource:
     Attributes:
         name: name that the user gave.
         config: configuration of transformers.
-        folder: folder of its tokenizer and its weights; ``None`` where there are none.
+        folder: folder of its tokenizer and its weights; ``None`` if there is none.
         has_weights: whether the folder holds weights; otherwise they are random.
-        unmatched_weights: ``"refuse"`` raises where the weights are not those of the model; ``"unused"`` leaves out
-            those that it does not have; ``"random"`` also draws those that the folder lacks.
+        unmatched_weights: ``"refuse"`` raises if the weights do not match the model; ``"unused"`` ignores weights
+            that the model does not have; ``"random"`` also initializes weights that the folder lacks.
         gguf: GGUF file of its tokenizer and its weights; ``None`` for all others.
     """
 
@@ -140,7 +140,7 @@ class ModelSource:
         return _module(loaded)
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
-        """The model without its weights, and functions that read them; ``None`` where they are read all at once."""
+        """The model without its weights, and functions that read them; ``None`` if all are read at once."""
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -159,7 +159,7 @@ class ModelSource:
 def _read_to_disk(
     model: nn.Module, readers: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype, home: pathlib.Path
 ) -> nn.Module:
-    """Give a model parameters that live on a disk, read one by one, so that memory never holds them all."""
+    """Give a model parameters on a disk, read one at a time, as memory may not hold all of them."""
     memory = DiskMemory(home)
     made: dict[int, nn.Parameter] = {}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -278,7 +278,7 @@ class FolderTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return the tokens of each text: of shape (tokens,), int32, none added."""
-        # a text is longer than any row, and cut into rows afterwards: nothing to warn of
+        # a text may be longer than any row, and is split into rows later: no warning needed
         with readable(self.name, FineTuneError):
             rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]

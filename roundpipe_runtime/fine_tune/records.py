@@ -95,7 +95,7 @@ def process_memory() -> int:
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:
-    """Return the peak bytes of tensors on one of the accelerators; ``None`` where there are none.
+    """Return the peak bytes of tensors on one of the accelerators; ``None`` without accelerators.
 
     Virtual devices use memory of the process.
     """

@@ -19,7 +19,7 @@ from .training import Training
 if TYPE_CHECKING:  # it imports transformers
     from .trainer import RunCallback
 
-# The first steps are spent on finding out what a layer costs; the plan is settled after them.
+# The first steps measure the cost of each layer; then the plan is fixed.
 _RECORDED_STEP = 5
 
 
@@ -60,7 +60,7 @@ def run(
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
-        checkpoints: folder of the checkpoints; without one, none is written.
+        checkpoints: folder of the checkpoints; without a folder, none is written.
         every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
@@ -143,7 +143,7 @@ def _noting(
 def _save_after_error(training: Training, saved: str | None) -> str | None:
     """Save the steps before an error, and return a note; a second error, as of the same full disk, is only noted."""
     trainer = training.trainer
-    # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
+    # in a step of several processes, others may have ended; a rank that began to write is neither done nor undone
     can_undo = training.job.size == 1 and training.settings.update != "in_backward"
     is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
     if not is_whole:

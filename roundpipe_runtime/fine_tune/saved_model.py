@@ -83,7 +83,7 @@ def check_disk(
         kept: number of checkpoints that are there at the same time.
 
     Raises:
-        FineTuneError: naming the folder, what is needed and what is free.
+        FineTuneError: the disk is too small; names the folder, the needed and the free space.
     """
     # of a model with adapters, only these are saved
     parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
@@ -126,7 +126,7 @@ def save_model(
     """Save a trained model with its tokenizer, and check that it loads bitwise identical.
 
     Args:
-        model: Hugging Face model, or PEFT's model around one, of which only the adapters are saved.
+        model: Hugging Face model, or PEFT's model around one; then only the adapters are saved.
         tokenizer: tokenizer, saved with the model.
         folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
         source: source of the model, into which adapters are loaded for the check.
@@ -225,7 +225,7 @@ def model_card(
         source: source of the model.
         records: records of the training.
         data: what was read, in words.
-        options: options of the training by name; those that are ``None`` are left out.
+        options: options of the training by name; options with the value ``None`` are omitted.
         is_adapter: whether only adapters were saved.
 
     Returns:
@@ -271,7 +271,7 @@ def _versions() -> dict[str, str]:
 
 
 def replace_card(folder: pathlib.Path, text: str) -> None:
-    """Write the card of a saved model anew; it is the earlier or the new one at any moment.
+    """Rewrite the card of a saved model atomically.
 
     Args:
         folder: folder of the model.
@@ -326,7 +326,7 @@ def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLi
     """Draw the losses of steps and evaluations into an image file.
 
     Args:
-        records: records of a training, as :func:`run` shows them.
+        records: records of a training, as :func:`run` passes them to ``show``.
         path: path of the image; its suffix determines the format: ``.png``, ``.svg``, ``.pdf``.
 
     Raises:

@@ -151,15 +151,15 @@ class Settings(BatchSettings, LearningSettings):
     Attributes:
         devices: devices, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
-        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
-            same.
+        keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results are
+            the same.
         large_tables: how tables of large vocabularies travel, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; the numbers are the same.
-        update: what the optimizer updates, and when, as in :class:`RoundPipe`; the numbers are the same.
-        eval_every: number of steps between two evaluations; ``None`` for one at the end.
+        update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results are the same.
+        eval_every: number of steps between two evaluations; ``None``: only at the end.
         check: whether to compare the cut model with the reference model first.
-        report_to: where the Trainer also sends what it logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
+        report_to: additional targets of the Trainer's logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
@@ -181,7 +181,7 @@ class Settings(BatchSettings, LearningSettings):
         if self.eval_every is not None:
             _check_count("eval_every", self.eval_every, least=1)
         check_large_tables(self.large_tables)
-        RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
+        RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # raises if the value is invalid
         check_host(self.host)
         if self.update == "in_backward" and (self.clip or self.accumulate > 1):
             raise ConfigError(

@@ -4,7 +4,7 @@
 
     notes.txt           one document
     mails.jsonl         one document per line, its text in the field "text"
-    saved/              what save_to_disk of the library datasets wrote: one document per row
+    saved/              written by save_to_disk of the library datasets: one document per row
     corpus/, "*.md"     the files in there, in the order of their names
 """
 
@@ -94,7 +94,7 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def check_encoding(path: pathlib.Path) -> None:
-    """Refuse text in UTF-16 or UTF-32, by the mark at its begin or by its zeros: UTF-8 has a zero for none but NUL."""
+    """Refuse text in UTF-16 or UTF-32, detected by its byte order mark or zero bytes."""
     with open_regular(path, failure=FineTuneError) as file:
         begin = file.read(4096)
     found = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
@@ -185,7 +185,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The folder of one data set: of several that were saved together, the one for training."""
+    """The folder of one data set: if several were saved together, the one for training."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
     if is_saved(folder / "train"):
@@ -265,7 +265,7 @@ def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tenso
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-# A tokenizer is given so many characters, or texts, at a time: it has its own threads.
+# A tokenizer gets this many characters, or texts, at a time: it has its own threads.
 _CHARACTERS, _TEXTS = 2**20, 1000
 
 
@@ -361,7 +361,7 @@ def read_blocks(
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
     """Return the tokens of all documents in one sequence, with the end of text after each that is not empty."""
     # pieces: pieces of documents, and `END` after each document
-    # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` leaves it out
+    # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     store = bytearray()
     end = b"" if tokenizer.eos_token_id is None else torch.tensor([tokenizer.eos_token_id], dtype=torch.int32)
     end_bytes = end if isinstance(end, bytes) else end.numpy().tobytes()
@@ -404,7 +404,7 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: the tokens do not fill a row, or fill only one where two are needed.
+        FineTuneError: the tokens do not fill a row, or fill only one row but two are needed.
 
     >>> made = make_blocks(torch.arange(10, dtype=torch.int32), length=3, eval_share=0.3)
     >>> made.tokens.shape, len(made.training), len(made.held_out), made.left_over

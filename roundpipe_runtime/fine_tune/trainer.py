@@ -194,7 +194,7 @@ class TextTrainer(RoundPipeTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        # the rate is what the settings state now, not what the checkpoint was trained with
+        # the learning rate comes from the current settings, not from the checkpoint
         scheduler = self.lr_scheduler
         rate = self.settings.learning_rate(scheduler.last_epoch, self.args.max_steps)
         scheduler.base_lrs = [self.settings.lr for _ in scheduler.base_lrs]
@@ -248,7 +248,7 @@ class Order(Sampler[int]):
     ([0, 1, 2], 6)
     """
 
-    # count: number of places that iteration goes through. Default: one epoch.
+    # count: number of rows to iterate over. Default: one epoch.
     # lengths: tokens of each row, so that rows of similar length are neighbours. Default: they are alike.
 
     def __init__(

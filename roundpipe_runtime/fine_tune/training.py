@@ -102,7 +102,7 @@ class Training:
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)
         rows = settings.rows_of_group(self.pipeline.replicas)
         self.trainer.microbatches = self.job.exchange(settings.microbatches or min(len(devices) + 1, rows))[0]
-        self._checkpoint: pathlib.Path | None = None  # what the Trainer loads when it begins
+        self._checkpoint: pathlib.Path | None = None  # the Trainer loads this when it begins
         torch.manual_seed(settings.seed)  # the seed that dropout counts from, whatever the check has drawn
 
     @property
@@ -211,7 +211,7 @@ class Training:
         self.trainer.args.output_dir, self.trainer.args.save_total_limit = os.path.abspath(folder), keep
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Continue where the last checkpoint was saved, and return whether there was one.
+        """Continue from the last checkpoint, and return whether there was one.
 
         Unless the settings state otherwise, batches are cut into as many groups and microbatches as they were, so that
         the results are bitwise identical on any number of devices and processes.
@@ -241,7 +241,7 @@ class Training:
         return True
 
     def _keep_groups(self, replicas: int, folder: str) -> None:
-        """Cut batches into as many groups as before, unless the settings state otherwise."""
+        """Split batches into as many groups as before, unless the settings state otherwise."""
         if self.settings.replicas is not None or replicas in (1, self.pipeline.replicas):
             return
         if self.job.size == 1:
@@ -300,13 +300,13 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """Whether AdamW is fused: in groups only where the last bits do not depend on where a shard ends."""
+        """Whether AdamW is fused: with groups, only if the last bits do not depend on shard boundaries."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
-    """Return the number of groups in which the newest checkpoint of a folder was trained; ``None`` without groups.
+    """Return the number of groups of the newest checkpoint in a folder; ``None`` without groups.
 
     Args:
         folder: folder that :meth:`Training.save` was given.
@@ -323,7 +323,7 @@ def _step_of(checkpoint: pathlib.Path) -> int:
 
 
 def _check_groups(settings: Settings, size: int) -> None:
-    """Refuse groups that do not fit the processes, of which each needs one."""
+    """Refuse fewer groups than processes, as each process needs one."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
         raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
@@ -359,12 +359,12 @@ def _names_and_shapes(model: nn.Module) -> str:
 
 
 def _check_causal(model: nn.Module) -> None:
-    """Refuse a model whose prediction depends on what it predicts, as encoders do: its loss would mean nothing."""
+    """Refuse a model that sees the tokens that it predicts, as encoders do: its loss would mean nothing."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):
         first, second = (model(input_ids=ids).logits[:, :3] for ids in (one, other))
-    # experts are given other tokens with these, and round otherwise
+    # different tokens change the routing to experts, and so the rounding
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(

@@ -1,4 +1,4 @@
-"""Run ``generate`` of transformers with the forward of a pipeline, if a trial shows that both compute the same."""
+"""Run ``generate`` of transformers with the forward of a pipeline, if a trial gives the same results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PROMPT, _PADDING = 5, 2
 @contextlib.contextmanager
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a model in the block."""
-    # `generate` calls the model that it is a method of, so an attribute of that object is the only way in
+    # `generate` is a method of the model and calls it, so only an attribute of this object can replace the forward
     inner = model_inside(model)
     held = inner.__dict__
     before = held.get("forward")
@@ -48,9 +48,9 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return why a model has to generate on the host.
+    """Return the reason why a model has to generate on the host, or ``None``.
 
-    A prompt of two rows, the first one padded, and one more token run through the pipeline and through the model, each
+    A prompt of two rows, the first one padded, and one more token run through the pipeline and the model, both
     with a cache.
     """
     inner = model_inside(cut.model)
@@ -59,14 +59,14 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     cache = home(inner)
     if cache is None:
         return "its caches are of an unknown kind"
-    # the code of a model may raise anything for a cache
+    # a model may raise any error for a cache
     with torch.no_grad(), evaluating(cut.model):
         return result_or(
             lambda: _difference(cut.model, forward, cache), lambda error: f"{type(error).__name__}: {error}"
         )
 
 
-# Generate with encoder-decoders: the encoder runs once, then the decoder alone, each as a separate pipeline.
+# Generate with encoder-decoders: the encoder runs once, then only the decoder, each as a separate pipeline.
 
 
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
@@ -96,9 +96,9 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """A path through an encoder-decoder that only generation takes, as a pipeline that is made at the first call.
+    """The encoder or the decoder of an encoder-decoder in generation, as a pipeline that is created at the first call.
 
-    If the pipeline cannot be made, or its output differs from the model's, the model's own forward runs, on the host.
+    If the pipeline fails, or its output differs from the model's, the model's own forward runs, on the host.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -119,11 +119,11 @@ class GenerationPath:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the pipeline was tried and is not used."""
+        """Whether the pipeline was tried and rejected."""
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
-        """Close the pipeline. Its devices belong to the model's own pipeline, which ends their threads."""
+        """Close the pipeline, but not its devices: these belong to the pipeline of the whole model."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = None
@@ -185,7 +185,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
 def _difference_of_encoder(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why not to use the pipeline, after a call and one more token with a cache; ``None`` if both outputs agree."""
+    """Why the pipeline cannot be used, from a call and one more token with a cache; ``None`` if outputs agree."""
     calls: list[dict[str, Any]] = [example]
     name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

@@ -1,13 +1,13 @@
-"""Cut rows along their tokens over several processes, which exchange tokens for heads for attention.
+"""Split rows along their tokens over several processes, which exchange tokens for heads in attention.
 
 ::
 
-    rank 0   tokens 0 to T/2    layers, each token by itself ... attention: all tokens, half of the heads ... layers
-    rank 1   tokens T/2 to T    layers, each token by itself ... attention: all tokens, half of the heads ... layers
+    rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
+    rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
 
-Each rank has its tokens of all rows, positions that count from the beginning of the row, and as label of its last token
-the first one of the next rank. The loss is a sum over tokens divided by their number in the batch, so the gradients of
-all ranks add up to those of the whole rows.
+Each rank has its tokens of all rows, positions relative to the beginning of the row, and as label of its last token the
+first token of the next rank. The loss is a sum over tokens divided by their number in the batch, so the gradients of
+all ranks add up to the gradients of the whole rows.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _TAKEN = ("input_ids", "attention_mask", "labels")
 _IGNORED = -100
 # The loss is divided by the tokens of the whole batch, as `LongRows` has checked.
 _SHARE = CallOptions(weight_by="sum")
-# Tensors that models pass to their attention and that change nothing in it; others may be one for each head or token.
+# Arguments of the attention that do not change its result; other tensors may have one value for each head or token.
 _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 
 
 class LongRows:
-    """A causal language model whose rows are cut along their tokens over the processes of a mesh.
+    """A causal language model whose rows are split along their tokens over the processes of a mesh.
 
     Every process calls it with the same rows, and runs its part of their tokens on its own device. Loss and
     gradients are those of the whole rows, within rounding, and bitwise the same in each run. A device needs memory for
@@ -60,7 +60,7 @@ class LongRows:
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
 
     Raises:
-        ConfigError: the heads cannot be shared, or the model computes something else of rows that are cut.
+        ConfigError: the heads cannot be divided, or the model gives different results for split rows.
 
     ::
 
@@ -97,7 +97,7 @@ class LongRows:
         return self._pipeline
 
     def forward_backward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run forward, loss and backward of rows that are cut over the processes, and return the loss.
+        """Run forward, loss and backward of rows that are split over the processes, and return the loss.
 
         Args:
             batch: ``input_ids`` and ``labels``, and an ``attention_mask`` if rows are padded, on the right; the same
@@ -113,7 +113,7 @@ class LongRows:
         own = self.cut(batch)
         pipeline = self.pipeline
         stages = [range(number, number + 1) for number in range(len(pipeline.cut.pieces))]
-        plan = ModelExecutePlan(stages[:-1], stages[::-1])  # the same one in each process, whatever it has measured
+        plan = ModelExecutePlan(stages[:-1], stages[::-1])  # equal in all processes, whatever they measured
         config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="sum", execute_plan=plan)
         try:
             return pipeline.forward_backward(input_kwargs={**own, CALL_OPTIONS: _SHARE}, run_config=config)
@@ -148,7 +148,7 @@ class LongRows:
         }
 
     def close(self) -> None:
-        """End the threads, and give the model its own attention back."""
+        """End the threads, and restore the model's own attention."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._exchange.close()
@@ -167,7 +167,7 @@ class LongRows:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of transformers, of all tokens and this rank's heads."""
+        """Attention function for transformers, for all tokens and this rank's heads."""
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
@@ -195,7 +195,7 @@ class LongRows:
         return self._exchange.to_tokens(out).transpose(1, 2).contiguous(), None
 
     def _reason(self) -> BaseException | None:
-        """Why the call under way is to be given up."""
+        """Why the current call must be aborted."""
         groups = None if self._pipeline is None else self._pipeline._rp_groups
         return None if groups is None else groups.news.reason
 
@@ -206,7 +206,7 @@ class LongRows:
         return tensor[:, self._exchange.rank * length : (self._exchange.rank + 1) * length].contiguous()
 
     def _example(self) -> dict[str, torch.Tensor]:
-        """Two short rows, three tokens for each process, of which some do not count."""
+        """Two short rows, three tokens for each process, some of which are ignored."""
         vocabulary = getattr(text_config(self._inner), "vocab_size", None) or 100
         generator = torch.Generator().manual_seed(0)
         size = (2, 3 * self._exchange.size)
@@ -216,7 +216,7 @@ class LongRows:
         return {"input_ids": tokens, "labels": labels}
 
     def _prove(self, model: nn.Module, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Compare logits and loss of cut rows with those of the model itself, which may mix tokens anywhere."""
+        """Compare logits and loss of split rows with those of the model, which may mix tokens outside of attention."""
         logits, loss = _run(model, self.cut(self._example()))
         length = logits.shape[1]
         own = expected[0][:, self._exchange.rank * length :][:, :length]
@@ -288,7 +288,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
         raise ConfigError("Labels of padding count in this batch. Set them to -100: labels[attention_mask == 0] = -100")
 
 
-_PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
+_PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 
 
 # Exchange tokens for heads between ranks, so that attention sees all tokens of some heads (sequence parallelism).
@@ -304,7 +304,7 @@ _PERIOD = 0.0002  # seconds between two looks at an exchange that has not ended
 class TokenExchange:
     """The exchanges of one model among the ranks of a mesh."""
 
-    # reason: returns why the call under way is to be given up, as another rank has failed; `None` while it continues
+    # reason: returns why the current call must be aborted, as another rank has failed; `None` while it continues
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()
@@ -348,7 +348,7 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange in one direction, whose gradient travels in the other one."""
+    """The exchange in one direction; its gradient takes the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:

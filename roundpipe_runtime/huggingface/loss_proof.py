@@ -1,8 +1,8 @@
 """Check how the losses of a model's microbatches add up to the loss of the batch, before the first one is used.
 
-At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows, in one piece and in two uneven
-parts, as `batch/loss_proof` asks: weighted by the items that torch's loss functions were seen to average over, by rows,
-or added. Where no weights fit, or where the code draws random numbers, the loss is computed once for all rows.
+At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows, whole and in two uneven
+parts, as in `batch/loss_proof`. Candidate weights are the item counts of torch's loss functions, rows, or
+a plain sum. If none match, or if the code draws random numbers, the loss is computed once for all rows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import counting, label_names, loss_of, with_loss_weight
 from .piece_rows import PieceRows, call_of
 
-# Labels that losses ignore: torch's default, and places after the end of every text, for models that look for places.
+# Labels that losses ignore: torch's default, and positions past the end of every text, for position models.
 _IGNORED = (-100, 10**6)
 
 _ALL: Sequence[Way] = ("items", "rows", "sum")
 
-# Errors of a model that refuses a few rows of a batch; what concerns the whole batch is raised by the call itself.
+# Errors of a model that rejects a few rows of a batch; errors about the whole batch are raised by the call itself.
 _REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
@@ -55,12 +55,12 @@ class SomeRows:
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
     count: int  # number of rows
     label: Any = None  # labels of a function of its loss
-    state: CutState | None = None  # what the layers returned; `None` for a model in one piece
+    state: CutState | None = None  # outputs of the layers; `None` for a model in one piece
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A function of what a model returns for a batch with labels; its weights have to be those of the model's loss."""
+    """A function of a model's output for a batch with labels; its weights must equal those of the model's loss."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -71,8 +71,8 @@ class LossWays:
 
     def __init__(self, rows: PieceRows) -> None:
         self._rows, self._made, self._engine = rows, rows.made, rows.engine
-        self._engine.loss_checks = LossChecks()  # what was found of the model before a change is forgotten
-        self.shown: list[str] = []  # lines for the report of the cut
+        self._engine.loss_checks = LossChecks()  # results from before a change of the model are discarded
+        self.shown: list[str] = []  # lines for the report of the split
 
     @property
     def proofs(self) -> Mapping[Hashable, LossProof]:
@@ -82,8 +82,8 @@ class LossWays:
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how the loss of a call is computed; a proof runs at calls 1, 2, 4, 8, ... of its kind."""
-        # function: function of the model's loss, whose weights were found before. Default: the loss is the model's.
+        """Return how the loss of a call is computed; checked at calls 1, 2, 4, 8, ... of its kind."""
+        # function: function of the model's loss, whose weights are known already. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
             kind, code, label = (kind, loss_code(function.function)), function.function, function.label
@@ -121,11 +121,11 @@ class LossWays:
                 for trial in trials:
                     try:
                         found = self._proof(kind, trial, batch.kwargs.tree, config, function, known)
-                    except CannotJoinError as error:  # of these rows: a mask may be there for some only
+                    except CannotJoinError as error:  # of these rows: a mask may exist only for some
                         found = LossProof("whole", str(error))
                         continue
                     if found.compared or found.way != "joined":
-                        break  # else no labels count in these rows: others may have some
+                        break  # no labels count in these rows, but maybe in others
         except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError, ConfigError):
             raise
         except CannotJoinError as error:
@@ -159,22 +159,22 @@ class LossWays:
 
 
 class Tail:
-    """The code after the last layer, which computes the loss of some rows, in 32 bits at least."""
+    """The code after the last layer, which computes the loss of some rows, in at least 32 bits."""
 
-    # kwargs: keyword arguments of the model in the call that is checked
-    # function: function of its output that computes the loss. Default: the loss is the model's.
+    # kwargs: keyword arguments of the model in the checked call
+    # function: function of its output that computes the loss. Default: the model's own loss.
 
     def __init__(self, made: Cut, options: CallOptions, kwargs: Kwargs, function: LossOfModel | None) -> None:
         self._model, self._piece, self._kwargs, self._function = made.model, made.pieces[-1], kwargs, function
         self._own_way = options.weight_by
-        self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays as it is
+        self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays unchanged
         self._has_auxiliary = has_auxiliary_loss(made.model, kwargs)
-        # with graphs of their own: a graph that is still held may be of a parameter before it was resized
+        # with new graphs: an old graph may belong to a parameter from before a resize
         apart = {
             parameter: in_32_bits(parameter.detach()).requires_grad_(parameter.requires_grad)
             for parameter in self._piece.parameters()
         }
-        # one name for each module: torch's functional_call does not put back a module that has two
+        # one name for each module: torch's functional_call fails to restore a module with two names
         self._parameters = {
             f"{path}.{name}".lstrip("."): apart[parameter]
             for path, module in self._piece.named_modules()
@@ -182,7 +182,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return how a loss is computed that is not to be weighed, or not to be compared; ``None`` for any other."""
+        """Return how a loss is computed that needs no weights or no comparison; ``None`` for any other."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):
@@ -195,9 +195,9 @@ class Tail:
         return None
 
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
-        """Find the weights with which the losses of parts add up to that of all rows."""
+        """Find the weights for which the losses of parts add up to that of all rows."""
         # rows: all of them, then the same rows in consecutive parts
-        # known: an earlier proof of this kind of call, whose weights have to hold again; none by default
+        # known: an earlier proof of this kind of call, whose weights must match again; none by default
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
         roles = self._roles(rows[0])
         keys = [] if rows[0].state is None else list(rows[0].state.values)
@@ -210,7 +210,7 @@ class Tail:
         spec = pytree.tree_structure([*roles, *keys])
         sample = Sample(leaves, [one.count for one in rows], [*roles.values(), *outputs], others, spec).widened()
         is_share = gives_share(self._kwargs)
-        # as rows with as many labels each would also fit others, those of an earlier proof have to hold again
+        # rows with equally many labels match several weights, so those of an earlier proof must match again
         way = known.way if known is not None and known.compared else None
         fixed = [one for one in _ALL if one == (way if self._function is None else self._own_way)]
         ways: Sequence[Way] = ("items", "sum") if fixed == ["items"] and is_share else fixed or _ALL
@@ -237,7 +237,7 @@ class Tail:
             if self._function is not None:
                 reason = "it is not a multiple of the model's loss, with or without a term that is the same for all"
             return LossProof(otherwise, reason, found.compared)
-        # where it is a share, the items are those of the batch
+        # if the loss is a share, the items are those of the batch
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
     def _roles(self, rows: SomeRows) -> dict[str, Role]:
@@ -254,7 +254,7 @@ class Tail:
 
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
         """The loss of some rows, ``None`` without one, and whether random numbers were drawn."""
-        # values: what the layers returned
+        # values: outputs of the layers
         torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()
         args, kwargs, values = pytree.tree_map(in_32_bits, (rows.args, rows.kwargs, values))
@@ -287,7 +287,7 @@ def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
 
 @contextlib.contextmanager
 def _with_all_layers(made: Cut) -> Iterator[None]:
-    """Evaluate a model of which parts of a batch differ in training by design: it drops layers, or has batch norms."""
+    """Evaluate a model whose parts of a batch differ by design in training: it drops layers, or has batch norms."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     normalizes = any(isinstance(module, kinds) for module in made.model.modules())
     if not made.model.training or not (normalizes or drops_layers(made.model)):

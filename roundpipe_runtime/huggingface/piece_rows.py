@@ -1,4 +1,4 @@
-"""Run a few rows of a batch through the pieces of a model: to show how its loss adds up, and which pieces mix rows."""
+"""Run a few rows of a batch through the pieces of a model: to find how its loss adds up, and which pieces mix rows."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from .cutting.cut_plan import CannotJoinError, CutState, RowAxes, join_states, s
 from .cutting.pieces import LayerCall
 from .loss.call_options import CALL_OPTIONS, split_options
 
-# The fewest rows of which two parts have different numbers.
+# The fewest rows that split into two parts of different sizes.
 _ROWS = 3
 
 
 class PieceRows:
-    """Rows of the calls of one model that its pieces run by themselves, and which pieces mix them, by kind of call.
+    """Runs a few rows through the pieces of one model, and records which pieces mix them, by kind of call.
 
-    A kind is what may decide which code of the model runs: the arguments that are given, their types, and the mode.
+    A kind has all that may decide which code runs: the names and types of the arguments, and the mode.
     """
 
     # shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a trial
-    # needs, so it runs on the host of each one, and no process waits for another.
+    # needs, so the trial runs on each host, and no process waits for another.
 
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self.made, self.engine, self.shares_batches = made, engine, shares_batches
@@ -53,7 +53,7 @@ class PieceRows:
     def first_that_mixes(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
     ) -> int | None:
-        """Return the first piece whose outputs for some rows of a call depend on others; ``None`` without one."""
+        """Return the first piece whose outputs for some rows of a call depend on other rows; ``None`` without one."""
         kind = self.kind_of(args, kwargs), number
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -65,7 +65,7 @@ class PieceRows:
                 trials = self.some_rows(batch, config)
                 try:
                     self._mixing[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
-                except (CannotJoinError, CannotTryError):  # it is not clear what the rows are, or the call fails itself
+                except (CannotJoinError, CannotTryError):  # the rows are not known, or the call itself fails
                     self._mixing[kind] = None
         return self._mixing[kind]
 
@@ -81,7 +81,7 @@ class PieceRows:
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
         """Return the function that joins the layers' outputs for the microbatches of a call."""
-        # returns: the function, which raises `CannotJoinError`; `None` where nothing can be joined
+        # returns: the function, which raises `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
         kind = self.kind_of(args, kwargs)
@@ -95,19 +95,19 @@ class PieceRows:
         return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
-        """Return what the layers would return for all of some rows; raises `CannotJoinError`."""
+        """Return the joined outputs of the layers for all of some rows; raises `CannotJoinError`."""
         axes = self._axes[kind] = RowAxes.of(shown, states[-1])
         return join_states([*states], axes, *call_of(trial.whole))
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """Return the facts of a call that may decide which code of the model runs."""
+        """Return the properties of a call that may decide which code of the model runs."""
         given, options = split_options(kwargs)
         asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
         named = frozenset((name, kind_of_value(value)) for name, value in given.items() if value is not None)
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield the first rows once more, one of them in both parts: what layers get for it is there in both."""
+        """Yield the first rows again, with one row in both parts: its values appear in both."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
@@ -118,7 +118,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch whose only row comes three times, and how it is cut; a batch of more rows as it is."""
+        """Return a batch whose only row is repeated three times, and its split; larger batches are unchanged."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -131,12 +131,12 @@ class PieceRows:
         return few, self._split_again(few, config)
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield a few rows of a batch at a time, with their labels; none where they cannot be cut."""
+        """Yield a few rows of a batch at a time, with their labels; none if they cannot be split."""
         with contextlib.suppress(CannotJoinError, SplitError):
             yield from self.some_rows(batch, config)
 
     def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield a few rows of a batch at a time; one time at least."""
+        """Yield a few rows of a batch at a time, at least once."""
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
@@ -150,7 +150,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """The settings for a few rows: a split function that was made for the batch is made for them."""
+        """The settings for a few rows: a split function made for the batch is made for them again."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -158,9 +158,9 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return what layers return for parts of some rows, and for more rows than the last part has."""
+        """Return the outputs of layers for parts of some rows, and for more rows than the last part has."""
         with self._trial_engine() as engine:
-            # devices have room for a microbatch, so no more rows run at once than it takes
+            # devices have room for a microbatch, so at most that many rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
             states = engine.outputs_before_last([*trial.parts, *shown], config)
         return states[: len(trial.parts)], states[-1] if shown else states[0]
@@ -178,6 +178,6 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """The outputs of a piece that are compared. Losses are left out: they have their own proof."""
+    """The compared outputs of a piece. Losses are excluded: they have a separate check."""
     found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]

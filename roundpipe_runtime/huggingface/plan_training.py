@@ -1,4 +1,4 @@
-"""Plan the training of a transformers model: it is cut, measured and simulated on ``meta``, so nothing is allocated."""
+"""Plan the training of a Hugging Face model: split, measured and simulated on ``meta``, so nothing is allocated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SettingsChange:
 
 
 class PlannedTraining:
-    """A model on ``meta`` that is cut, and measured for batches of any size without allocating it.
+    """A model on ``meta`` that is split, and measured for batches of any size without allocating it.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime.estimate.hardware import describe_hardware
@@ -51,9 +51,9 @@ class PlannedTraining:
 
     # model: Hugging Face causal language model, or PEFT's model around one, with parameters on `meta`
     # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-    # large_tables: how tables of large vocabularies travel, as in `RoundPipe`. Default: `"auto"`.
-    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
-    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
+    # large_tables: how tables of large vocabularies are copied, as in `RoundPipe`. Default: `"auto"`.
+    # host: storage of parameters, gradients and the optimizer's state. Default: `"memory"`.
+    # update: which weights the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PlannedTraining:
         """Return the plan for batches of this size."""
         # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches; `"auto"`,
         # as many as make the simulated step clearly faster. Default: 1.
-        # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
+        # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
         return plan_report(
             self.model,
             self.cut.pieces,
@@ -113,13 +113,13 @@ class PlannedTraining:
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
         """Return the memory of a loss that is computed once for the whole batch.
 
-        Which losses need that is checked with the first batch of a training; on ``meta``, tensors have no values.
+        The first batch of a training shows which losses need that; on ``meta``, tensors have no values.
         """
-        # returns: the memory of the device that runs the last layer, and what the host needs in addition
+        # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
-        """Return settings for a batch that needs more memory than a device has: smaller parts or shorter rows."""
+        """Return settings that make a batch fit into a device's memory: smaller parts or shorter rows."""
         if self.hardware.memory is None:
             raise ConfigError(
                 f"remedy: it is not known how much memory {self.hardware.names[0]} has. Say it in bytes:\n"
@@ -127,7 +127,7 @@ class PlannedTraining:
             )
         sizes = [(n, length) for n in _doubled(num_microbatch, batch)]
         sizes += [(batch, length // 2**k) for k in range(1, length.bit_length()) if length // 2**k >= 64]
-        for number, shorter in sizes or [(num_microbatch, length)]:  # it may be as small as it gets
+        for number, shorter in sizes or [(num_microbatch, length)]:  # already as small as possible
             report = self.report(batch=batch, length=shorter, num_microbatch=number)
             if report.fits_devices:
                 break
@@ -159,7 +159,7 @@ class PlannedTraining:
 
 
 def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return the causal language model that a configuration describes, without memory for its parameters."""
+    """Return the causal language model of a configuration, without memory for its parameters."""
     # dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
     import transformers
 
@@ -169,12 +169,12 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
         made = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype or {None: torch.float32, torch.float16: torch.bfloat16}.get(stored, stored)
         )
-    model: nn.Module = made.to("meta")  # some write numbers into their parameters, wherever those should be
+    model: nn.Module = made.to("meta")  # some write values into their parameters, whatever the device
     return model
 
 
 def _doubled(first: int, most: int) -> list[int]:
-    """Numbers above the first one, each twice the one before, up to the most."""
+    """Numbers above the first one, doubling up to the maximum."""
     found = []
     while first < most:
         first = min(2 * first, most)
@@ -201,7 +201,7 @@ def _batch(rows: int, length: int) -> Kwargs:
 
 
 def _last_call(piece: nn.Module, value: Any) -> Any:
-    """Call a piece as in a training, which uses only the loss; what the loss averages over is not known on meta."""
+    """Call a piece as in a training, which uses only the loss; its divisor is not known on meta."""
     if isinstance(piece, Phase):
         return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
     if isinstance(piece, Whole):

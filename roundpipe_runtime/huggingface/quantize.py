@@ -20,7 +20,7 @@ from .cutting.call_log import candidates
 FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
 """``"nf4"`` and ``"fp4"``, 4 bits of bitsandbytes with scales in 8 bits, and ``"int8"``, 8 bits of torchao."""
 
-# Numbers per scale, as QLoRA has them (Dettmers et al., 2023, arXiv 2305.14314).
+# Weights per scale, as in QLoRA (Dettmers et al., 2023, arXiv 2305.14314).
 _BLOCK = 64
 
 
@@ -29,7 +29,7 @@ def quantize_frozen(
 ) -> nn.Module:
     """Quantize the linear layers of a model in place, and freeze all of its weights.
 
-    The layers are those in lists of modules; embeddings, norms and the head stay as they are. Weights of a model on
+    The layers are those in lists of modules; embeddings, norms and the head stay unchanged. Weights of a model on
     ``meta`` are read one after the other, and each is quantized before the next one is read.
 
     Args:
@@ -81,12 +81,12 @@ def quantize_frozen(
         made._parameters["bias"] = read.parameter(f"{name}.bias", layer._parameters["bias"])
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, made.train(layer.training))
-        return_freed()  # what one weight took on its way, which is more than what is kept of it
+        return_freed()  # memory needed while one weight is quantized, which exceeds its result
     return model
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the number of weights of a model, also where they are packed into fewer numbers.
+    """Return the number of weights of a model, including packed quantized weights.
 
     >>> count_weights(nn.Linear(3, 2))
     8
@@ -102,14 +102,14 @@ def count_weights(model: nn.Module) -> int:
 
 
 class _Weights:
-    """The weights of a model, read where they are on meta; a tied one is read once."""
+    """The weights of a model; weights on meta are read from the source, tied ones once."""
 
     def __init__(self, read: Callable[[str], torch.Tensor] | None) -> None:
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a weight that stays as it is, in its own memory."""
+        """Return an unquantized weight, in its own memory."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:
@@ -118,7 +118,7 @@ class _Weights:
         return self._known[id(parameter)][1]
 
     def numbers(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers of a weight or a buffer, which may be mapped from a file."""
+        """Return the values of a weight or a buffer, which may be mapped from a file."""
         assert parameter is not None
         if not parameter.is_meta or self._read is None:
             return parameter.detach()
@@ -132,7 +132,7 @@ class _Weights:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers in lists of modules, whose weight no other module has, with their names."""
+    """Yield the linear layers in lists of modules, except those with tied weights, with their names."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for found in candidates(model):
         for path, layer in found.layers.items():

@@ -1,4 +1,4 @@
-"""``wrap_model_to_roundpipe``: train a transformers model through a pipeline, with its own interface unchanged."""
+"""``wrap_model_to_roundpipe``: train a Hugging Face model through a pipeline, with its own interface unchanged."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def wrap_model_to_roundpipe(
     check: bool = True,
     **roundpipe_kwargs: Any,
 ) -> WrappedModel:
-    """Wrap a transformers model so that it trains through a pipeline.
+    """Wrap a Hugging Face model so that it trains through a pipeline.
 
-    Its own forward cuts it, on a small batch (:func:`cut`), and the cut is compared with the model. One that cannot be
-    cut runs in one piece, with a warning that states why.
+    The model is split by running its own forward on a small batch (:func:`cut`), and the pieces are compared with the
+    model. A model that cannot be split runs in one piece, with a warning that gives the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
-        use_sequential_preset: ``True``: a model that cannot be cut is an error. ``False``: it is not cut at all.
-        lower_threshold: smallest size in bytes: a smaller model is not cut, and runs in one microbatch.
-        upper_threshold: size in bytes up to which a model is not cut. Default: every model is cut.
-        skip_modules: modules whose layers are not cut.
+        use_sequential_preset: ``True``: a model that cannot be split is an error. ``False``: it is not split at all.
+        lower_threshold: smallest size in bytes: a smaller model is not split, and runs in one microbatch.
+        upper_threshold: size in bytes up to which a model is not split. Default: every model is split.
+        skip_modules: modules whose layers are not split.
         override_config: run configurations of modules; only the model itself can have one, as it is one pipeline.
         model_run_config: defaults for every call.
         name: name in errors and timelines. Default: ``"file:line"``.
-        example: keyword arguments of the model's forward, with which it is cut. Default: a few tokens.
-        check: whether to compare the cut with the model.
+        example: keyword arguments of the model's forward for the split. Default: a few tokens.
+        check: whether to compare the pieces with the model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.
 
     Returns:
         The model, wrapped.
 
     Raises:
-        CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
+        CutError: the model does not run on the example; or cannot be split, with ``use_sequential_preset=True``.
         ConfigError: an argument has a value that is not supported.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,7 +83,7 @@ def wrap_model_to_roundpipe(
 
 
 def _check_has_layers(made: Cut, compiles: object) -> None:
-    """Check that there is something to compile, if so asked."""
+    """Check that there are layers to compile, if compilation is requested."""
     if compiles and made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs in one piece, so it has no layers to compile. Split it with "
@@ -94,7 +94,7 @@ def _check_has_layers(made: Cut, compiles: object) -> None:
 def _cut(
     model: nn.Module, example: Mapping[str, Any] | None, skipped: Container[nn.Module], *, check: bool, must: bool
 ) -> Cut:
-    """Cut a model, and state why it runs in one piece if it does."""
+    """Split a model, and warn with the reason if it runs in one piece."""
     skip = [module for module in model.modules() if module in skipped]
     made = cut(model, example, check=check, skip_modules=skip)
     if made.report.is_whole:

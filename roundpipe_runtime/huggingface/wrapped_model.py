@@ -1,4 +1,4 @@
-"""``WrappedModel``: a transformers model that runs through a pipeline."""
+"""``WrappedModel``: a Hugging Face model that runs through a pipeline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class WrappedModel(CutModel):
-    """A transformers model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
+    """A Hugging Face model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
 
     Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
     ``forward`` and ``forward_backward`` take the arguments of its forward.
@@ -64,7 +64,7 @@ class WrappedModel(CutModel):
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return its joined output.
 
-        The loss of a model that was given labels is that of the whole batch.
+        With labels, the output's loss is that of the whole batch.
 
         Args:
             *args: positional arguments of the model.
@@ -76,7 +76,7 @@ class WrappedModel(CutModel):
             The output of the whole batch.
 
         Raises:
-            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            BatchStructureError: the batch takes a different path through the model than the example for the split.
             SplitError: inputs cannot be split into microbatches.
         """
         kwargs, config = self._rp_prepared(args, kwargs, roundpipe_run_config)
@@ -93,13 +93,13 @@ class WrappedModel(CutModel):
         if way in ("items", "rows", "sum"):
             try:
                 return super().forward(*args, roundpipe_run_config=config, **kwargs)
-            except UnprovenLossError:  # of this batch, whose labels are of another kind than those of the proof
+            except UnprovenLossError:  # of this batch, whose labels are of another kind than the checked ones
                 if self._rp_options.has_groups:
                     raise
                 way = self._rp_way_without_parts(kwargs)
         resolved = self._rp_config(config)
         if way == "joined":
-            self._rp_engine.synchronize()  # a step next to the forward would change weights before the backward
+            self._rp_engine.synchronize()  # a parallel step would change weights before the backward
         if way == "joined" and (join := self._rp_rows.join(args, kwargs, resolved)) is not None:
             try:
                 return self._rp_engine.forward_joined(args, kwargs, resolved, join)
@@ -131,11 +131,11 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
-        """The paths on which an encoder-decoder generates; a model in one piece has none."""
+        """The encoder and decoder paths for generation; a model in one piece has none."""
         return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
-        """A pipeline like this one, on the same devices, of another cut of the same parameters."""
+        """A pipeline like this one, on the same devices, for another split of the same parameters."""
         config = self._rp_options.model_run_config
         return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
 
@@ -147,7 +147,7 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_host_reason(self) -> str | None:
-        """Why this model generates on the host; ``None`` if it does so through the pipeline."""
+        """Why this model generates on the host; ``None`` if it generates through the pipeline."""
         reason = reason_for_host(self.cut, self.forward)
         if reason is not None:
             _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
@@ -165,7 +165,7 @@ class WrappedModel(CutModel):
     ) -> Any:
         """Run forward, loss and backward in one go, and return the loss.
 
-        A model that is given its labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns it, or
+        A model with labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns this loss, or
         a multiple of it, gives the loss and the gradient of the whole batch, for any split.
 
         Args:
@@ -182,7 +182,7 @@ class WrappedModel(CutModel):
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
-            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            BatchStructureError: the batch takes a different path through the model than the example for the split.
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
@@ -231,7 +231,7 @@ class WrappedModel(CutModel):
             config = dataclasses.replace(config, num_microbatch=1)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        # rows of the batch of all ranks are known when a microbatch has its loss
+        # the rows of the batch over all ranks are known once a microbatch has its loss
         rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
         batch = rows_of_batch if computes_loss else None
         weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))

@@ -143,7 +143,7 @@ def _reached(value: object) -> set[int]:
 
 
 def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
-    """An input of a linear layer or an embedding. What takes others is compared when a model is cut."""
+    """An input for a linear layer or an embedding. Other modules are compared when a model is split."""
     if isinstance(owner, nn.Linear):
         dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
         return torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
@@ -172,14 +172,14 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return whether a copy of a parameter still has its numbers, where both are."""
-    with torch.no_grad():  # nothing is detached: a view of the host's numbers would count as memory of a virtual device
+    """Return whether a copy of a parameter still has the parameter's values."""
+    with torch.no_grad():  # nothing is detached: a view of the host's tensor would count as memory of a virtual device
         if copy.device.type == "cpu" and torch.equal(copy, source):
             return torch.ones((), dtype=torch.bool)
         return ((copy == source) | (copy.isnan() & source.isnan())).all()
 
 
-# Keep frozen quantized weights as they are, whatever a library writes into them when a layer is called.
+# Restore frozen quantized weights if a library rewrites them when a layer is called.
 
 
 def has_few_bits(module: nn.Module) -> bool:
@@ -234,7 +234,7 @@ _ROWS = 64
 # Attribute of a layer: the weight that makes its logits, if it has one.
 _HEAD = "_rp_head_weight"
 
-# Attribute of a layer: what torch compiles of it; such code does not take stand-ins for parameters.
+# Attribute of a layer: its compiled code, which does not accept placeholders for parameters.
 _TO_COMPILE = "_rp_to_compile"
 
 
@@ -281,7 +281,7 @@ class TableRule:
             if self.by_slices if is_head else _looks_up(slot):
                 rows = self._slice_rows(slot.parameter) if self.by_slices else None
                 found[id(slot.parameter)] = Table(rows, is_head)
-        # a parameter in two places of one layer is a table only if it is one in both
+        # a parameter used twice in a layer is a table only if both uses are
         others = {id(slot.parameter) for slot in large if slot.parameter is not head and not _looks_up(slot)}
         return {key: table for key, table in found.items() if key not in others}
 
@@ -291,7 +291,7 @@ class TableRule:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of numbers on the host, and nothing that another library made of it."""
+    """Whether a parameter is a plain matrix on the host, without a library's tensor subclass."""
     is_matrix = parameter.dim() == 2 and parameter.is_floating_point() and parameter.layout == torch.strided
     return type(parameter) is nn.Parameter and is_matrix and parameter.device.type in ("cpu", "meta")
 

@@ -35,10 +35,10 @@ from .parameters import ParameterStore, is_watched, scan
 from .parts import AtHand, HasParameters, Landed, OptimizerParts, can_step_in_parts, state_share
 from .torch_steps import Optimizer, take_over_always
 
-# Bytes of the smallest tensor of an optimizer that goes to the disk: others, like counts of steps, are read everywhere.
+# Size from which an optimizer's tensor goes to the disk: small ones, like step counts, are read all the time.
 _SMALLEST = 4096
 
-# Layers whose gradients may be on their way from devices to the disk.
+# Number of layers whose gradients may be in transit from devices to the disk.
 _LANDING = 2
 
 
@@ -130,7 +130,7 @@ class DiskStore(ParameterStore):
             self.memory.leave([place])
 
     def wait_landed(self) -> None:
-        """Wait until gradients are on the disk; raise what went wrong."""
+        """Wait until gradients are on the disk; raise the error of a failed write."""
         with self._lock:
             waiting = list(self._landing)
             self._landing.clear()
@@ -176,7 +176,7 @@ class DiskStore(ParameterStore):
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Do the step of an optimizer layer by layer; return an optimizer whose step does nothing more."""
+        """Run the step of an optimizer layer by layer; return an optimizer whose step does nothing."""
         if not self.owns(optimizer):
             return super().take_step(optimizer, args, kwargs)
         self._check_steps_in_parts(optimizer, [*args[1:], *kwargs.values()])
@@ -253,13 +253,13 @@ class DiskStore(ParameterStore):
             master = self._masters[name]
             is_left = master.agrees(parameter) and not stepped
             if not stepped:
-                master.adopt(parameter)  # one after the other, as all at once would fill the memory
+                master.adopt(parameter)  # one at a time, as all at once would fill the memory
             master.agree(parameter, stepped=stepped)
             if not is_left:
                 self.memory.leave([parameter, master.tensor])
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load what :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
+        """Load what :meth:`masters` returned, except parameters that have the optimizer's dtype already."""
         for name, value in masters.items():
             super().load_masters({name: value})
             if name in self._masters:
@@ -343,7 +343,7 @@ def _paged(nbytes: int) -> int:
 def clip_by_parts() -> None:
     """Let torch's ``clip_grad_norm_`` go through gradients on a disk in parts. Once per process."""
     found = norm_and_scaling()
-    if found is None:  # an older torch: the numbers are the same, and all gradients are in memory meanwhile
+    if found is None:  # an older torch: same values, but all gradients are in memory at once
         return
     module, norm, scaling = found
     setattr(module, norm, _norm_by_parts(getattr(module, norm)))
@@ -399,11 +399,11 @@ def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
     return scale
 
 
-# Keep the layers that are used now in memory, in the order in which a run or a step comes to them.
+# Keep the current layers in memory, in the order in which a run or a step visits them.
 
 
 class LayersAtHand:
-    """Reads the layer after the one that is used ahead, and leaves each one after its use."""
+    """Reads the next layer ahead, and releases each layer after its use."""
 
     # order: indices of the layers in the order of their use
     # tensors_of: function that returns the tensors of a layer
@@ -427,7 +427,7 @@ class LayersAtHand:
 
     @contextlib.contextmanager
     def __call__(self, layer: int) -> Iterator[None]:
-        """Have the tensors of a layer in memory for the block. Devices may come to layers next to each other."""
+        """Keep the tensors of a layer in memory during the block. Several devices may do so in parallel."""
         self._arrive(layer)
         try:
             yield
@@ -441,7 +441,7 @@ class LayersAtHand:
             here = None if place is None else self._ahead.pop(place, None)
             if place is not None:
                 self._fetch_after(place)
-        if here is None or here.cancel():  # one that has not begun would read behind others
+        if here is None or here.cancel():  # a read that has not started would queue behind others
             self._memory.read(self._tensors_of(layer))
         else:
             here.result()

@@ -31,7 +31,7 @@ from .parameters import ParameterStore, added, is_watched
 from .parts import HasParameters, Landed, OptimizerParts, can_step_in_parts
 from .torch_steps import Optimizer, count_step, dtype_of_gradient, watch_originals
 
-# Layers whose gradients may be on their way from devices to their step.
+# Number of layers whose gradients may be in transit from devices to their step.
 LANDING = 2
 
 _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16, update="in_place")'
@@ -71,7 +71,7 @@ class InBackwardStore(ParameterStore):
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` for those of other models."""
+        """Return why gradients of these parameters cannot be clipped; ``None`` for other models."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None
@@ -161,7 +161,7 @@ class InBackwardStore(ParameterStore):
                 steps.step(complete)
 
     def wait_landed(self) -> None:
-        """Wait until all layers are stepped; raise what went wrong."""
+        """Wait until all layers are stepped; raise the error of a failed step."""
         with self._lock:
             waiting = list(self._landing)
             self._landing.clear()
@@ -213,7 +213,7 @@ class InBackwardStore(ParameterStore):
 
 
 class _Steps:
-    """The steps of one run: what has come of each parameter, and what has not."""
+    """The steps of one run: which parameters have received gradients, and which have not."""
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[HasParameters]) -> None:
         self.has_failed = False
@@ -255,7 +255,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Refuse, from now on, to scale a loss in a run whose gradients are stepped before a scaler sees them."""
+    """From now on, refuse to scale a loss in a run whose gradients are stepped before a scaler sees them."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

@@ -1,6 +1,6 @@
 """Run an optimizer's step in parts, bitwise identical to the whole step, with tensors in memory or in a store.
 
-Most optimizers update one parameter after the other, from its value, its gradient and its own state. Then a step of
+Most optimizers update each parameter separately, from its value, its gradient and its own state. Then a step of
 all parameters is the same as steps of some of them, in any order. Each part is an optimizer of the same class, with
 the options of the groups, that shares the state.
 """
@@ -37,7 +37,7 @@ class OptimizerParts:
     """The present inputs of an optimizer's step: options of groups, and gradients."""
 
     # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
-    # Default: they stay where the optimizer made them.
+    # Default: they stay where the optimizer created them.
 
     def __init__(
         self, optimizer: Optimizer, hold_state: Callable[[torch.Tensor, dict[str, Any]], None] = lambda p, state: None
@@ -140,7 +140,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    # A tensor may have a new value of a scheduler by now. One that a step writes is found by the proof.
+    # A scheduler may have changed a tensor option meanwhile. Options that a step writes are found by the check.
     values = {k: v for k, v in after.items() if not isinstance(v, torch.Tensor)}
     return {k: v for k, v in values.items() if k not in before or v is not before[k]}
 
@@ -148,10 +148,10 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
     """Do a step whose gradients have another dtype than the parameters, which optimizers do not take.
 
-    Gradients get the dtype of their parameters for one parameter at a time, where the optimizer allows it.
+    Each gradient gets its parameter's dtype, one parameter at a time, if the optimizer allows it.
     """
     # args: positional arguments of its step, itself first
-    # returns: an optimizer whose step does what is left to do: the same one where no gradient has another dtype
+    # returns: an optimizer that does the rest of the step: the same one if no gradient has another dtype
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -169,7 +169,7 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 # -- whether an optimizer is one of these ----------------------------------------------------------------------------
 
-# Enough for two that share a form, one without a gradient, and one of another form.
+# Enough for two of the same shape, one without a gradient, and one of another shape.
 _STAND_INS = 4
 _GROUPS = 8
 _WIDEST = 6
@@ -194,7 +194,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 
 def state_share(optimizer: Optimizer) -> float:
-    """Return the bytes of tensors that an optimizer keeps per byte of a parameter, as seen on small stand-ins."""
+    """Return the bytes of an optimizer's state per byte of a parameter, measured on small placeholders."""
     return result_or(lambda: _state_share(optimizer), lambda error: 0.0)
 
 
@@ -212,7 +212,7 @@ def _state_share(optimizer: Optimizer) -> float:
 def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
-    # what it cannot do with stand-ins is not checked, whatever it raises
+    # errors with placeholders are ignored: then nothing is checked
     return result_or(lambda: _has_same_bits(optimizer), lambda error: False)
 
 
@@ -251,18 +251,18 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
             stand_in = nn.Parameter(values, requires_grad=True)
             stand_in.__dict__.update(parameter.__dict__)
             own = optimizer.state.get(parameter, {})
-            # Moments in 8 bits have a scale per block, and cannot be cut. Without a state, the step makes a new one.
+            # 8-bit moments have a scale per block, and cannot be split. Without a state, the step creates a new one.
             if own and not any(map(is_traceable_wrapper_subclass, own.values())):
                 state[stand_in] = {k: _small(v, parameter) for k, v in own.items()}
             parameters.append(stand_in)
         groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters})
-    # What a scaler leaves for the step of the optimizer may state that nothing is to be done.
+    # A scaler may leave the instruction to skip the optimizer's step.
     attributes = {k: None if k in ("grad_scale", "found_inf") else v for k, v in _attributes(optimizer).items()}
     return _twin(optimizer, groups, state, attributes)
 
 
 def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Some of a group: the first ones, and one of each other number of axes."""
+    """Some parameters of a group: the first ones, and one for each other number of axes."""
     others = {p.ndim: p for p in reversed(parameters[_STAND_INS - 1 :])}
     return parameters[: _STAND_INS - 1] + list(others.values())
 
@@ -336,7 +336,7 @@ class InMemory:
         return _in_memory
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Put the state that an optimizer has of a parameter where it stays."""
+        """Move an optimizer's state of a parameter to its storage."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """Step all parameters that this place handles; return an optimizer whose step does the rest."""
@@ -347,7 +347,7 @@ class InMemory:
         return gradients
 
     def wait_landed(self) -> None:
-        """Wait until gradients are where they stay; raise what went wrong."""
+        """Wait until gradients are stored; raise the error of a failed write."""
 
     def begin_run(self, contents: Sequence[HasParameters]) -> None:
         """Check that the gradients of a run can land, before it begins."""
@@ -369,7 +369,7 @@ def _in_memory(layer: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-# A mark of a tensor shows later whether it was written, also by way of ``tensor.data``, which torch does not count.
+# A mark of a tensor detects later writes, including those through ``tensor.data``, which torch does not count.
 
 
 # Numbers of a tensor that are compared.
@@ -389,7 +389,7 @@ class Mark:
     source: weakref.ref[torch.Tensor]
     version: int
     address: int
-    sample: torch.Tensor | None  # some numbers, as bytes; `None` where they are not compared
+    sample: torch.Tensor | None  # some values, as bytes; `None` if they are not compared
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_numbers: bool = True) -> Mark:

@@ -1,7 +1,7 @@
 """Decide when a layer's parameters may be read and when they may be replaced.
 
 The rules are :class:`LayerReadiness`, plain data without a thread, so that a test can walk through every order of
-events. :class:`ReadinessTable` puts a lock and waiting around one of them per layer.
+events. :class:`ReadinessTable` adds a lock and waiting, for one of them per layer.
 
 ::
 
@@ -60,7 +60,7 @@ class LayerReadiness:
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """Make the next version current; or, if it was not ``done``, keep the one before."""
+        """Make the next version current; if the write is not ``done``, keep the previous one."""
         _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done
@@ -137,7 +137,7 @@ class ReadinessTable:
 
         An error of ``fill`` leaves the version that was there.
         """
-        # done: whether they are complete then; otherwise another call will complete them
+        # done: whether the layer is complete then; otherwise another call will complete it
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
             self._layers[layer].start_write(version)

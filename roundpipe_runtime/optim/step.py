@@ -43,7 +43,7 @@ class GradScaler(_GradScaler):
         model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
         scaler.update()
 
-    ``update`` waits for a step that runs in the background, since it needs to know what that step found.
+    ``update`` waits for a background step, since it needs the step's result.
 
     Args:
         init_scale: initial scale.
@@ -280,7 +280,7 @@ class StepRunner:
         return "step(..., is_async=True)" if self._ahead is None else 'step(..., is_async="exact")'
 
     def _end_exact(self) -> None:
-        """Forget a step that has ended; what it did is what the next run reads, also if it failed."""
+        """Forget a finished step, even a failed one; the next run reads its result."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if ahead.is_ahead:
@@ -391,7 +391,7 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
                 wait_for(update)
 
 
-# One step of optimizers, layer by layer in the order of the forward, next to the run that waits for each layer.
+# One step of optimizers, layer by layer in forward order, in parallel with the run that waits for each layer.
 
 
 class LayerSteps:

@@ -43,7 +43,7 @@ class _Taking(threading.local):
 
 _TAKING = _Taking()
 
-# Optimizers whose step is under way: its thread, and what is set at its end.
+# Optimizers with a running step: its thread, and an event set at its end.
 _UNDER_WAY: weakref.WeakKeyDictionary[Optimizer, tuple[int, threading.Event]] = weakref.WeakKeyDictionary()
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -94,7 +94,7 @@ def hear_steps(before: Hook, after: Hook) -> None:
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
     """Let a function take over the steps of all optimizers that :func:`taking_over` does not, in any thread."""
-    # first: whether it is asked before those that are there. Default: `False`.
+    # first: whether it is called before those already registered. Default: `False`.
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
 
@@ -105,7 +105,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
     It is called after the optimizer's own hooks: gradients are as the step would find them.
     """
-    # taker: function that gets an optimizer and the arguments of its step. `None`: steps run as they are.
+    # taker: function that gets an optimizer and the arguments of its step. `None`: steps run normally.
     before, _TAKING.taker = _TAKING.taker, taker
     try:
         yield
@@ -119,7 +119,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
 
 def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
-    """Let other threads wait for the end of a step before they step this optimizer, or ask or load its state."""
+    """Make other threads wait for the end of a step before they step this optimizer, or read or load its state."""
     if optimizer not in _WATCHED:
         _WATCHED.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait)
@@ -140,7 +140,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         _wait(optimizer)
         if not _OTHERWISE:
             return
-    # The hooks of the optimizer run after those of all optimizers, in the order of their registration: this one last.
+    # An optimizer's hooks run after the global ones, in order of registration: this one last.
     if _TAKING.taker is not None:
         _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
     earlier = _TAKING.hooks.pop(optimizer, None)
@@ -217,7 +217,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the gradients of these parameters are where torch looks for them."""
+    """Check that the gradients of these parameters are in ``grad``, where torch looks for them."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):

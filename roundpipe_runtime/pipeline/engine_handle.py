@@ -63,7 +63,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def replicas(self) -> int:
-        """The number of groups that a batch is cut into, whatever the number of ranks."""
+        """The number of groups that a batch is split into, whatever the number of ranks."""
         return self._rp_engine.groups.replicas
 
     @property
@@ -182,7 +182,7 @@ class PipelineOptions:
 
     @property
     def has_groups(self) -> bool:
-        """Whether a batch is cut into groups, on one rank or on several."""
+        """Whether a batch is split into groups, on one rank or on several."""
         return self.mesh is not None or self.replicas is not None
 
     def picklable(self, devices: Sequence[Device]) -> PipelineOptions:

@@ -5,7 +5,7 @@
     around the layers    modules, classes, forwards, names of parameters, and attributes: the pipeline runs copies
     the layers           modules, classes and forwards: the pipeline runs them themselves
 
-Objects are compared by identity and held, so that no other object gets the address of one.
+Objects are compared by identity and referenced, so that no new object reuses the address of an old one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from yobx_flatten.core.interrupts import Undoing
 
-# What every module has: parameters and buffers are read anew in each run, and hooks are shared.
+# Attributes of every module: parameters and buffers are read in each run, and hooks are shared.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 _NUMBERS = (int, float, complex)
@@ -33,7 +33,7 @@ _LISTS = (list, tuple, set, frozenset, deque)
 # What saving a model notes in its configurations, in transformers and PEFT; they are shared with the copies anyhow.
 _NOTED = frozenset({"architectures", "dtype", "torch_dtype", "base_model_name_or_path", "auto_mapping"})
 
-# Attributes inside of attributes that are looked at, and how many of them.
+# Limits for the search in nested attributes: depth, and number of attributes.
 _DEEPEST, _MOST = 4, 2000
 
 
@@ -51,7 +51,7 @@ class OtherForward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the forward that was set on a module, without what the pipeline set; ``None`` if there is none."""
+    """Return the forward that was set on a module, other than the pipeline's own; ``None`` if there is none."""
     found = module.__dict__.get("forward")
     while isinstance(found, OtherForward):
         found = found.before
@@ -163,7 +163,7 @@ def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]
 
 
 def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that attributes of a module hold, also inside of other objects, without those of modules."""
+    """Yield the tensors in attributes of a module, including nested objects, but not those of submodules."""
     waiting = [(value, 0) for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE]
     seen: set[int] = set()
     while waiting:

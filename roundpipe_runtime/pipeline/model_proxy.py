@@ -12,7 +12,7 @@ from ..errors import ConfigError
 # Hooks of a call of a module.
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# What nn.Module keeps in dictionaries is the wrapped model's own: parameters, modules, hooks.
+# The dictionaries of nn.Module are those of the wrapped model: parameters, modules, hooks.
 _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 
 
@@ -27,7 +27,7 @@ class ModelProxy(nn.Module):
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
         """Take the place of a model."""
-        # original: model that it was made from, which has the attributes; `None` where that is the model itself
+        # original: model that it was made from, which has the attributes; `None` if that is the model itself
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]

@@ -93,7 +93,7 @@ class OptimizedModel(EngineHandle):
         what is in no layer, like parameters of a loss. Gradients of layers are gone then.
 
         Args:
-            *optimizers: optimizers of :meth:`optim_parameters`, of which each trained parameter has one.
+            *optimizers: optimizers of :meth:`optim_parameters`; each trained parameter belongs to one of them.
 
         Raises:
             ConfigError: the pipeline has another ``update``.
@@ -194,7 +194,7 @@ class OptimizedModel(EngineHandle):
 
 
 class _Holder(nn.Module):
-    """Parameters under names with dots, in the place where a parent module looks for them."""
+    """Parameters with dots in their names, in the dictionary where a parent module looks for them."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class SavedModel(EngineHandle):
 _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 
 
-# Bind the names that a step function reads, as a thread runs it when the caller may have bound them anew.
+# Bind the variables that a step function reads to their present values, as the caller may rebind them meanwhile.
 #
 #     for step in range(100):
 #         optimizer = first if step % 2 else second            # the lambda below would read the next one
@@ -292,13 +292,13 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with the values that the names of its closure and its module have now.
 
-    A function that binds such a name itself is returned as it is: others read what it writes.
+    A function that binds such a variable itself is returned unchanged: others read its value.
     """
     return _Binding().bound(function) if isinstance(function, types.FunctionType) else function
 
 
 class _Binding:
-    """The functions of one call that were bound, and one copy of the names of each module."""
+    """The bound functions of one call, with one copy of each module's globals."""
 
     def __init__(self) -> None:
         self._globals: dict[int, dict[str, Any]] = {}

@@ -58,7 +58,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         mesh: mesh of the processes that train the model, ``init_device_mesh("cpu", (N,))``: each holds what the
             optimizer needs for its rows of every matrix, and gives ``forward_backward`` its part of the batch. Of two
             axes the first holds copies, so ``(N, 1)`` keeps everything whole. Default: this process alone.
-        replicas: number of groups that a batch is cut into; group g runs on rank g modulo N. The numbers are the same
+        replicas: number of groups that a batch is split into; group g runs on rank g modulo N. Results are the same
             for every number of ranks. Default: number of ranks.
         reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
         gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
@@ -230,7 +230,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
-            ConfigError: an argument is not what the signature asks for.
+            ConfigError: an argument does not match the signature.
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
@@ -312,7 +312,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Check that the model has the layers that were wrapped; what was found of other code is forgotten."""
+        """Check that the model has the layers that were wrapped; results found for other code are discarded."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = read_model(model, layers)
         if reading.matches(self._rp_reading):
@@ -335,7 +335,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return self._rp_engine.layers[0] is self._rp_model
 
     def _rp_check_hooks(self) -> None:
-        """Check that nothing waits for a call of the model where its layers are called."""
+        """Check that no hook waits for a call of the model, since only its layers are called."""
         held = vars(self._rp_model)
         if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
             kind = type(self._rp_model).__name__

@@ -15,13 +15,13 @@ from ..device.composite import parts_of
 from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import PlanError
 
-# Work of a layer without parameters, and of a norm, next to one multiplication per parameter.
+# Work of a layer without parameters, and of a norm, relative to one multiplication per parameter.
 _SMALLEST = 1e3
 
 # How many forwards count as recent.
 _RECENT = 8
 
-# A new measurement counts this much next to those before it.
+# Weight of a new measurement in the running average.
 _NEWEST = 0.2
 
 
@@ -119,7 +119,7 @@ def analytic_cost(
 
 
 def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
-    """Bytes of a sum of gradients next to the gradient of a microbatch: none, if that is added up where it is."""
+    """Additional bytes of a gradient sum: none if gradients are added in place."""
     return 0 if dtype == sent_dtype(parameter) else parameter.numel() * dtype.itemsize
 
 
@@ -149,7 +149,7 @@ class MeasuredCosts:
     def share_below(self, seconds: float) -> float:
         """Return which share of a forward is spent in layers that take less than this.
 
-        The least of the last forwards of a layer counts: in the others, threads may have waited for each other.
+        The minimum over a layer's last forwards counts: in the others, threads may have waited for each other.
         """
         with self._lock:
             least = [min(recent) for recent in self._recent.values()]
@@ -157,7 +157,7 @@ class MeasuredCosts:
         return sum(taken for taken in least if taken < seconds) / total if total else 0.0
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
-        """Record one measurement of a layer on one microbatch; a backward includes the recomputed forward.
+        """Record one measurement of a layer on one microbatch; a backward includes the recomputation.
 
         Args:
             layer: index of the layer.
@@ -171,7 +171,7 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer: in seconds where measured, the others scaled to the measured ones.
+        """Return the cost of each layer: measured seconds, or estimates scaled to the measured layers.
 
         Before the first measurement these are the analytic costs.
         """

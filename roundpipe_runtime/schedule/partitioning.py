@@ -203,7 +203,7 @@ def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float,
         return _pack_from_the_end(forward, cap, limit), []
     if run_type == "train":
         return _pack_from_the_end(forward, cap, limit), _pack(backward, cap, limit)[::-1]
-    # the fused stage does the forward that others recompute, so it costs what a backward stage costs
+    # the fused stage includes its forward, so it costs as much as a backward stage with recomputation
     fused = range(len(costs) - 1, len(costs)) if alone else _pack_from_the_end(backward, cap, limit)[-1]
     before = _pack(backward[: fused.start], cap, limit)[::-1]
     return _pack_from_the_end(forward[: fused.start], cap, limit), [fused, *before]
@@ -224,7 +224,7 @@ def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> li
 
 
 def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
-    """The same from the last layer on: the stage that is not full is the first one, where the pipeline fills anyway."""
+    """Pack from the last layer on: the first stage may be smaller, while the pipeline is filling."""
     mirrored = _pack(layers[::-1], cap, limit)
     return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
 

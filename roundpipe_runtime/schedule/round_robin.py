@@ -51,7 +51,7 @@ class Stage:
 
     @property
     def is_last_copy(self) -> bool:
-        """Whether no copy of the stage comes after this one: it adds up the gradients of all of them."""
+        """Whether this is the last copy of the stage, which adds up the gradients of all copies."""
         return self.copy + 1 == self.copies
 
     @property
@@ -87,7 +87,7 @@ class Step:
 def stages_of(
     run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range], last_stage_copies: int = 1
 ) -> list[Stage]:
-    """List the stages of one run in the order in which they are dispatched.
+    """List the stages of one run in dispatch order.
 
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
@@ -150,15 +150,15 @@ class RoundRobin:
 def steps_in_order(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[Step]:
-    """Yield every step in the order in which one thread can dispatch them to the devices.
+    """Yield every step in an order in which one thread can dispatch them to the devices.
 
     Stage by stage, each with all its microbatches: every step comes after the steps that it waits for, and each device
-    gets its steps in the order in which it runs them.
+    gets its steps in execution order.
 
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages, of which copies take a share of the microbatches. Default: each takes all of them.
+        stages: the stages; copies share the microbatches. Default: each stage takes all microbatches.
 
     Returns:
         An iterator over the steps.
@@ -179,7 +179,7 @@ def clock_cycles(
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages, of which copies take a share of the microbatches. Default: each takes all of them.
+        stages: the stages; copies share the microbatches. Default: each stage takes all microbatches.
 
     Returns:
         An iterator over the clock cycles: the steps of each.

@@ -52,10 +52,10 @@ class StageLoad:
         updates: for each layer that an optimizer updates meanwhile, the second of the iteration from which on it can be
             read, and the second of the first microbatch's computation at which it is needed. Default: none.
         copies: number of devices that run the stage, each on every ``copies``-th microbatch. Default: 1.
-        copy: the only one of the copies that this load stands for. Default: all of them, on one device after the other.
+        copy: the index of the copy that this load describes. Default: all copies, on one device after the other.
         share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
             copies the sum back. Default: 0, each copy sends back what it has.
-        called: seconds on one microbatch in which the device waits for the host to call the layers. Default: 0.
+        called: seconds per microbatch in which the device waits for the host to call the layers. Default: 0.
         read: bytes of parameters that are read from a disk before they are copied to the device, while the stage before
             is on its device. Default: 0.
         written: bytes of gradients that are written to a disk after they were copied back. Default: 0.
@@ -183,7 +183,7 @@ def simulate(
 
 
 def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_microbatch: int) -> None:
-    """Run the stages of one iteration, each copy of one on its own device."""
+    """Run the stages of one iteration, each copy of a stage on its own device."""
     for index, load in enumerate(stages):
         copies = range(load.copies) if load.copy is None else [load.copy]
         for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
@@ -191,7 +191,7 @@ def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_micr
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration when copies cost nothing.
+    """Return the time of one iteration if copies take no time.
 
     Args:
         times: time of each stage on one microbatch, in the order of dispatch.
@@ -208,7 +208,7 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
 
 
 def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration when copies cost nothing, of stages of which several devices may run copies.
+    """Return the time of one iteration if copies take no time, for stages with copies on several devices.
 
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0
@@ -229,7 +229,7 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
 
 
 def _of_copy(load: StageLoad, copy: int) -> StageLoad:
-    """The work of one copy of a stage: only the last one copies the sums back."""
+    """The work of one copy of a stage: only the last copy downloads the sums."""
     is_sum = not load.share or copy + 1 == load.copies
     return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 
@@ -245,7 +245,7 @@ class _State:
         self.down = [0.0] * machine.num_devices
         self.bytes_up = [0] * machine.num_devices
         self.bytes_down = [0] * machine.num_devices
-        # when the stage before the last one ended: its parameters make room for the next ones
+        # when the stage before the last one ended: its memory is free for the next parameters
         self.room = [[0.0, 0.0] for _ in range(machine.num_devices)]
         self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
         self.steps: list[TimedStep] = []
@@ -291,7 +291,7 @@ class _State:
         self._to_disk(load, device)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
-        """Bytes of gradients that come from other copies, and that go to the last one."""
+        """Bytes of gradients received from other copies, and sent to the last one."""
         if load.copy is None or not load.share:
             return 0, 0
         if load.copy + 1 < load.copies:
@@ -349,7 +349,7 @@ class _State:
         peaks = [0]
         for loads in self.loads:
             for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
-                # activations: one microbatch in work, the next one arriving, the last one leaving
+                # activations: the current microbatch, the next one arriving, the last one leaving
                 held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
                 # gradients of two microbatches, and of another copy's where they are added up
                 held += (3 if load.download else 2) * load.share

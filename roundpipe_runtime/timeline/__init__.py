@@ -1,4 +1,4 @@
-"""Timelines of a run, recorded, loaded, summed up and drawn: what ran where and when."""
+"""Record, load, summarize and draw timelines of runs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _of_rank(records: Sequence[Record], first: float, last: float) -> Iterator[B
 
 
 def _runs(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """The records of each run: one begins with its first stage when nothing is under way that was begun before."""
+    """The records of each run: a run begins with its first stage, when all earlier work has ended."""
     run: list[Record] = []
     seen: set[tuple[str, int, int]] = set()
     until, later = float("-inf"), False
@@ -121,14 +121,14 @@ def _of_run(device: str, run: Sequence[Record], start: float, end: float) -> Ite
             yield from _bubble(device, "dependency", now, ready)
             yield from _copied(device, copies, ready, record.start)
         now = max(now, record.end)
-    # its last gradients go down, and other devices end later
+    # its last gradients are downloaded, and other devices end later
     last = max([now, *(copy.end for copy in copies)])
     yield from _copied(device, copies, now, last)
     yield from _bubble(device, "dependency", last, end)
 
 
 def _copied(device: str, copies: Sequence[Record], start: float, end: float) -> Iterator[Bubble]:
-    """This time, cut where copies begin and end."""
+    """This interval, split where copies begin and end."""
     now = start
     for copy in copies:
         begin, stop = max(copy.start, now), min(copy.end, end)
@@ -151,7 +151,7 @@ class DeviceTotals:
 
     device: str  # name of the device
     busy: float  # seconds in which it computed
-    transfers: float  # seconds in which it did not compute, and its copies were under way
+    transfers: float  # seconds of copies while the device did not compute
     idle: float  # seconds in which it did neither
 
 
@@ -211,7 +211,7 @@ def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
 
 
 def _covered(records: Iterable[Record]) -> float:
-    """Seconds in which at least one of them was under way."""
+    """Seconds covered by at least one of them."""
     total, until = 0.0, float("-inf")
     for record in sorted(records, key=lambda record: record.start):
         total += max(0, record.end - max(record.start, until))

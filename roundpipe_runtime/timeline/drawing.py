@@ -16,7 +16,7 @@ from yobx_flatten.files.scratch import whole_file, write_text
 from .bubbles import CAUSES, bubbles_of
 from .record import KINDS, Record, Timeline, TimelineFileError
 
-# What a letter of the drawing stands for, and its colour on a terminal.
+# Meaning of each letter of the drawing, and its colour on a terminal.
 _WORK = {
     "F": ("forward", "white on blue"),
     "R": ("forward again", "black on cyan"),

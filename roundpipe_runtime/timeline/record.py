@@ -37,7 +37,7 @@ class Record:
         kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
         start: time in seconds, on the clock of :func:`time.perf_counter`.
         end: time in seconds, on the same clock.
-        layer: index of the layer, ``-1`` where there is none.
+        layer: index of the layer, ``-1`` if there is none.
 
     >>> record = Record(stage=0, microbatch=1, device="virtual:0", kind="forward", start=0.5, end=0.75)
     >>> record.end - record.start
@@ -212,7 +212,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     """Load the timelines of several processes as one: the devices of each are rows of its own.
 
-    They are aligned by the time of day at which each started; where a file does not have it, all begin together.
+    They are aligned by their start times; if a file has none, all begin together.
     """
     # paths: a file of each process, in the order of ranks
     # returns: the timeline; its devices are `"rank 0 cuda:0"` and so on. Of one file, as it is.
@@ -265,7 +265,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
 
 
 def _bytes_of(value: Any) -> int:
-    """A number of bytes; 0 where a file has none, as those of earlier versions."""
+    """A number of bytes; 0 if a file has none, as in earlier versions."""
     return value if type(value) is int and 0 <= value < _FOREVER else 0
 
 

@@ -1,1 +1,1 @@
-"""Processes of a job: how they find each other, exchange, and notice that one has failed."""
+"""Processes of a job: how they find each other, exchange data, and detect that one has failed."""

@@ -124,7 +124,7 @@ class Alarm:
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
     def _neighbours(self) -> list[tuple[int, Process]]:
-        """The other ranks whose processes are on this machine."""
+        """The other ranks on this machine."""
         known = sorted(self._processes.items())
         return [(rank, one) for rank, one in known if rank != self._rank and not self._is_far(rank)]
 
@@ -149,7 +149,7 @@ class Alarm:
                 self._stopped.pop(rank, None)
 
     def _beat(self) -> None:
-        """Show that this process runs, and look whether the next one of another machine does."""
+        """Publish that this process runs, and check the next one on another machine."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + min(_BEAT, self.patience / 8)
@@ -168,17 +168,17 @@ class Alarm:
         # a store that does not answer is in the process of rank 0, or in torchrun on its machine
         rank, seconds = (known[0], self._silent) if self._silent > self._waited else (0, self._waited)
         if self._gone is None and seconds > self.patience and self._is_far(rank):
-            if not self._waited:  # otherwise others would take this process, which ends now, for the cause
+            if not self._waited:  # otherwise others would report this process, which ends now, as the cause
                 self._send({"gone": [rank], "seconds": seconds})
             self._gone, self._last_stop[rank] = [rank], (seconds, time.monotonic())
             self._hear(None)
         if any(self._is_far(rank) and self.seconds_stopped(rank) for rank in self._gone or ()):
             self.close()
-            time.sleep(3 * _PERIOD)  # until others know, and the listener has left the store, which may be cut
+            time.sleep(3 * _PERIOD)  # until others are notified, and the listener no longer uses the store
             cut_connections()
 
     def _meet(self) -> None:
-        """Ask for the processes of the other ranks, as far as they are here by now."""
+        """Ask for the process ids of the other ranks that have started."""
         for rank in range(self._size):
             key = f"{self._prefix}/process/{rank}"
             if rank not in self._processes and self._store.check([key]):
@@ -252,7 +252,7 @@ _ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads before the interpreter does, which would end the process where one is in the store's code."""
+    """End the threads before the interpreter does, which would crash while one is in the store's code."""
     for alarm in list(_ALARMS):
         alarm.close()
         alarm._thread.join(1.0)
@@ -312,13 +312,13 @@ class Process(NamedTuple):
         return _state(self.number) == ("T", self.started)  # a debugger's is "t"
 
     def end(self) -> None:
-        """End the process, also one that is stopped; it must be one of this machine."""
+        """Kill the process, even if it is stopped; it must be on this machine."""
         with contextlib.suppress(OSError):
             os.kill(self.number, signal.SIGKILL)
 
 
 def _state(number: int) -> tuple[str, str]:
-    """The state of a process, and when it was started; nothing for one that is not there."""
+    """The state of a process, and its start time; empty if it does not exist."""
     with contextlib.suppress(OSError):
         # the name of the program, in parentheses, may hold anything
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -329,7 +329,7 @@ def _state(number: int) -> tuple[str, str]:
 def cut_connections() -> None:
     """Close all connections of this process (Linux), also those of gloo, so that waiting threads get an error."""
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, or one that listens: gloo ends the process with that
+        with contextlib.suppress(OSError):  # already closed, or a listening socket: gloo ends the process then
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
@@ -368,14 +368,14 @@ class News:
 
     @property
     def reason(self) -> BaseException | None:
-        """Why the call that is under way stops; ``None`` while it continues."""
+        """Why the current call stops; ``None`` while it continues."""
         return self._call.reason
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
         """Hear the other ranks during a call."""
         # number: number of the call; news of others do not concern it
-        # Other threads deliver news, and may do so when the next call has begun: each call has its own object.
+        # Other threads deliver errors of ranks, maybe after the next call has begun: each call has its own object.
         call = self._call = _CallNews()
 
         def hear(failed: int | None) -> None:

@@ -1,14 +1,14 @@
 """The processes that train one model, and all that they exchange but tokens of long rows.
 
-No other file than this one and `token_exchange` calls a collective.
+Only this file and `token_exchange` call collectives.
 
 Four process groups of gloo, each used by one thread at a time, so that every rank calls in the same order:
 
 ::
 
     control    what ranks state about a call, by the thread of the caller
-    data       gradients, by the thread that sums them, next to the backward
-    weights    weights after a step, by the thread that publishes them, next to the forward
+    data       gradients, by the thread that sums them, in parallel with the backward
+    weights    weights after a step, by the thread that publishes them, in parallel with the forward
     step       norms, and whether a step succeeded, by the thread that runs the step
 """
 
@@ -173,7 +173,7 @@ class MeshRanks(Ranks):
 
     @contextlib.contextmanager
     def _watched(self, channel: Channel) -> Iterator[None]:
-        """Name the ranks that are gone, and wake every other thread that waits for them."""
+        """Report the ranks that have ended, and wake every thread that waits for them."""
         self.calls[channel] += 1
         try:
             yield

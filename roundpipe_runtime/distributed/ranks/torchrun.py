@@ -3,7 +3,7 @@
 ::
 
     torchrun --max-restarts=3 ...    its store outlives the processes, with the addresses of those that have ended
-    join_job()                       the processes of one start agree on a prefix, under which nothing is stored yet
+    join_job()                       the processes of one start agree on a prefix with no stored keys
 
 torch gives workers that start again the store of those before them, without a prefix, so that gloo connects to
 addresses of processes that are gone: https://github.com/pytorch/pytorch/issues/167288. The number of restarts would not
@@ -47,7 +47,7 @@ def join_job(backend: str = "gloo") -> bool:
 
 
 def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
-    """Return a name that all processes of this start have, and none of an earlier one.
+    """Return a name that all processes of this start share, and that no earlier start used.
 
     ::
 

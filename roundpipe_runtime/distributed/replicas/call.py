@@ -24,7 +24,7 @@ class Opening:
     seed: int  # seed of random layers
     stated: Mapping[str, object]  # what all ranks must agree on
     failure: str | None = None  # error of this rank; `None` if it can begin
-    reduction: Reduction | None = None  # how losses add up; `None` where the rows of this rank do not show it
+    reduction: Reduction | None = None  # how losses add up; `None` if the rows of this rank do not prove it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Verdict:
     """The message of a rank after its runs."""
 
     begun: int  # number of exchanges of gradients that it has begun
-    failure: str | None  # error of this rank; `None` if it has none of its own
+    failure: str | None  # error of this rank; `None` if it has none
     losses: Sequence[LossReport] = ()  # losses of its microbatches
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
@@ -56,10 +56,10 @@ class RankCall(Call):
 
     plan: ReductionPlan  # what is summed
     first_rank: int  # rank with the first group that has rows
-    # whether each microbatch goes back as soon as it has its loss, so that the contract has all losses
+    # whether the backward of each microbatch follows its loss at once, so that the contract has all losses
     is_one_pass: bool = True
     total: Any = None  # loss of the batch, of a call in two passes
-    # buffers that the first group of this rank wrote, where the model has them already
+    # buffers written by the first group of this rank, if the model has them already
     written: Mapping[tuple[int, int], torch.Tensor] | None = None
     feeds: bool = True  # whether the call continues backward from the inputs; autograd does otherwise
 
@@ -74,7 +74,7 @@ class RankCall(Call):
                 "The loss function has trainable parameters that belong to no layer, so their gradients are not "
                 "summed over the ranks. Move them into a last layer that returns the inputs of the loss."
             )
-        Call.add(self, run, inputs)  # a class with slots is made anew, so that super() has another one
+        Call.add(self, run, inputs)  # a class with slots is created anew, so `super()` refers to another class
 
 
 # Combine the losses of a batch of which each rank computes a part.

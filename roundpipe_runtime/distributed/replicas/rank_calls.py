@@ -2,8 +2,8 @@
 
 ::
 
-    opening     rows of every group, the seed of rank 0, whether all ranks call alike          one exchange
-    runs        one per own group; gradients of a layer go to the reduction as they land
+    opening     rows of every group, the seed of rank 0, whether all ranks make the same call    one exchange
+    runs        one per own group; gradients of a layer are reduced as they arrive
     verdict     losses and weights of all microbatches, or the error of a rank                one exchange
     commit      loss and scale of the whole batch; sums into the targets; buffers of the first group
 """
@@ -52,7 +52,7 @@ from .reduction import Reduction, ReductionPlan, groups_of
 
 
 class RankCalls(OneGroup[Engine]):
-    """The groups that a batch is cut into, of which each rank runs some."""
+    """The groups that a batch is split into; each rank runs some of them."""
 
     # replicas: number of groups that a batch is cut into. Default: number of ranks.
     # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
@@ -98,7 +98,7 @@ class RankCalls(OneGroup[Engine]):
         """The number of groups that this rank runs."""
         return len(self.own)
 
-    # -- what the engine is made of ----------------------------------------------------------------------------------
+    # -- parts of the engine -------------------------------------------------------------------------------------------
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         """Return the store of the model's parameters."""
@@ -163,7 +163,7 @@ class RankCalls(OneGroup[Engine]):
             self._is_deferred = before
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which news of other ranks stop a run."""
+        """Return the context in which errors of other ranks stop a run."""
         return self.news.stopping(run)
 
     def run_call(
@@ -204,7 +204,7 @@ class RankCalls(OneGroup[Engine]):
         reduction: LossReduction | None = None
         stated: dict[str, object] = {}
         contents = scan(engine.layers)
-        # An error here is stated in the exchange below and raised after it, where the other ranks wait for this one.
+        # An error here is sent in the exchange below and raised after it, as the other ranks wait for this one.
         with Outcome() as outcome:
             self.store.check()
             parts, reduction = cut()
@@ -222,7 +222,7 @@ class RankCalls(OneGroup[Engine]):
         groups = [said[group % size].rows[group // size] for group in range(replicas)]
         if not any(groups):
             raise ConfigError("The batch has no rows on any rank.")
-        # Microbatches are numbered through all groups: their seeds are those of one process that runs all groups.
+        # Microbatches are numbered across all groups: so seeds equal those of one process that runs all groups.
         firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
         counts = [count for group in groups for count in group]
         self._rows_of_batch = None if None in counts else sum(count or 0 for count in counts)
@@ -248,7 +248,7 @@ class RankCalls(OneGroup[Engine]):
             engine.steps.wait_update()
             if summed is not None:
                 self.news.wait(summed)
-        # Ranks commit alike or not at all: one that Ctrl-C stopped between verdict and commit would have other weights.
+        # Either all ranks commit or none: a rank that Ctrl-C stopped after the verdict would have other weights.
         with Uninterrupted():
             verdicts = self._judge(call, reduction, summed, outcome.error)
             return self._commit(engine, call, reduction, verdicts, is_late=is_late)
@@ -285,7 +285,7 @@ class RankCalls(OneGroup[Engine]):
         stated = [one.failure for one in verdicts]
         if failure is None and not any(stated):
             return verdicts
-        # An exchange that one rank has begun waits for all of them: each gives zeros up to the furthest one.
+        # An exchange that one rank has begun waits for all ranks: each sends zeros up to the last one begun.
         self._drop(call, reduction, summed, max(one.begun for one in verdicts))
         raise_first(failure if is_own else None, stated)
         assert failure is not None
@@ -350,7 +350,7 @@ class RankCalls(OneGroup[Engine]):
         raise_first(failure, said)
 
     def _written_buffers(self, call: RankCall) -> Mapping[tuple[int, int], torch.Tensor]:
-        """The buffers that the first group of the batch wrote; those of other groups are not kept."""
+        """The buffers that the first group of the batch wrote; those of other groups are dropped."""
         if call.first_rank != self.ranks.rank or not call.runs:
             return {}
         if call.written is not None:

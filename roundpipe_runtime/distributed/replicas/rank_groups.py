@@ -3,7 +3,7 @@
 ::
 
     forward ... backward()     each rank runs its groups forward, alone; the caller's backward sums over all ranks
-    forward_backward_whole     forward of all groups | what the loss needs of all of them | loss | backward
+    forward_backward_whole     forward of all groups | exchange of the loss's inputs | loss | backward
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BatchLoss(Protocol):
 
 
 class RankGroups(RankCalls):
-    """The groups that a batch is cut into, with calls in one pass and in two; see :class:`RankCalls`."""
+    """The groups that a batch is split into, with calls in one pass and in two; see :class:`RankCalls`."""
 
     _forwarded = (0, 0)
 
@@ -61,7 +61,7 @@ class RankGroups(RankCalls):
         passes = GroupPasses(with_rows(engine.cut(FlatBatch.of(args, kwargs, None), config)), config)
         number = self._count_forward(engine.step)
         firsts = [group * (config.num_microbatch or 1) for group in self.own]
-        # No other rank is heard meanwhile: they may do something else.
+        # Errors of other ranks are ignored meanwhile: they may be in another call.
         tag = f"{engine.tag}|{number}" if number else engine.tag
         self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
         # A rank without rows still needs outputs with a graph: its `backward` is a call that the other ranks wait for.
@@ -142,7 +142,7 @@ class RankGroups(RankCalls):
             run.collected.buffers.check()
 
     def _count_forward(self, now: int) -> int:
-        """The number of forwards since the last call of all ranks: each draws other random numbers."""
+        """The number of forwards since the last collective call: each draws different random numbers."""
         step, number = self._forwarded
         number = number if step == now else 0
         self._forwarded = now, number + 1
@@ -151,7 +151,7 @@ class RankGroups(RankCalls):
     def _without_rows(
         self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> list[Any]:
-        """The outputs of no rows, through which the caller goes backward as the other ranks do."""
+        """The outputs for no rows, through which the caller runs backward as the other ranks do."""
         with torch.no_grad():
             without = dataclasses.replace(config, requires_grad=False)
             parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
@@ -184,7 +184,7 @@ class RankGroups(RankCalls):
             with Outcome() as exchanged:
                 said = self.ranks.exchange(Halfway(own, text))
                 raise_first(failure if is_own else None, [one.failure for one in said])
-            # an own error comes before one of the exchange, and that before the news that have stopped this rank
+            # an own error takes precedence over one of the exchange, and that over errors of other ranks
             errors = [failure if is_own else None, exchanged.error, failure]
             error = next((error for error in errors if error is not None), None)
             if error is not None:
@@ -219,7 +219,7 @@ def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], lis
 
 
 def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of outputs, ``None`` where none flows."""
+    """The gradients of outputs, ``None`` for outputs without one."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):
@@ -243,7 +243,7 @@ class GroupPasses:
     config: RoundPipeRunConfig  # settings of the call
     # runs of the groups that have rows, with the inputs of each microbatch
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
-    # function that is given gradients as they land; `None` where they stay in the run
+    # function that gets gradients as they arrive; `None`: they stay in the run
     landed: Callable[[int, int, Gradients], None] | None = None
     written: dict[tuple[int, int], torch.Tensor] | None = None  # buffers that the first run wrote
     empty: list[HostValue] = dataclasses.field(default_factory=list)  # outputs without rows, on a rank that has none
@@ -309,7 +309,7 @@ class GroupPasses:
 
 def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], list[torch.Tensor]]:
     """Return outputs to compute a loss from, and their tensors."""
-    # flows: whether the tensors require a gradient where those of the model do
+    # flows: whether the tensors require a gradient if the model's do
     outputs, tensors = [], []
     for on_host in values:
         flags = zip(on_host.tensors, on_host.needs_grad, strict=True)

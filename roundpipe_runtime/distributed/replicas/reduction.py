@@ -1,4 +1,4 @@
-"""Cut a batch into groups, and sum their gradients layer by layer, in one order for every number of ranks.
+"""Split a batch into groups, and sum their gradients layer by layer, in the same order for any number of ranks.
 
 ::
 
@@ -45,7 +45,7 @@ class ReductionPlan:
         self.buckets = [bucket for layer in reversed(contents) for bucket in _buckets(layer, store)]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which the gradients of a bucket travel; one group alone is not rounded."""
+        """Return the dtype in which the gradients of a bucket are sent; with one group they are not rounded."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
@@ -82,7 +82,7 @@ class Reduction:
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
         """Take the gradients of a layer; they are gone from the mapping when they are sent."""
         with self._changed:
-            # A layer that was noted as one without gradients does not replace what has landed before.
+            # A layer recorded as one without gradients does not replace gradients that arrived before.
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
@@ -156,7 +156,7 @@ class Reduction:
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 
     def _fill(self, out: torch.Tensor, turn: int, number: int, bucket: Bucket) -> None:
-        """Put the gradients of a group into the order in which they travel: by rank, then by parameter."""
+        """Put the gradients of a group into sending order: by rank, then by parameter."""
         with self._changed:
             stopped = self._is_stopped
             landed = self._landed.get((turn, bucket.layer), {})
@@ -183,7 +183,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """The sums in the rows of the targets; copies of a shard give each other what they have summed."""
+        """The sums in the rows of the targets; copies of a shard exchange their sums."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -206,7 +206,7 @@ class Reduction:
         return pieces(tensor, self._ranks.num_shards, self._ranks.num_copies)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that one layer after the other uses."""
+        """A buffer that the layers use in turn."""
         found = self._memory.get((name, dtype))
         if found is None or found.numel() < size:
             self._memory[name, dtype] = found = torch.empty(size, dtype=dtype)
@@ -226,7 +226,7 @@ class Reduction:
             yield found
 
 
-# Cut a batch into groups, whatever the number of ranks. No process is involved here.
+# Split a batch into groups, whatever the number of ranks. No process is involved here.
 #
 #     batch of 7 rows, 4 groups      rows 0, 1 | 2, 3 | 4, 5 | 6       the sizes of torch.tensor_split
 #     2 ranks                      rank 0 runs groups 0 and 2: rows 0, 1, 4, 5; rank 1 runs groups 1 and 3: rows 2, 3, 6
@@ -252,7 +252,7 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 
 
 def num_turns(size: int, replicas: int) -> int:
-    """Return how many groups the rank with the most of them runs, one after the other.
+    """Return the largest number of groups of a rank, which runs them one after the other.
 
     >>> num_turns(2, 5)
     3
@@ -263,7 +263,7 @@ def num_turns(size: int, replicas: int) -> int:
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     """Return the rows of a global batch for one rank: the rows of its groups, group after group.
 
-    A rank that cuts them again with ``torch.tensor_split`` into its number of groups has these groups.
+    A rank that splits them with ``torch.tensor_split`` into its number of groups gets these groups.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

@@ -2,7 +2,7 @@
 
 ::
 
-    global batch   rows 5 2 9 0 7 | 4 1 8 3 6        drawn alike on all ranks, from one seed
+    global batch   rows 5 2 9 0 7 | 4 1 8 3 6        the same draw on all ranks, from one seed
     4 groups       5 2 | 9 | 0 | 7                   groups of rows, whatever the number of ranks
     2 ranks        rank 0: 5 2 0     rank 1: 9 7     groups 0 and 2; groups 1 and 3
     1 rank         5 2 9 0 7

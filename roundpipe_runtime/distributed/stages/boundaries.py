@@ -126,7 +126,7 @@ def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
         )
 
     with raised_as(refused):  # the code of a module raises what it likes without data
-        # parameters and buffers are in the memo of the copy, so that none of them is copied
+        # parameters and buffers are in deepcopy's memo, so that none of them is copied
         memo = {id(tensor): fake(tensor) for tensor in [*plain.parameters(), *plain.buffers()]}
         callee = copy.deepcopy(plain, memo)
         given, named = pytree.tree_map(fake, (tuple(args), dict(kwargs)))

@@ -145,7 +145,7 @@ class DistributedPipeline:
 
         Raises:
             SplitError: arguments or labels cannot be split into microbatches of the agreed size.
-            StageError: a stage returned something other than what was agreed.
+            StageError: a stage returned other shapes or dtypes than at the first call.
             LossError: the loss is not a number in a tensor.
             ConfigError: ``loss_reduction`` was not given, and there are several microbatches.
             DistributedError: a stage of another process has failed, or its process is gone. Gradients of this batch may
@@ -184,7 +184,7 @@ class DistributedPipeline:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Run a call of all processes: when one fails, the others get an error instead of waiting for it."""
+        """Run a collective call: when one process fails, the others get an error instead of waiting for it."""
         if not self._line.is_open:  # the last call has failed, in all of them
             self._line.open()
             self.stages, self.schedule = self._make()
@@ -216,7 +216,7 @@ class DistributedPipeline:
         return last
 
     def _run(self, run: Callable[..., Any], **options: Any) -> None:
-        # torch splits the numbers of the microbatches, and each stage looks up what belongs to its number
+        # torch splits the indices of the microbatches, and each stage looks its arguments up by index
         numbers = torch.arange(self._num_microbatch)
         try:
             run(microbatch=numbers, target=numbers, return_outputs=False, **options)
@@ -287,7 +287,7 @@ class DistributedPipeline:
         """The schedule of torch with its stages, which a call that failed leaves in the middle of a batch."""
         stages = [self._stage(module, count) for module in self._modules.values()]
         is_single = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle)
-        # gradients are sums: of losses that are parts of a mean where that is asked for
+        # gradients are sums, of losses that are shares of a mean if a mean is requested
         made = schedule(
             stages[0] if is_single else stages, self._num_microbatch, loss_fn=_returned_loss, scale_grads=False
         )
@@ -309,7 +309,7 @@ class DistributedPipeline:
         )
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, *, what: str) -> list[Microbatch]:
-        """Split what this process was given; a process in the middle may be given nothing."""
+        """Split the arguments of this process; a process in the middle may have none."""
         if not args and not kwargs and label is None:
             return [Microbatch(index, (), {}, None, None) for index in range(self._num_microbatch)]
         parts = split(args, kwargs, label, self._num_microbatch, **self._rules)
@@ -347,7 +347,7 @@ def _different(index: int, found: Mapping[str, TensorSizes], agreed: Mapping[str
 
 
 def _rows(outputs: Sequence[Any], calls: Sequence[Microbatch]) -> list[int | None]:
-    """Rows of each microbatch: where only labels, or nothing, came here, they are counted in the outputs."""
+    """Rows of each microbatch: if this process only got labels, or nothing, they are counted in the outputs."""
     known = [call.rows for call in calls]
     if None not in known:
         return known
@@ -362,7 +362,7 @@ def _rows(outputs: Sequence[Any], calls: Sequence[Microbatch]) -> list[int | Non
 
 
 class StageLine:
-    """The group of a pipeline's stages, in one process; all of them make it."""
+    """The process group of a pipeline's stages; creating it is a collective call."""
 
     # is_open: whether messages can be sent; after a failure, `open` must be called
 
@@ -392,7 +392,7 @@ class StageLine:
         # forget: function that drops what holds the group, when a process has failed
         try:
             yield
-        except BaseException as error:  # another one takes its place where another process failed first
+        except BaseException as error:  # another error replaces it if another process failed first
             if self._size == 1:
                 raise
             self.is_open = False
@@ -430,7 +430,7 @@ class StageLine:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Clear what torch's schedule has in its frames: messages under way, which keep connections open."""
+    """Clear the local variables of torch's schedule: pending messages keep connections open."""
     seen: set[int] = set()  # an error whose cause was raised in its place is in a circle with it
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -449,10 +449,10 @@ def _release_frames(error: BaseException | None) -> None:
 class StageModule(nn.Module):
     """Call a module with objects that are rebuilt from tensors, and return the tensors of its output."""
 
-    # received: what the stage before returns; `None` for the first stage
-    # returned: what this stage returns; `None` for the last stage, whose only result is the loss
-    # loss_fn: loss of the last stage's output for a microbatch; `None` where none is asked for
-    # outputs: output of the last stage by microbatch, detached; `None` where they are not asked for
+    # received: output of the previous stage; `None` for the first stage
+    # returned: output of this stage; `None` for the last stage, whose only result is the loss
+    # loss_fn: loss of the last stage's output for a microbatch; `None` without a loss
+    # outputs: output of the last stage by microbatch, detached; `None` if not requested
 
     def __init__(self, module: nn.Module, stage: int, received: Boundary | None, returned: Boundary | None) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class RankStore(ParameterStore):
         return whole
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype in which the gradient of a group comes out of its run: that of the sum over the groups."""
+        """Return the dtype of a group's gradient after its run: that of the sum over the groups."""
         return self.gradient_dtype(parameter)
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class ShardedStore(RankStore):
         self.ranks.gather(flat, self.ranks.shard_members(), "weights")
         for original, received in zip(parts, flat, strict=True):
             for to, source in zip(original, received, strict=True):
-                if to is not source:  # a parameter whose rows do not lie one after the other
+                if to is not source:  # a parameter whose rows are not contiguous
                     to.copy_(source)
 
     def _needs_shadow(self, name: str) -> bool:
@@ -264,7 +264,7 @@ class Target:
         return self._store.rows_of(parameter, parameter.detach())
 
     def _replace(self, rows: torch.Tensor) -> None:
-        # Optimizers hold the DTensor, so it stays; torch has no public way to give it other memory.
+        # Optimizers hold the DTensor, so the object stays; torch has no public way to change its memory.
         self.tensor._local_tensor.data = rows  # type: ignore[attr-defined] # of a DTensor
 
     def _state(self, parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -280,7 +280,7 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 
 def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Cut a tensor along its rows, as ``Shard(0)`` does: views, empty ones at the end.
+    """Split a tensor along its rows, as ``Shard(0)`` does: views, with empty ones at the end.
 
     >>> [shard.tolist() for shard in shards(torch.arange(5).reshape(5, 1), 2)]
     [[[0], [1], [2]], [[3], [4]]]

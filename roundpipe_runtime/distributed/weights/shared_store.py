@@ -3,9 +3,9 @@
 ::
 
     step             each rank steps rows of its own, which no layer reads
-    before a layer   all ranks wait for each other: none reads the layer any more
-    the layer        rows are written once per machine; those of other machines arrive
-    after it         all ranks wait for each other: all of it is there, and each lets its runs read it
+    before a layer   barrier of all ranks: none reads the layer any more
+    the layer        rows are written once per machine; rows of other machines are received
+    after it         barrier of all ranks: the layer is complete, and each rank lets its runs read it
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SharedStore(ShardedStore):
         self.ranks.barrier("weights")
 
     def _pass_on(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Send rows to machines that lack them, and receive those that this one lacks."""
+        """Send rows to machines that lack them, and receive rows that this machine lacks."""
         rank = self.ranks.rank
         out: list[tuple[torch.Tensor, int]] = []
         into: list[tuple[torch.Tensor, int]] = []
@@ -95,18 +95,18 @@ class SharedStore(ShardedStore):
                     late.append((place, rows))
         self.ranks.send(out, into, "weights")
         for place, rows in late:
-            if place is not rows:  # rows that do not lie one after the other
+            if place is not rows:  # rows that are not contiguous
                 place.copy_(rows)
 
 
 # Share one copy of the weights between all processes of a machine, in unnamed memory.
 
 
-_ALIGNMENT = 64  # bytes at which a tensor begins; the first of them hold the token by which the memory is known
+_ALIGNMENT = 64  # alignment of tensors; the first bytes hold the token that identifies the memory
 
 
 def machines_of(ranks: Ranks) -> list[int]:
-    """Return the number of the machine of each rank: those that see each other's processes have the same."""
+    """Return the machine number of each rank: ranks that see each other's processes share one."""
     found = ranks.exchange(this_machine())
     numbers = {machine: number for number, machine in enumerate(dict.fromkeys(found))}
     return [numbers[machine] for machine in found]
@@ -192,7 +192,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Where each begins, and the end."""
+    """The offset of each parameter, and the end."""
     found = [_ALIGNMENT]
     for parameter in parameters:
         found.append(found[-1] + -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -200,7 +200,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def _make(nbytes: int) -> tuple[mmap.mmap, tuple[int, int, bytes]]:
-    """Memory, and what other processes of the machine need to open it."""
+    """Shared memory, and the information that other processes of the machine need to open it."""
     token = secrets.token_bytes(16)
     file = os.memfd_create("roundpipe")
     with on_error(lambda error: os.close(file)):

@@ -77,7 +77,7 @@ class RankSteps(StepRunner):
         self._is_inside = False
         failure = outcome.error
         if failure is None:
-            # A step that one rank ended and another did not would leave weights of two steps in one model.
+            # If a step ended on one rank and not on another, one model would have weights of two steps.
             self.ranks.exchange(None, "step")  # fails if another rank does not come here
             return
         if not isinstance(failure, RankStepError):
@@ -85,7 +85,7 @@ class RankSteps(StepRunner):
         raise failure
 
     def _publish_next(self) -> None:
-        """Publish what the step on all ranks did, layer by layer, next to the next run."""
+        """Publish the step of all ranks, layer by layer, in parallel with the next run."""
         if self.ranks.num_shards == 1:
             self._store.publish(stepped=True)
             return
@@ -141,7 +141,7 @@ class RankSteps(StepRunner):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for weights that are still under way before an optimizer changes them; refuse one that cannot."""
+        """Wait for weights in transit before an optimizer changes them; refuse an optimizer that cannot."""
         if self.owns(optimizer) and not self._is_inside:
             self.synchronize()
             self._store.adopt()

@@ -130,7 +130,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Update a copy from its model: parameters that were replaced, training mode, tensors and plain data."""
+    """Update a copy from its model: replaced parameters, training mode, tensors and plain data."""
     # used: names of the parameters that the copy gets; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -165,11 +165,11 @@ def _is_plain(value: Any) -> bool:
     return _is_simple(value)
 
 
-# Let functions that were set on modules, such as a replaced ``forward``, call the copy of a copied module.
+# Make functions that were set on modules, such as a replaced ``forward``, call the copy of a copied module.
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Let functions that were set on the modules of a copy hold its modules, where they held those of the model."""
+    """Make functions that were set on the modules of a copy refer to its modules instead of the model's."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):
@@ -178,7 +178,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The value with copies instead of modules; the value itself, if it holds none."""
+    """The value with copies instead of modules; the value itself if it contains none."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -188,7 +188,7 @@ def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any
     if not isinstance(value, types.FunctionType):
         return value
     if id(value) not in made:
-        made[id(value)] = value  # a function whose closure holds itself is looked at once
+        made[id(value)] = value  # a function whose closure contains itself is visited once
         made[id(value)] = _function(value, copies, made)
     return made[id(value)]
 
@@ -205,7 +205,7 @@ def _function(value: types.FunctionType, copies: Mapping[int, Any], made: dict[i
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
-    """The cell itself, unless it holds a module: what a function counts in a cell is counted once."""
+    """The closure cell itself, unless it contains a module: a counter in a cell stays shared."""
     try:
         held = cell.cell_contents
     except ValueError:  # not set yet
@@ -216,9 +216,9 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 # Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
 #
-# While the forward of a model is recorded, its layers do not run, and placeholders stand for their outputs. A model
-# that passes them from layer to layer runs through. A model that computes with one has its own code between two layers:
-# the first operation on a placeholder leaves the forward by `NeedsValue`.
+# While the forward of a model is recorded, its layers do not run, and placeholders replace their outputs. A model
+# that only passes them from layer to layer runs to its end. A model that computes with one has its own code between two
+# layers: the first operation on a placeholder ends the forward with `NeedsValue`.
 
 
 class Key(NamedTuple):
@@ -229,14 +229,14 @@ class Key(NamedTuple):
 
 
 class NeedsValue(BaseException):
-    """The forward cannot continue without the value of a placeholder. Models catch `Exception`, so it is none."""
+    """The forward needs the value of a placeholder to continue. No subclass of `Exception`, as models catch those."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
         self.key = key
 
 
-# What a placeholder with a known form answers.
+# Queries that a placeholder of known shape answers.
 _FORM = {
     *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
@@ -244,7 +244,7 @@ _FORM = {
     torch.Tensor.is_floating_point,
     torch.Tensor.__len__,
 }
-# What makes a tensor with the form, or the dtype and device, of another one.
+# Functions that create a tensor with the shape, or the dtype and device, of another one.
 _OF_FORM = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
     *(torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
@@ -279,7 +279,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about a known form; leave the forward for everything else."""
+        """Answer queries about a known shape; end the forward for every other operation."""
         found = _first([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
@@ -294,7 +294,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Leave the forward: an operator reads the value, called by code that torch functions do not cover."""
+        """End the forward: an operator that torch functions do not cover reads the value."""
         found = _first([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

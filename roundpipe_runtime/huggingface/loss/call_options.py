@@ -1,4 +1,4 @@
-"""Options of one call of a pipeline, passed to its last piece next to the arguments of the model."""
+"""Options of one call of a pipeline, passed to its last piece in addition to the model's arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
 from .weights import counting, with_loss_weight
 
-# The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
+# The only keyword argument that never reaches the model. It is an argument so that the engine splits it: labels
 # belong to rows.
 CALL_OPTIONS = "roundpipe_call_options"
 
@@ -30,12 +30,12 @@ class CallOptions:
     With options, the last piece returns ``(output, items, rows)``; see `with_loss_weight`.
     """
 
-    # whether only the loss of the output is used, so that logits need not be computed; `False` by default
+    # whether only the loss of the output is used, so that logits are not needed; `False` by default
     loss_only: bool = False
     # loss that the last piece computes from the logits; `None` (default) if the model computes its own, or none
     smoothed_loss: SmoothedLoss | None = None
     labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch; `None` by default
-    # checked weights of the losses of microbatches; `None` (default) while nothing is checked
+    # checked weights of the losses of microbatches; `None` (default) before a check
     weight_by: Way | None = None
 
 
@@ -61,9 +61,9 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a loss that is a sum is a share of that of the batch.
+    """Report whether a loss that is a sum is a share of the batch's loss.
 
-    It is, where it was divided by the number of items of the whole batch, or where losses were checked to add up.
+    It is, if it was divided by the number of items of the whole batch, or if losses were checked to add up.
     """
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
@@ -80,7 +80,7 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
-    """Run a forward that ends with the output of a model, and return that output as the options ask for it."""
+    """Run a forward that ends with the output of a model, and return this output in the requested form."""
     # options: options of the call; `None` returns the output alone
     if options is None:
         return run()

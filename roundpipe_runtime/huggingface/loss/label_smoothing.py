@@ -1,4 +1,4 @@
-"""Label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed where a microbatch has its logits.
+"""Label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a microbatch.
 
 The model is called without its labels, as the Trainer calls it, so it computes no loss of its own and adds none for
 experts. Labels are passed to its last phase in addition to the arguments of the model.
@@ -27,7 +27,7 @@ from .weights import with_loss
 class SmoothedLoss(Static):
     """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
 
-    It is ``(1 - factor)`` times the cross-entropy with the labels, and ``factor`` times that with all classes alike. A
+    It is ``(1 - factor)`` times the cross-entropy with the labels, plus ``factor`` times that with uniform labels. A
     Hugging Face model computes it without keeping the logits of all tokens.
 
     Args:
@@ -54,7 +54,7 @@ class SmoothedLoss(Static):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the factor, and make a number of ``num_items_in_batch``: a `Static` object holds no tensor."""
+        """Check the factor, and convert ``num_items_in_batch`` to a number: a `Static` object contains no tensor."""
         if not 0 <= self.factor <= 1:
             raise LossError(f"SmoothedLoss: the factor is from 0 to 1, found {self.factor!r}.")
         if self.num_items_in_batch is not None:
@@ -118,10 +118,10 @@ def is_causal(model: nn.Module) -> bool:
 def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
 ) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
-    """Separate the labels of a call from the arguments of the model, which then computes no loss of its own."""
-    # kwargs: keyword arguments of its forward. Labels among them are taken out, and an encoder-decoder that is given no
-    # inputs of its decoder has those that it makes from them.
-    # label: labels; `None` where they are among the arguments
+    """Separate the labels of a call from the arguments of the model, which then computes no loss itself."""
+    # kwargs: keyword arguments of its forward. Labels are removed, and an encoder-decoder without decoder inputs
+    # gets those that it computes from the labels.
+    # label: labels; `None` if they are among the arguments
     # returns: the keyword arguments of the model; the loss, which knows whether labels are shifted; and the labels
     made = dict(kwargs)
     among = made.pop("labels", None)
@@ -138,7 +138,7 @@ def smoothed_call(
 
 
 def with_smoothed_loss(output: PyTree, loss: SmoothedLoss, labels: torch.Tensor) -> PyTree:
-    """Return the output of a model with a smoothed loss in it."""
+    """Return the output of a model with the smoothed loss added."""
     value = loss.of_logits(_logits(output), labels)
     return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
 

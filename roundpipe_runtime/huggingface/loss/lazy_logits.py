@@ -1,10 +1,10 @@
-"""Lazy logits, which are not computed while only their loss is needed.
+"""Lazy logits, which are not computed if only their loss is needed.
 
-The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory. It
-remembers what the model does with it, if that is done to each number alone (a scale, a soft cap, a wider dtype) or only
-picks rows. `cross_entropy` of it is computed in chunks. Anything else is done with the real logits, computed then. What
-writes into logits, or reaches them below torch functions, ends the forward by `NotLazy`; it is run again with a plain
-head. So the result is the model's own, whatever it does.
+The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory, which
+records elementwise operations (a scale, a soft cap, a wider dtype) and selections of rows.
+`cross_entropy` of it is computed in chunks. Other operations compute the real logits and use those. Code that
+writes into logits, or operates on them below torch functions, ends the forward with `NotLazy`; the forward is then
+repeated with a plain head. So the result is always the model's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sliced import chunked_cross_entropy, sliced_cross_entropy
 
 on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
-# Logits of so few numbers (64 MB in float32) are computed as the model does.
+# Logits with at most this many values (64 MB in float32) are computed as the model does.
 _SMALL = 2**24
 
 _FORM = {
@@ -50,16 +50,16 @@ _RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
 class NotLazy(BaseException):
-    """The forward needs its logits at once. It is no `Exception`: models catch those."""
+    """The forward needs its logits at once. No subclass of `Exception`, as models catch those."""
 
 
 class LazyLogits(torch.Tensor):
-    """Stands for ``steps(linear(hidden, weight, bias))``."""
+    """Placeholder for ``steps(linear(hidden, weight, bias))``."""
 
     hidden: torch.Tensor
     head: tuple[torch.Tensor, torch.Tensor | None]
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    #: what was computed of these logits and of those they come from, and the versions it had
+    #: the computed values of these logits and of those they derive from, with their versions
     computed: list[tuple[torch.Tensor, int]]
 
     @staticmethod
@@ -71,7 +71,7 @@ class LazyLogits(torch.Tensor):
         computed: list[tuple[torch.Tensor, int]] | None = None,
     ) -> LazyLogits:
         """Make one without memory."""
-        with torch.no_grad():  # no row states the dtype, also under autocast
+        with torch.no_grad():  # an empty product gives the dtype, also under autocast
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
         made: LazyLogits = make_wrapper_subclass(
@@ -82,7 +82,7 @@ class LazyLogits(torch.Tensor):
         return made
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
-        """Return the result of a step."""
+        """Return the result of a recorded step."""
         return LazyLogits(self.hidden, self.head, (*self.steps, step), self.computed)
 
     def of(self, hidden: torch.Tensor) -> LazyLogits:
@@ -90,7 +90,7 @@ class LazyLogits(torch.Tensor):
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """Stop the forward if code wrote into computed logits, of which these may be a view."""
+        """End the forward if code wrote into computed logits, of which these may be a view."""
         if any(values._version != version for values, version in self.computed):
             raise NotLazy
 
@@ -106,7 +106,7 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Remember what is done, compute the loss in chunks, or do it with the real logits."""
+        """Record the operation, compute the loss in chunks, or compute with the real logits."""
         kwargs = kwargs or {}
         if _writes(func, kwargs):
             raise NotLazy
@@ -123,7 +123,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """End the forward: here, nothing of the graph would be recorded."""
+        """End the forward: an operation here would not be recorded in the graph."""
         raise NotLazy
 
 
@@ -140,7 +140,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
 
 
 def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """The result without computing the logits; ``None`` if that cannot be."""
+    """The result without computing the logits; ``None`` if that is impossible."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
@@ -176,7 +176,7 @@ def _reshaped(logits: LazyLogits, sizes: Sequence[int]) -> LazyLogits | None:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Rows by slices; the vocabulary stays whole."""
+    """Rows selected by slices; the vocabulary axis stays whole."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:
@@ -203,7 +203,7 @@ def _loss(
         return None
     if reduction not in ("mean", "sum") or source.dim() != 2 or target.is_floating_point():
         return None
-    # the classes of a loss that the model does not widen have its dtype, and so has the loss
+    # a loss that the model does not compute in a wider dtype has the dtype of its logits
     if source.dtype not in (torch.float32, torch.float64):
         return None
     source.check_unwritten()
@@ -236,7 +236,7 @@ class _Head(TorchFunctionMode):
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
-    """Let the head of a model return lazy logits in the block, where they are large."""
+    """Make the head of a model return lazy logits in the block, if they are large."""
     # model: Hugging Face model, or PEFT's model around one. Any other model computes its logits as usual.
     weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
@@ -244,7 +244,7 @@ def lazy_head(model: nn.Module) -> Iterator[None]:
 
 
 def weight_of_head(model: nn.Module) -> torch.Tensor | None:
-    """Return the weight of the layer that makes the logits of a model; ``None`` where it is not known."""
+    """Return the weight of the layer that computes the logits of a model; ``None`` if not known."""
     # model: Hugging Face model, or PEFT's model around one
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
@@ -263,7 +263,7 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
 
 
 def without_logits(model: nn.Module, output: PyTree) -> PyTree:
-    """Return the output with ``None`` for logits, as where they were not computed, which is decided by their size.
+    """Return the output with ``None`` for logits, if their size means that they are lazy.
 
     So the outputs of all microbatches have one structure, whatever their number of rows.
     """

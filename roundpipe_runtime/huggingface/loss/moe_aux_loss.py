@@ -1,8 +1,8 @@
 """Auxiliary load-balancing loss of mixtures of experts, for a whole batch: it is not a mean over rows.
 
-For each expert it multiplies the share of tokens by the mean of probabilities, both over the batch. The product for
-the batch does not follow from the products for its microbatches; so the loss is computed once, from the joined logits
-of the routers, by the function of the model's own module.
+For each expert it multiplies the share of tokens by the mean of probabilities, both over the batch. The product for the
+batch cannot be computed from those of its microbatches; so the loss is computed once, from the joined router logits, by
+the function of the model's own module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
 
 
 def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the auxiliary loss of the whole batch, and what it adds to the model's loss."""
+    """Return the auxiliary loss of the whole batch, and its contribution to the model's loss."""
     routers = getattr(joined, "router_logits", None)
     if routers is None or getattr(parts[0], "aux_loss", None) is None:
         return None
@@ -56,7 +56,7 @@ def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any],
 
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
-    """Return the auxiliary loss of router logits, and what it adds to the model's loss."""
+    """Return the auxiliary loss of router logits, and its contribution to the model's loss."""
     # routers: logits of the routers, one tensor per layer with a row per token
     # returns: `(loss, part of the model's loss)`; `None` if the model has no such loss
     function = _function(model)
@@ -85,7 +85,7 @@ def _experts(model: nn.Module) -> tuple[Any, Any]:
 
 
 def _setting(model: nn.Module, names: Sequence[str]) -> Any:
-    """A number that the model itself, or its configuration, has under one of these names."""
+    """A number that the model, or its configuration, has under one of these names."""
     for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
         for name in names:
             value = getattr(holder, name, None)

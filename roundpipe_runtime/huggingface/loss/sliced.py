@@ -1,11 +1,11 @@
-"""Cross-entropy over slices of a vocabulary: neither the weight of the head nor the logits are ever on a device whole.
+"""Cross-entropy over slices of a vocabulary: a device never has the whole weight of the head, nor all logits.
 
 ::
 
     forward    slice by slice: the logits, their log-sum-exp, and the logit of the label; then log-sum-exp over slices
-    backward   slice by slice: the logits again, their softmax, the gradients; that of the weight goes to the host
+    backward   slice by slice: the logits again, their softmax, the gradients; the weight's gradient goes to the host
 
-Slices are ascending in both, so the sums have one order for any device and any plan.
+Slices are ascending in both, so sums have the same order for any device and any plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ...engine.parameters.host_table import HostTable, TableAccess, wide
 from ...errors import LossError
 
-# Numbers in the logits of some rows and a slice: 256 MB in float32.
+# Number of logits of some rows and a slice: 256 MB in float32.
 _MOST = 2**26
 
 
@@ -41,18 +41,18 @@ class _Settings:
 
     @property
     def chunk(self) -> int:
-        """Rows whose logits of a slice exist at once."""
+        """Number of rows whose logits of a slice exist at once."""
         return max(1, _MOST // self.slice_rows)
 
     def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The logits of some rows and a slice; in the backward as in the forward."""
+        """The logits of some rows and a slice, computed equally in forward and backward."""
         if self.autocast is None:
             return functional.linear(hidden, part, bias)
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
             return functional.linear(hidden, part, bias)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that the loss uses."""
+        """The logits after the transform and in the loss dtype."""
         values = logits if self.transform is None else self.transform(logits)
         return values.to(wide(values.dtype))
 
@@ -69,8 +69,8 @@ def sliced_cross_entropy(
     label_smoothing: float = 0.0,
     rows: int | None = None,
 ) -> Any:
-    """Compute what :func:`chunked_cross_entropy` does, of a weight that stays on the host."""
-    # rows: without effect, as slices have few logits of a row
+    """Compute :func:`chunked_cross_entropy` with a weight that stays on the host."""
+    # rows: ignored, as a slice has few logits per row
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     access, kind = weight.access, hidden.device.type
@@ -88,7 +88,7 @@ def sliced_cross_entropy(
 
 
 def _check_labels(labels: torch.Tensor, size: int, ignored: int) -> None:
-    """Check that labels are in the vocabulary; on an accelerator, which would wait, a wrong one makes the loss NaN."""
+    """Check labels against the vocabulary; on an accelerator, without a wait, a wrong one makes the loss NaN."""
     if labels.device.type != "cpu":
         return
     wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= size))]
@@ -142,7 +142,7 @@ class _Sliced(torch.autograd.Function):
         hidden, bias, labels, whole = ctx.saved_tensors
         settings: _Settings = ctx.settings
         wanted = ctx.needs_input_grad
-        # a mean over nothing divides by zero; what it is the mean of has no slope
+        # a mean over nothing divides by zero, but its gradient is zero
         gradient = torch.where(gradient.isfinite(), gradient, 0.0).to(whole.dtype)
         factors = torch.where(labels != settings.ignore_index, gradient, 0.0)
         of_hidden = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if wanted[0] else None
@@ -191,7 +191,7 @@ def _slope(
 
 
 def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels a slice has, and the place of each in it; of the others, the first place."""
+    """Whether a slice has each label, and its index in the slice; for other labels, index 0."""
     inside = (labels >= place.start) & (labels < place.stop)
     return inside, torch.where(inside, labels - place.start, 0)
 
@@ -204,9 +204,9 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 # Chunked cross-entropy for large vocabularies: the logits of all tokens never exist at once.
 
 
-# Numbers in the logits of a chunk: 256 MB in float32.
+# Number of logits in a chunk: 256 MB in float32.
 _CHUNK = 2**26
-# Fewer rows than this would read the weight too often for what they compute with it.
+# With fewer rows, reading the weight would take longer than computing with it.
 _LEAST_ROWS = 64
 
 
@@ -296,14 +296,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # a mean over nothing divides by zero; what it is the mean of has no slope
+        # a mean over nothing divides by zero, but its gradient is zero
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
-        saved = ctx.saved_tensors  # torch reports it where the graph is gone
+        saved = ctx.saved_tensors  # torch reports that the graph was freed
         found, ctx.found = ctx.found, None
         if found is None:  # a second backward of a retained graph: the stored gradients were scaled in the first one
             with torch.enable_grad():
                 _, found = ctx.run(*saved)
-        # in place: that of the weight is as large as the weight
+        # in place: the weight's gradient is as large as the weight
         scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
         return (*scaled, None, None, None, None, None)
 
@@ -352,7 +352,7 @@ def _add(
 ) -> None:
     """Add the contribution of a chunk to the gradients of hidden states, weight and bias."""
     of_hidden, of_weight, of_bias = found
-    dtype = slope.dtype  # under autocast another than that of the weight
+    dtype = slope.dtype  # under autocast, differs from the weight's dtype
     if of_hidden is not None:
         of_hidden[part] = slope @ weight.to(dtype)
     if of_weight is not None and of_weight.dtype == dtype == hidden.dtype:

@@ -1,9 +1,9 @@
 """Weights of microbatch losses: the number of items that a model's own loss averages over, observed as it runs.
 
-A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those shifted
+A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over tokens shifted
 by one; neither its class nor its configuration states which. So calls of torch's averaging functions are intercepted
 while the loss is computed. The loss of the batch is the sum of (mean x items) over the sum of items, for any split.
-That this holds for a model is checked before it is used; see `loss_proof`.
+This is checked for each model before it is used; see `loss_proof`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sliced import chunked_cross_entropy
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
-    """Count the items of the losses that are computed in the block, those in chunks included; see `count_items`."""
+    """Count the items of the losses that are computed in the block, including chunked losses; see `count_items`."""
     return count_items({chunked_cross_entropy: "labels"})
 
 
@@ -36,10 +36,10 @@ def with_loss_weight(
     output: PyTree, items: Items, rows: int, weight_by: Way | None = None
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch with the weight of its loss."""
-    # weight_by: what losses are weighted by. Default: the items, as far as they are known.
-    # returns: `(output, items, rows)`. A loss that is a sum has -1 items: it is a share of the batch's where the model
-    # was given `num_items_in_batch`. Means over different numbers of items have infinity, which is about this batch
-    # only; a loss of which nothing is known has NaN. A loss over no items is zero.
+    # weight_by: weights of the losses. Default: the items, if they are known.
+    # returns: `(output, items, rows)`. A loss that is a sum has -1 items: it is a share of the batch's if the model
+    # got `num_items_in_batch`. Means over different numbers of items have infinity, which holds for this batch
+    # only; an unknown loss has NaN. A loss over no items is zero.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
@@ -55,21 +55,21 @@ def with_loss_weight(
 
 
 def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
-    """Check that the losses of microbatches are known to be shares of that of the batch."""
+    """Check that the losses of microbatches are known to be shares of the batch's loss."""
     is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
     if len(items) > 1 and not (is_proven and is_known):
         raise UnprovenLossError
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the sum of the losses of microbatches by their shares of items: a sum (-1 items) is a share already."""
+    """Return the weighted sum of the losses of microbatches, by their items: a sum (-1 items) is a share already."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
 
 
 class UnprovenLossError(LossError):
-    """The losses of microbatches are not known to be shares of that of the batch."""
+    """The losses of microbatches are not known to be shares of the batch's loss."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class UnprovenLossError(LossError):
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
     """A loss of zero with a graph, for a microbatch whose labels are all ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
-    if not found:  # where logits were not wanted
+    if not found:  # lazy logits
         return torch.zeros_like(loss)
     return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
 

@@ -3,7 +3,7 @@
 ::
 
     Trainer          self.model, the model on the host: its names, configuration, saving, generation
-                     self.model_wrapped, what runs; of us the pipeline around the same parameters
+                     self.model_wrapped, the model that runs: the pipeline around the same parameters
     per batch        training_step -> forward_backward of the pipeline: gradients are on the host
     per step         clip, optimizer and scheduler of the Trainer, on these
 """
@@ -46,8 +46,8 @@ from .saving_trainer import SavingTrainer
 
 # A Trainer whose reference, reward and teacher models also run through pipelines.
 #
-# Trainers of preferences compare the model with others that do not learn, and give each of those to accelerate. One
-# that trains adapters calls its own model instead, with the adapters off:
+# Preference trainers compare the model with frozen models, and pass each of those to accelerate. With
+# adapters, a trainer calls the model itself instead, with the adapters off:
 #
 #     accelerator.prepare_model(reference, evaluation_mode=True)     its own pipeline, on the same devices
 #     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model, which holds the weights
@@ -64,13 +64,13 @@ class FrozenModelTrainer(PipelineTrainer):
         self.accelerator.prepare_model = self._rp_prepare_model
 
     def _rp_prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """Return a pipeline around a model that is only evaluated; prepare any other one as accelerate does."""
+        """Return a pipeline around a model that is only evaluated; prepare any other model as accelerate does."""
         if isinstance(model, RoundPipe):
             return model
         if not evaluation_mode:
             return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
-        with generator_kept():  # the data come in the order they would come in anyway
+        with generator_kept():  # seeds the order in which the data come anyway
             frozen = wrap_model_to_roundpipe(
                 model, devices=self._rp_devices(), model_run_config=config, pin_model="off"
             )
@@ -82,7 +82,7 @@ class FrozenModelTrainer(PipelineTrainer):
         return frozen
 
     def _rp_devices(self) -> Any:
-        """The devices of the pipeline around the model, which may not be made yet."""
+        """The devices of the pipeline around the model, which may not exist yet."""
         if self._rp_pipeline is not None:
             return self._rp_pipeline.devices
         if "devices" not in self._rp_options:
@@ -99,14 +99,14 @@ class FrozenModelTrainer(PipelineTrainer):
         return run
 
     def close(self) -> None:
-        """End the threads of all pipelines; the one around the model is made again when it is needed."""
+        """End the threads of all pipelines; the one around the model is created again when needed."""
         for frozen in self._rp_frozen:
             frozen.close()
         if self._rp_pipeline is not None:
             self._rp_pipeline.close()
             self._rp_pipeline = None
 
-    # -- the model itself, as its own reference ------------------------------------------------------------------------
+    # -- the model as its own reference --------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
@@ -142,7 +142,7 @@ class FrozenModelTrainer(PipelineTrainer):
 
 
 class PipelineForward(OtherForward):
-    """The forward of a model that calls the pipeline around it; with a cache, the model's own."""
+    """The forward of a model that calls the pipeline around it; with a cache, it calls the model's own forward."""
 
     def __init__(self, trainer: FrozenModelTrainer, before: Any) -> None:
         super().__init__(trainer._rp_in_autocast(self._run), before)
@@ -150,7 +150,7 @@ class PipelineForward(OtherForward):
         self._is_running = False
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        # a cache is filled by `generate`, which has its own way; and the pipeline may call the model to prove its loss
+        # `generate` fills a cache and has its own path; and the pipeline may call the model to check its loss
         if self._is_running or cache_of(kwargs) is not None or kwargs.get("use_cache"):
             return self._own(self._trainer.model)(*args, **kwargs)
         self._is_running = True
@@ -164,23 +164,23 @@ class PipelineForward(OtherForward):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the model its own forward: the pipeline has the weights of this one."""
+        """Give a copy of the model its original forward: the pipeline has the weights of this one."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
 
 
-# Read the data in groups of rows, so that a batch is that of all processes.
+# Read the data in groups of rows, so that a batch has the rows of all processes.
 
 
 class GroupTrainer(PipelineTrainer):
-    """A Trainer whose batches are those of all processes."""
+    """A Trainer whose batches have the rows of all processes."""
 
     compute_loss_func: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader of this process's rows; in groups, of which a batch of all processes is made.
+        """Return the loader of this process's rows; with groups, a batch spans all processes.
 
-        A ``compute_loss`` of a subclass may compare rows, so each process gives it the batches of the plain Trainer.
+        A subclass's ``compute_loss`` may compare rows, so each process then gets the batches of the plain Trainer.
         """
         if not self._rp_has_groups():
             return super().get_train_dataloader()
@@ -211,7 +211,7 @@ class GroupTrainer(PipelineTrainer):
 
     @contextlib.contextmanager
     def _rp_failing_together(self) -> Iterator[None]:
-        """Raise an error before the backward of one process in all, which would wait for it there."""
+        """Raise an error before the backward of one process on all processes, which would wait for it there."""
         self._rp_is_before_backward = True
         try:
             yield
@@ -226,12 +226,12 @@ class GroupTrainer(PipelineTrainer):
         super()._rp_backward(loss, **kwargs)
 
     def _rp_global_batch(self) -> int:
-        """The rows of a batch of all processes."""
+        """The number of rows of a batch over all processes."""
         rows: int = self._train_batch_size
         return rows * self.pipeline.replicas
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the rows of a step of all processes."""
+        """Return the number of rows of a step over all processes."""
         if not self._rp_has_groups():
             total: int = super().get_total_train_batch_size(args)
             return total
@@ -256,7 +256,7 @@ def _is_of_trainer(name: str, method: Any) -> bool:
     return function is getattr(Trainer, name) and function.__module__.startswith("transformers.")
 
 
-# Cut the batches of a Trainer into groups of rows, which do not depend on the number of processes.
+# Split the batches of a Trainer into groups of rows that do not depend on the number of processes.
 
 
 _KEPT = (
@@ -279,8 +279,8 @@ class GroupLoader(DataLoader[Any]):
 
 
 def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]:
-    """Take batches of this process; an error of one process is raised in all, which would wait for it otherwise."""
-    # count: number to take; fewer are taken where there are no more
+    """Take batches of this process; an error of one process is raised in all, so that none waits for it."""
+    # count: number to take; fewer at the end of the data
     found: list[Any] = []
     with Outcome() as outcome:
         found = list(itertools.islice(batches, count))
@@ -308,20 +308,20 @@ class CheckedLoader:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Report whether a loader draws rows, which groups can be made of; a stream, or batches of its own, are not."""
-    # torch gives a stream a batch sampler also, whose sampler has no end
+    """Report whether a loader draws single rows, which can form groups; streams and batch loaders do not."""
+    # torch also gives a stream a batch sampler, whose sampler is infinite
     return type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
 
 
 def loader_of_groups(
     loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
 ) -> GroupLoader:
-    """Return a loader of this process's rows of batches that are cut into the pipeline's groups."""
+    """Return a loader of this process's rows of batches that are split into the pipeline's groups."""
     own: Any = loader.batch_sampler
     batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
     collate = loader.collate_fn
     tail = len(own.sampler) % batch
-    if 0 < tail < pipeline.replicas and not own.drop_last:  # no row is left for some process
+    if 0 < tail < pipeline.replicas and not own.drop_last:  # some process would get no row
         collate = collate_with_empty(collate, loader.dataset[0])
     return GroupLoader(
         loader.dataset,
@@ -332,7 +332,7 @@ def loader_of_groups(
 
 
 def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
-    """An order that depends on the epoch and a seed, as accelerate's, and not on how often it was drawn."""
+    """An order that depends on the epoch and a seed, as accelerate's, and not on the number of earlier draws."""
     if type(sampler) is not RandomSampler:
         return sampler
     from accelerate.data_loader import SeedableRandomSampler
@@ -352,14 +352,14 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
 
     It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
-    one batch, which is then cut into microbatches; loss and gradients are those of the whole batch. Under torchrun
-    each process has its own devices and a group of this size, and loss and gradients are those of all of them. Each
-    process keeps its part of the optimizer's state, if the Trainer makes an optimizer that works on parts.
+    one batch, which is then split into microbatches; loss and gradients are those of the whole batch. Under torchrun
+    each process has its own devices and a group of this size, and loss and gradients are those of all groups. Each
+    process keeps its part of the optimizer's state, if the optimizer made by the Trainer can step parts of a parameter.
 
     Args:
         model: Hugging Face model, or one that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
-        *positional: further arguments, in the order of the Trainer that this one is combined with.
+        *positional: further arguments, in the order of the other base class's parameters.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
@@ -367,13 +367,13 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
         example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
             of the training data, for a model that reads images or sounds, or that does not run on the tokens.
-        use_sequential_preset: as for :func:`wrap_model_to_roundpipe`: ``True`` makes a model that cannot be cut an
-            error, ``False`` leaves it in one piece. Default: it is cut if it can be.
-        replicas: number of groups of ``per_device_train_batch_size`` rows that a batch has; group g is trained by
-            process g modulo their number, so that the numbers do not depend on how many there are. Default: number of
+        use_sequential_preset: as for :func:`wrap_model_to_roundpipe`: ``True`` makes a model that cannot be split an
+            error, ``False`` leaves it in one piece. Default: it is split if possible.
+        replicas: number of groups of ``per_device_train_batch_size`` rows in a batch; group g is trained by
+            process g modulo the number of processes, so that results do not depend on that number. Default: number of
             processes.
-        host: where the host's part of the training lives, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
-        update: what the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` needs
+        host: where the host stores the training state, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
+        update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` needs
             ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.
         **options: keyword arguments of a Trainer.
 
@@ -437,7 +437,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             self.label_smoother = _Shifted(self.label_smoother)
 
     def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
-        """The arguments by their names in the next class: the second one of a Trainer may be another model."""
+        """The arguments by name in the next class: the second one of a Trainer may be another model."""
         if not positional and (args is None or isinstance(args, TrainingArguments)):
             return {"model": model, "args": args}
         names = inspect.signature(super().__init__)
@@ -481,7 +481,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             is_scaled = wanted
         share = 1 if is_scaled else self.current_gradient_accumulation_steps
         if is_scaled and not self.args.average_tokens_across_devices:
-            share *= self.args.world_size  # each rank was given the number of its own items
+            share *= self.args.world_size  # each rank got the number of its own items
         inputs = dict(self._prepare_inputs(inputs))
         labels: torch.Tensor | None = None
         loss_fn: Callable[[Any, Any], Any] = ShareOfOwnLoss(share)
@@ -519,7 +519,7 @@ class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore
 
 
 class _Shifted:
-    """Smooths labels of causal models, which the Trainer knows by the class that it calls: here the pipeline's."""
+    """Smooths labels of causal models, which the Trainer recognizes by the called class: here the pipeline's."""
 
     def __init__(self, smoother: Any) -> None:
         self.smoother = smoother

@@ -42,7 +42,7 @@ from ..wrapped_model import WrappedModel
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # what a Trainer writes last
-_SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts next to a checkpoint that a signal has asked for
+_SENTINEL = "checkpoint-is-incomplete.txt"  # the file that it adds to a checkpoint requested by a signal
 
 
 # Crash-safe checkpoints of the Trainer: they appear when they are complete, and a run resumes from the newest one.
@@ -76,13 +76,13 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: object) -> str:
-        """The folder of checkpoints; while one is being written, the folder of that one."""
+        """The folder of checkpoints; while a checkpoint is being written, its folder."""
         return str(self._rp_writing_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
         run = pathlib.Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        if not self.args.should_save:  # rank 0 writes; a separate folder takes what another rank would add
+        if not self.args.should_save:  # rank 0 writes; files of other ranks go to a separate folder
             with tempfile.TemporaryDirectory() as scratch, self._rp_into(pathlib.Path(scratch)):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
             self.accelerator.wait_for_everyone()
@@ -112,7 +112,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             self._rp_writing_to = None
 
     def _rp_name_best(self, run: pathlib.Path, name: str) -> None:
-        """Set the final path of the best checkpoint, for which the Trainer looked where this one is being written."""
+        """Set the final path of the best checkpoint, which the Trainer set to the temporary folder."""
         best = f"checkpoint-{self.state.best_global_step}"
         if self.args.save_strategy != "no" and self.state.best_global_step and (best == name or (run / best).is_dir()):
             self.state.best_model_checkpoint = str(run / best)
@@ -155,7 +155,7 @@ def _settle(run: pathlib.Path) -> None:
 
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
-    """Remove checkpoints until ``limit`` are left. The newest stays, and so does the best one."""
+    """Remove the oldest checkpoints until ``limit`` are left. The newest and the best one stay."""
     # limit: number of checkpoints to keep; `None` and 0 keep all
     # best: path of the best checkpoint, if it is known
     if not limit or limit < 0:
@@ -180,7 +180,7 @@ def _steps(path: pathlib.Path) -> int:
 
 
 def _verify(path: pathlib.Path) -> None:
-    """Compare a checkpoint with its manifest; one of a plain Trainer has none."""
+    """Compare a checkpoint with its manifest; a plain Trainer's checkpoint has none."""
     if (path / MANIFEST).exists():
         verify(path)
     elif not _is_whole(path):
@@ -208,7 +208,7 @@ def _is_whole(path: pathlib.Path) -> bool:
     return not (path / _SENTINEL).exists()
 
 
-# Optimizers that step each number by itself, so that a process can step its own rows.
+# Elementwise optimizers, so that a process can step a part of the rows.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
@@ -222,12 +222,12 @@ class PipelineTrainer(CheckpointingTrainer):
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around ``model``, made at the first access."""
+        """The pipeline around ``model``, created at the first access."""
         found = self._rp_pipeline
-        if found is None or found.cut.model is not self.model:  # ``model_init`` makes a new model for each training
+        if found is None or found.cut.model is not self.model:  # ``model_init`` creates a new model for each training
             if found is not None:
                 found.close()
-            with generator_kept():  # the data come in the order they would come in anyway
+            with generator_kept():  # seeds the order in which the data come anyway
                 found = self._rp_wrapped()
             self._rp_pipeline = found
         return found
@@ -247,13 +247,13 @@ class PipelineTrainer(CheckpointingTrainer):
         if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
             try:
                 return wrap(**self._rp_options)
-            except CutError as error:  # a few tokens in a row are not an example for a choice of texts
+            except CutError as error:  # a few tokens in a row are no valid example for multiple choice
                 if error.reason != "example" or self._rp_example() is None:
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)
 
     def _rp_mesh(self) -> DeviceMesh | None:
-        """The mesh of the processes of torchrun, on which the optimizer's state is in shards if it may be."""
+        """The mesh of the processes of torchrun, with a sharded optimizer state if the optimizer allows it."""
         size: int = self.args.world_size
         if size == 1:
             return None
@@ -270,12 +270,12 @@ class PipelineTrainer(CheckpointingTrainer):
         collate = self._get_collator_with_removed_columns(self.data_collator)
         return dict(collate([data[0], data[min(1, len(data) - 1)]]))
 
-    # -- where the model is ------------------------------------------------------------------------------------------
+    # -- placement of the model --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which must leave batches on the host: the pipeline copies what a device needs."""
         check_arguments(self.args)
-        # every stage recomputes its activations: once more in each layer would only cost time
+        # every stage recomputes its activations: doing so again in each layer would only cost time
         self.args.activation_checkpointing = self.args.gradient_checkpointing = False
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # as the Trainer does for other models that use several devices themselves
@@ -288,8 +288,8 @@ class PipelineTrainer(CheckpointingTrainer):
             # the gradient of a backward is the sum over the processes, where DDP takes their mean
             self._rp_plain_backward = self.accelerator.backward
             self.accelerator.backward = self._rp_backward
-        # Sums that stay on a process until the last batch of a step would be added in an order that depends on their
-        # number, and take 4 bytes per parameter and group.
+        # Gradients accumulated locally until the last batch of a step would be added in an order that depends on the
+        # number of processes, and take 4 bytes per parameter and group.
         self.accelerator.no_sync = lambda model=None: contextlib.nullcontext()
 
     def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -297,12 +297,12 @@ class PipelineTrainer(CheckpointingTrainer):
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
-        """Clip, and return the norm; ``None`` where gradients are gone, of which the log would have the norm."""
+        """Clip, and return the norm; ``None`` if the gradients are already consumed."""
         is_gone = self.pipeline._rp_options.update == "in_backward"
         return None if is_gone else self._rp_clip_grad_norm(*args, **options)
 
     def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip as accelerate does, or with the same bits for any number of processes."""
+        """Clip as accelerate does, or bitwise equally for any number of processes."""
         if not self._rp_has_groups():
             clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
             return clipped
@@ -358,10 +358,10 @@ class PipelineTrainer(CheckpointingTrainer):
         return result
 
 
-# Check training arguments for those that a pipeline does not support, before anything runs.
+# Check for training arguments that a pipeline does not support, before anything runs.
 
 
-# Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
+# Parameters with fewer than 4,096 elements have moments in 32 bits, even with 8-bit optimizers.
 _WITH_8_BITS = 8192
 
 # field of TrainingArguments -> why it is not supported, and what to write instead
@@ -376,7 +376,7 @@ _UNSUPPORTED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Check training arguments for those that a pipeline does not support."""
+    """Check for training arguments that a pipeline does not support."""
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
@@ -404,7 +404,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_steps_in_backward(args: Any) -> None:
-    """Check that training arguments ask for nothing between the backward and the step."""
+    """Check that no training argument requires work between the backward and the step."""
     for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
         if (getattr(args, name) or 0) > most:
             raise ConfigError(
@@ -415,13 +415,13 @@ def check_steps_in_backward(args: Any) -> None:
 
 
 def compile_options(args: Any) -> dict[str, str]:
-    """Return the keyword arguments of ``torch.compile`` that training arguments state."""
+    """Return the keyword arguments of ``torch.compile`` that the training arguments request."""
     found = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
-    """Check that an optimizer of bitsandbytes steps parameters on the host, by a step of a small one."""
+    """Check that an optimizer of bitsandbytes can step parameters on the host, with a small one."""
     # has_copies: whether it works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
@@ -439,7 +439,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
             'Use optim="adamw_torch"; its state costs the device nothing.'
         )
 
-    with raised_as(refused):  # a release raises what it likes for a kernel that it does not have
+    with raised_as(refused):  # a release may raise any error for a missing kernel
         kind([parameter], **options).step()
 
 
@@ -475,5 +475,5 @@ def check_overrides(kind: type[Trainer]) -> None:
 
 
 def _free_names(function: types.FunctionType) -> tuple[str, ...]:
-    """Names that a function has from around it: ``__class__`` is among them if it calls ``super()``."""
+    """Free variables of a function: ``__class__`` is one of them if the function calls ``super()``."""
     return function.__code__.co_freevars

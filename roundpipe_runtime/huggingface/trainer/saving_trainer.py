@@ -3,9 +3,9 @@
 ::
 
     optimizer.pt                       one process, or a mesh that keeps everything whole
-    roundpipe.json, .safetensors       runs that seeds count; master weights; of shards, and on a disk: all of the
+    roundpipe.json, .safetensors       number of runs for seeds; master weights; with shards or a disk, also the
                                        optimizer by name, written and read one tensor after the other
-    shards/                            several processes: the rows that each has; read by any number of them
+    shards/                            several processes: the rows of each; readable by any number of processes
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer
 
-# Next to the files of the Trainer.
+# In addition to the files of the Trainer.
 _PROGRESS = "roundpipe"
 
 
 def _saves_by_name(pipeline: RoundPipe) -> bool:
-    """Report whether the optimizer is saved by name: in shards, or from a disk, of which memory never holds all."""
+    """Report whether the optimizer is saved by name: in shards, or from a disk, as it may not fit into memory."""
     return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
 
 
@@ -51,7 +51,7 @@ def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
 
 
 def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Write the progress of a pipeline and its optimizer, each process its part; all of them call it."""
+    """Write the progress of a pipeline and its optimizer, each process its part; a collective call."""
     # folder: folder of the checkpoint in the first process, which is the one that is written to
     targets = optimizer_targets(pipeline)
     ranks = ranks_of(pipeline, targets)
@@ -76,7 +76,7 @@ def _load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.opt
 
 
 def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load the part of this process of an optimizer that was saved whole."""
+    """Load this process's part of an optimizer that was saved as a whole."""
     stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]
@@ -122,7 +122,7 @@ class SavingTrainer(PipelineTrainer):
             _save_progress(folder, self.pipeline)
 
     def _rp_own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without what accelerate puts around it."""
+        """The optimizer without accelerate's wrapper."""
         found: Any = self.optimizer
         own: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return own
@@ -144,9 +144,9 @@ class SavingTrainer(PipelineTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load weights that are saved under other names than the model has in memory, as experts of mixtures are.
+        """Load weights whose saved names differ from the model's, such as experts of mixtures.
 
-        The Trainer warns, and trains on without these weights: https://github.com/huggingface/transformers/issues/43701
+        The Trainer warns, and ignores these weights: https://github.com/huggingface/transformers/issues/43701
         """
         if self._rp_is_converted:
             with generator_kept():

@@ -181,7 +181,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
     """The inputs of a decode call, made from the text, with the cache that the model filled while it read it."""
     tokens = _tokens(text, sizes.batch, sizes.past + sizes.new)
     if model.config.is_encoder_decoder:
-        # the decoder begins with what the encoder read, as a summary does
+        # the decoder starts with the encoder's input, as a summary does
         return decode_inputs(model, sizes, tokens=tokens, source=_tokens(text, sizes.batch, sizes.source))
     # positions are inputs, since a padded row does not begin at its first column
     names = ("input_ids", "attention_mask", "position_ids", CACHE)
@@ -189,7 +189,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
 
 
 def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
-    """Tokens of shape (rows, length), one per byte; each row begins one line further down."""
+    """Tokens of shape (rows, length), one per byte; each row starts one line later in the text."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -214,7 +214,7 @@ def _layers(cache: Any) -> str:
     return " + ".join(f"{count}x {code}" for code, count in codes.items())
 
 
-# -- what the terminal shows -----------------------------------------------------------------------------------------
+# -- terminal output -----------------------------------------------------------------------------------------------
 
 
 _LEGEND = (

@@ -35,7 +35,7 @@ _LIBRARIES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, of the system and of every library that matters; ``None`` where one is missing."""
+    """Return the versions of Python, the system and all relevant libraries; ``None`` for missing libraries."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -150,7 +150,7 @@ def share_of_nan(expected: object) -> float | None:
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)
     """
-    # returns: the share of its elements that are NaN; 1.0 where no element is finite; `None` for a leaf without
+    # returns: the share of its elements that are NaN; 1.0 if no element is finite; `None` for a leaf without
     # elements
     if is_text(expected) or not _is_data(expected):
         return None
@@ -183,7 +183,7 @@ def _same_text(expected: object, found: object) -> float:
 
 
 def _apart(expected: complex, found: complex) -> float:
-    """Return the difference of two numbers; Python's integers have no largest one."""
+    """Return the difference of two numbers; Python's integers are unbounded."""
     if expected == found or (expected != expected and found != found):
         return 0.0
     difference = float(abs(expected - found))

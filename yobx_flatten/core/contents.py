@@ -89,7 +89,7 @@ _ITEMS: dict[type, _Items] = {
 
 
 class Layout(NamedTuple):
-    """The places in which instances of one class keep their contents."""
+    """The `__dict__` and slots in which instances of one class store their contents."""
 
     is_tensor: bool
     is_closed: bool

@@ -17,7 +17,7 @@ from .opaque import Unregistered, find_unregistered, format_count
 
 _DEEPEST = 50
 _LONGEST_PERIOD = 8
-_FEWEST = 3  # so many equal siblings become one row
+_FEWEST = 3  # this many equal siblings are merged into one row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def _one_line(value: object) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Merge equal siblings into one part, also alternating ones."""
+    """Merge equal siblings into one part, including alternating ones."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0

@@ -41,7 +41,7 @@ class Finding:
             refuse, or fix, more than you intend).
         path: the input it is about, as Python inside ``forward``.
         message: description of the problem.
-        remedy: the line to type; empty where there is none.
+        remedy: the line to type; empty if there is none.
         kind: the error that :meth:`Findings.raise_errors` raises for it.
     """
 
@@ -266,7 +266,7 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Where the memory of a tensor begins, if it has any."""
+    """The address of a tensor's memory, if it has any."""
     try:
         return tensor.data_ptr() or None
     except RuntimeError:  # a FakeTensor, a sparse one

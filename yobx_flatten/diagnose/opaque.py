@@ -58,7 +58,7 @@ class Unregistered:
     inside: str | None = None
 
     def __str__(self) -> str:
-        """Say what, where, and what to do."""
+        """Describe the object, its place, and the remedy."""
         remedy = self.remedy.replace("\n", "\n    ")
         where = "" if self.inside is None else f" (inside {self.inside})"
         return (
@@ -145,7 +145,7 @@ class _Frame:
     obj: Any
     children: Iterator[tuple[str, Any]]
     holder: Holder | None
-    covers: bool  # what is inside is registered together with this one
+    covers: bool  # its content is registered together with this object
     tensors: int = 0
     nbytes: int = 0
 
@@ -284,7 +284,7 @@ def registers_what_is_inside(cls: type) -> bool:
 
 
 def _block(cls: type) -> str | None:
-    """The block that registers a class of transformers or diffusers, or one derived from them."""
+    """The `with` block that registers a class of transformers or diffusers, or a class derived from one."""
     remedy = REGISTRY.remedy(cls)
     if remedy is not None and remedy.startswith("with "):
         return remedy

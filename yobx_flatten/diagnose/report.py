@@ -38,7 +38,7 @@ class Report(abc.ABC):
         return self.max_difference <= self.tolerance and not self.without_number()
 
     def without_number(self) -> list[str]:
-        """Return the outputs without a finite element in any case: a comparison of them shows nothing."""
+        """Return the outputs without a finite element in any case: comparing them proves nothing."""
         return [name for name, share in self._least_nan().items() if share == 1.0]
 
     def nan_notes(self) -> list[str]:

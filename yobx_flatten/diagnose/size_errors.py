@@ -166,7 +166,7 @@ def place_of(error: BaseException) -> str:
     # returns: `""` where the code that called torch or this package is all that is known
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
-    # what is above the first of them is the program that was to be exported from
+    # frames above the first of them belong to the exported program
     below = rows[inside[0] :] if inside else []
     own = [row for row in below if not row[0].co_filename.startswith((_TORCH, _OURS, "<"))]
     if not own:
@@ -183,7 +183,7 @@ class Explanation:
     Attributes:
         text: the meaning of the error.
         paths: the inputs or outputs it is about, as Python.
-        remedy: the line to type; empty where there is none.
+        remedy: the line to type; empty if there is none.
         known: whether the message is one of those that :func:`explain_error` knows.
     """
 
@@ -203,7 +203,7 @@ class Failure:
 
     error: BaseException  # the exception that was raised
     message: str  # the text of the error
-    module: torch.nn.Module | ExportedProgram | None  # the module or program; `None` where it is not known
+    module: torch.nn.Module | ExportedProgram | None  # the module or program; `None` if not known
     args: tuple[Any, ...]  # positional arguments of the export or the call
     kwargs: Mapping[str, Any]  # keyword arguments of the export or the call
     dynamic_shapes: Any  # the shapes as passed to `torch.export.export`

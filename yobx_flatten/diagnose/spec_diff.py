@@ -22,12 +22,12 @@ from ..recipe.mappings import is_mapping_like
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One place in which two structures differ.
+    """One position where two structures differ.
 
     Attributes:
         path: key path of the place, as Python.
         first: description of what the first structure has there.
-        second: description of what the second one has there.
+        second: description of the second structure at this position.
         names: names of the two structures in the text.
     """
 
@@ -83,7 +83,7 @@ def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[
     return list(_compare(left, right, "tree", names))
 
 
-# -- what the two are made of ----------------------------------------------------------------------------------------
+# -- parts of the structures -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _view(spec: pytree.TreeSpec) -> _View:
     if spec.is_leaf():
         return _LEAF
     children = [_view(child) for child in spec.children()]
-    if spec.type is collections.namedtuple:  # stands for all named tuples; which one is in the static part
+    if spec.type is collections.namedtuple:  # covers all named tuples; the static part names the class
         return _node(spec.context.__qualname__, list(spec.context._fields), children, True)
     return _node(spec.type.__qualname__, spec.context, children, _has_fields(spec.type))
 

@@ -26,7 +26,7 @@ def is_installed(library: str) -> bool:
 
 
 def install_line(extra: str) -> str:
-    """Return the line that adds an extra to the installed package: from where it came, as it may be on no index."""
+    """Return the command that adds an extra to the installed package, from its original source."""
     checkout = pathlib.Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():  # the package is read from its repository
         return f"pip install -e '{checkout}[{extra}]'"

@@ -1,4 +1,4 @@
-"""Catch errors of any class from code of users and other libraries; format, and log, what is stated about them.
+"""Catch errors of any class from code of users and other libraries; format and log them.
 
 These are the only places that catch any error. Elsewhere an ``except`` names the expected ones.
 ``verbose=`` raises the level of the logger ``yobx_flatten`` for one call and its thread.
@@ -32,20 +32,20 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 
 @contextlib.contextmanager
 def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exception]) -> Iterator[None]:
-    """Raise an error of ours, with the cause, for whatever a block raises.
+    """Convert any error raised in a block to an error of this package, with the original as its cause.
 
     >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
     ...     int("three")
     Traceback (most recent call last):
     ValueError: not a number: invalid literal for int() with base 10: 'three'
     """
-    # error_of: returns the error that comes out; `None` for the one that was raised
+    # error_of: returns the new error; `None` for the original error
     # own: classes that come out as they are
     try:
         yield
     except own:
         raise
-    except BaseException as error:  # it is the cause of the one that comes out
+    except BaseException as error:  # it is the cause of the new error
         # a panic of a library in Rust is no `Exception`, and its class cannot be imported; Ctrl-C is neither
         is_failure = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
         found = error_of(cast("Exception", error)) if is_failure else None
@@ -67,7 +67,7 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
     # note_for: returns the note; empty for none
     try:
         yield
-    except Exception as error:  # its text is not ours, so it stays as it is
+    except Exception as error:  # its text is not ours, so it is unchanged
         note = note_for(error)
         if note:
             error.add_note(note)
@@ -128,7 +128,7 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     # rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
     # can end early with a sentence.
     # align: one sign per column, `"<"` for the left and `">"` for the right. Default: all to the left.
-    # indent: what every line begins with; two spaces by default
+    # indent: prefix of every line; two spaces by default
     # width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
     cells = [list(row) for row in rows]
     signs = align.ljust(max(map(len, cells), default=0), "<")
@@ -146,7 +146,7 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     return [f"{indent}{line}".rstrip() for line in lines]
 
 
-# `extra=` of a record that begins a step of a long call, which progress bars show.
+# `extra=` of a log record that starts a step of a long call, for progress bars.
 STEP = {"step": True}
 
 _LOGGER = logging.getLogger("yobx_flatten")
@@ -177,7 +177,7 @@ def say(level: int, message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
-    """Keep records off the terminal whose text begins as stated, by the name of the logger."""
+    """Hide log records whose text starts with a given prefix, by logger name."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(unwanted[record.name])

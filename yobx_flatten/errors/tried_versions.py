@@ -1,4 +1,4 @@
-"""Name the newest tried versions of libraries in errors, where a newer one is installed.
+"""Name the newest tested versions of libraries in errors, if a newer version is installed.
 
 A test compares them with ``constraints.txt`` and `make newest`; CONTRIBUTING.md ("Renewing the versions") is the way.
 """

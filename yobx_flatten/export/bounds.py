@@ -34,7 +34,7 @@ _POSITIONS = ("max_position_embeddings", "max_target_positions")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest sizes; ``None`` where there is no bound."""
+    """The largest sizes; ``None`` for sizes without a bound."""
 
     batch: int | None = None  # number of rows
     length: int | None = None  # number of tokens, in the cache and the mask
@@ -77,7 +77,7 @@ class Bounds:
                 )
 
     def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-        """Return dynamic shapes in which every size that may vary has its bound."""
+        """Return dynamic shapes in which every dynamic size has its bound."""
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
     def check_program(
@@ -157,7 +157,7 @@ class Bounds:
 def _varies(size: object, program: ExportedProgram) -> bool:
     if not isinstance(size, torch.SymInt):
         return False
-    # a trace may keep a symbol for a size of one value
+    # a trace may keep a symbol for a size with one possible value
     found = program.range_constraints.get(size.node.expr)
     return found is None or found.lower != found.upper
 

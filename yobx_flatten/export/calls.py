@@ -297,9 +297,9 @@ _T = TypeVar("_T")
 _Axis = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
-# Export with fewer sizes that vary, where torch fails with all of them.
+# Export with fewer dynamic sizes if torch fails with all of them.
 #
-#     all sizes vary ──fails──> those that the error names are fixed ──> only the batch varies ──> none varies
+#     all sizes vary ──fails──> fix the sizes named in the error ──> only the batch varies ──> none varies
 #                    ──passes─> done, at no cost
 
 
@@ -407,7 +407,7 @@ def _named(error: Exception) -> set[_Axis]:
 
 
 def _narrowed(example: Example, kept: Collection[_Axis]) -> DynamicShapes:
-    """The shapes of an example with no other axes than those."""
+    """The shapes of an example in which only those axes are dynamic."""
     inputs = example.inputs
     rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
     return dynamic_shapes(

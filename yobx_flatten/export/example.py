@@ -43,16 +43,16 @@ class Example:
     module: torch.nn.Module
     args: tuple[Any, ...]  # positional arguments
     kwargs: Mapping[str, Any]  # keyword arguments
-    shapes: Any  # the dynamic shapes of every input by parameter name; `None` where every size is fixed
+    shapes: Any  # the dynamic shapes of every input by parameter name; `None` if every size is fixed
     # names that the caller gave to axes, by input and axis
     axis_names: Mapping[tuple[str, int], str] = dataclasses.field(default_factory=dict)
     cache_is: str = ""  # name of the keyword argument that is the cache; `""` without one
-    no_data: str = ""  # reason why nothing can be run; empty where it can
-    why_not: str = ""  # reason why inputs of other sizes cannot be made; empty where they can
+    no_data: str = ""  # why the example cannot be run; empty if it can
+    why_not: str = ""  # why inputs of other sizes cannot be made; empty if they can
     remarks: tuple[str, ...] = ()  # notes for the report
-    bounds: Bounds | None = None  # the largest sizes; `None` without them
+    bounds: Bounds | None = None  # the largest sizes; `None` without bounds
     relations: tuple[Relation, ...] = ()  # what the caller stated of sizes, which the trace asserts
-    loop: bool = True  # whether calls follow each other, and get what the one before left in its arguments
+    loop: bool = True  # whether calls follow each other, and each gets the changed arguments of the previous call
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def make_example(
 ) -> Example:
     """Check the arguments of an export and complete them. The block must be open."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
-    # bounds: largest sizes, which the shapes get; `None`, the default, for none
+    # bounds: largest sizes, which are added to the shapes; `None`, the default, for none
     # loop: whether calls follow each other; `True` by default
     # returns: the example. For a transformers model, one that `torch.export` would fix at a size of 0 or 1 is replaced
     # by a larger one.
@@ -151,7 +151,7 @@ def make_example(
 
 
 def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    """Make the inputs of an example in other sizes for a transformers model, with a cache if the example has one."""
+    """Make the inputs of an example in other sizes for a Hugging Face model, with a cache if the example has one."""
     from ..huggingface.cases import decode_inputs
 
     like = {name: value for name, value in kwargs.items() if value is not None}
@@ -165,7 +165,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Find out whether inputs of other sizes can be made for a module."""
-    # returns: the reason why they cannot, empty where they can; and notes on what results may depend on
+    # returns: why they cannot, empty if they can; and notes on settings that results may depend on
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -305,7 +305,7 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """List the arguments that ``forward`` has no name for and takes all the same."""
-    # returns: names that end in `**kwargs`; none where `forward` has no such parameter
+    # returns: argument names received through `**kwargs`; none if `forward` has no such parameter
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []

@@ -1,7 +1,7 @@
 """Convert a program to one that takes and returns a flat list of tensors, for other runtimes.
 
 Operators that other runtimes lack are decomposed.
-Constants among the leaves (``None``, a fixed number) are part of the graph already; nothing is traced again.
+Constants among the leaves (``None``, a fixed number) are part of the graph already; the module is not traced again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MADE_BY = ("torch", "transformers")
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program of the same graph whose inputs are its tensors, and nothing else. The block must be open."""
+    """Return a program with the same graph that takes only tensors. Call it inside the registration block."""
     # program: what `torch.export` returned; it is not changed
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
@@ -83,7 +83,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
     """
     for node in module.graph.find_nodes(op="placeholder"):
         reached, written = {node}, False
-        for user in module.graph.nodes:  # in order: what is a view of a view comes after it
+        for user in module.graph.nodes:  # in order: views of views come after their base
             if user.op != "call_function" or not isinstance(user.target, OpOverload):
                 continue
             for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
@@ -114,7 +114,7 @@ def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     """Return the inputs and outputs of a program's file."""
-    # versions: libraries, in addition to torch and transformers, whose versions it states; none by default
+    # versions: libraries, in addition to torch and transformers, whose versions are stored; none by default
     program = traced.program
     by_argument = _by_argument(traced)
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
@@ -131,7 +131,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
         inputs.append((name, value.dtype, sizes))
     ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
-    # a trace assumes 2 or more of every size that varies, which is nothing that the code asks for
+    # a trace assumes at least 2 for every dynamic size, although the code does not require it
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     libraries = filter(is_installed, (*_MADE_BY, *versions))
     made_by = {name: importlib.metadata.version(name).split("+")[0] for name in libraries}
@@ -180,7 +180,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
             count = _length_of_range(place)
             for origin in inputs if count is not None else ():
                 own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
-                # a size that is one symbol by itself: of others it is not known which input is too short
+                # a size that is a single symbol: for expressions it is not known which input is too short
                 if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
                     found[names[origin.name], axis] = _size(count)
     return found
@@ -216,7 +216,7 @@ def _length_of_range(place: Any) -> Any:
 
 
 def _size(size: Any) -> Size:
-    """Return a size as a sum of multiples of other sizes; nothing for any other expression."""
+    """Return a size as a sum of multiples of other sizes; empty for any other expression."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
@@ -254,7 +254,7 @@ _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other
 
 
 def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
-    """Return what ``program.run_decompositions(table)`` returns, without assertions and copies that change nothing."""
+    """Return the result of ``program.run_decompositions(table)``, without assertions and redundant copies."""
     # program: the program; it stays as it is, and its weights are shared
     # returns: `None` for a program that has to be traced again as a whole: one with branches, or that writes to its
     # inputs or to its state
@@ -300,7 +300,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
 
 
 def _stands_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is a function of its arguments whose result nothing writes to later."""
+    """Whether a node is a function of its arguments, and no later node writes to its result."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -326,7 +326,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Return the node of the new graph for this node; ``None`` if there is none."""
+    """Return the corresponding node of the new graph; ``None`` if there is none."""
     target = node.target
     if target in _CASTS and _same_type(node):
         return copied[node.args[0]]  # type: ignore[index] # the tensor, a node

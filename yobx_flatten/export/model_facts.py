@@ -19,7 +19,7 @@ class ModelFacts:
 
     name: str  # of its class
     weight_bytes: int  # of parameters and buffers, what is tied counted once
-    layer_bytes: int  # of the largest layer whose weights are read when it is called; 0 where all are in memory
+    layer_bytes: int  # largest layer whose weights are read when it is called; 0 if all are in memory
     types: tuple[str, ...]  # of parameters and buffers, such as `"float32"`
     kernel_types: tuple[str, ...]  # of floating-point parameters, which a runtime needs kernels for
     matrix_types: tuple[str, ...]  # of parameters that may be stored in fewer bits
@@ -109,4 +109,4 @@ def memory_available() -> int:
         held = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
     except (OSError, ValueError):  # no such file, or "max"
         return available
-    return min(available, most - now + int(held.get("file", 0)))  # what is cached of files gives way
+    return min(available, most - now + int(held.get("file", 0)))  # the page cache of files can be freed

@@ -84,7 +84,7 @@ class Asked:
     """The checks that a caller asked for."""
 
     facts: ModelFacts  # the module
-    cases: Sequence[Case] | None  # what is replayed in addition to the example; `None` for other sizes of it
+    cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for other sizes of it
     steps: int  # calls of each case that is made here
     proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     allowed: Allowed  # what outputs may differ by
@@ -115,8 +115,8 @@ class Source:
     proof: str  # what is replayed, for the report
     # whether the program was handed over, so that files are made of it as it is; `False` by default
     is_given: bool = False
-    yardstick: Yardstick | None = None  # what was measured with the program already; `None`, the default, for nothing
-    adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
+    yardstick: Yardstick | None = None  # earlier measurements of the program; `None`, the default, for none
+    adapters: Sequence[Adapter] = ()  # additional cases for the file; none by default
     # further cases, of other sizes and values; quantized files are measured without them. None by default
     varied: Sequence[Case] = ()
 
@@ -285,7 +285,7 @@ def replay_file(
 
 
 def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case]:
-    """The example, and the cases that were asked for, or those of other sizes."""
+    """The example, and the requested cases, or those of other sizes."""
     if asked.proof == "none":
         return []
     if example.no_data:
@@ -396,7 +396,7 @@ def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
 
 
 def fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
-    """The cases whose sizes a program takes; the report names the others."""
+    """The cases whose sizes a program accepts; the report names the others."""
     shapes, kept = shapes_taken(program), []
     for case in cases:
         misfit = _misfit(program, shapes, case)

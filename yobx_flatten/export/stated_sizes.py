@@ -273,7 +273,7 @@ def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
 
 
 def asserts_values(program: ExportedProgram) -> bool:
-    """Return whether a program asserts that numbers which values decide are equal to others."""
+    """Return whether a program asserts equalities of sizes that depend on values."""
     known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
     return any(isinstance(one, sympy.Eq) and one.free_symbols - known for one in _in_graph(program))
 

@@ -52,12 +52,12 @@ class Traced:
     program: ExportedProgram  # the `torch.export.ExportedProgram`
     input_names: list[str]  # names of the inputs of its graph, in order
     output_names: list[str]  # names of the outputs of its graph, in order
-    output_types: list[torch.dtype | None]  # types of their elements; `None` for what is not a tensor
+    output_types: list[torch.dtype | None]  # dtypes of the inputs; `None` for inputs that are not tensors
     written: Sequence[str]  # buffers and parameters that it writes to, of which it has its own
     drawing: Sequence[str]  # operators that draw random numbers
     # what reads the weights that have no data in the program, by name
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
-    left: Left | None = None  # what it returns in addition to what the module returns; `None`, the default, for nothing
+    left: Left | None = None  # outputs in addition to those of the module; `None`, the default, for none
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `.signature.Signature`; none by default
     # the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
     # `.stated_sizes.unasserted_sizes`
@@ -346,7 +346,7 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
     return [getattr(values.get(name), "dtype", None) for name in names]
 
 
-# Trace a module with other weights instead of those that a trace cannot take as they are.
+# Trace a module with placeholders for weights that a trace cannot use directly.
 
 
 @contextlib.contextmanager
@@ -428,7 +428,7 @@ def _relative(name: str) -> str:
     return path.relative_to(root).as_posix()
 
 
-# Keep ``int(size)`` symbolic in a trace, where Python would fix it to the size of the example.
+# Keep ``int(size)`` symbolic in a trace, which Python would fix to the size of the example.
 
 
 class _OfSizes(type):

@@ -103,7 +103,7 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
 
 
 def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
-    """An input with other last digits; and with other zeros, where the module chooses of equals."""
+    """An input with changed last digits; and with other zeros, if the module chooses among equals."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
         return leaf
     digit = 4 * torch.finfo(leaf.dtype).eps
@@ -132,7 +132,7 @@ def _range_of(leaf: object, difference: float) -> float:
 
 
 class _Maker:
-    """Makes values, and asks the module whether it accepts them."""
+    """Makes values, and checks whether the module accepts them."""
 
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
         self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
@@ -152,7 +152,7 @@ class _Maker:
         first, base, remarks = self._resized()
         kinds: list[tuple[str, Callable[..., torch.Tensor]]] = []
         if not only_largest and not self._structured:
-            # what goes into a Hugging Face model belongs together: tokens, masks, positions, a cache
+            # the inputs of a Hugging Face model depend on each other: tokens, masks, positions, a cache
             kinds = [("zeros, False and lowest values", _edge)]
             kinds += [("large, small and highest values", _end)] * magnitudes
             kinds += [(INFINITIES, _infinite)]
@@ -220,7 +220,7 @@ class _Maker:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
-        """A case with other values of as many inputs as the module accepts them of, and the other inputs."""
+        """A case with other values for as many inputs as the module accepts, and the original other inputs."""
         self._refusal = ""
         made = {leaf: self._value(value, leaf, tensor, 0) for leaf, tensor in base.items()}
         changed = [leaf for leaf in made if made[leaf] is not base[leaf]]
@@ -261,7 +261,7 @@ class _Maker:
         return Case(name, args, kwargs)
 
     def _accepts(self, case: Case) -> bool:
-        """Whether the module runs, and computes numbers where it does for the example."""
+        """Whether the module runs, with numbers where the example gives numbers."""
         share = self._share_of_nan(case)
         if share is None:
             return False

@@ -55,7 +55,7 @@ def is_cache(value: object) -> bool:
 
 
 def tokens_in(cache: TransformersCache) -> int | None:
-    """Return the number of tokens that a cache has seen; ``None`` where it states none."""
+    """Return the number of tokens that a cache has seen; ``None`` if not known."""
     # caches without attention raise what they like
     return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
 
@@ -90,7 +90,7 @@ def name_in(values: object) -> str | None:
 
 
 def cache_of(values: ModelOutput) -> TransformersCache:
-    """Return the cache among a call's arguments, or of an output; ``None`` where there is none."""
+    """Return the cache among a call's arguments, or of an output; ``None`` without a cache."""
     name = name_in(values)
     return None if name is None else values[name]
 

@@ -72,7 +72,7 @@ class DecodeSizes:
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can."""
+    """Return why the inputs of a model cannot be made in other sizes; ``None`` if they can."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
     if "encoder_outputs" in kwargs and not _encoder_reads_tokens(model):

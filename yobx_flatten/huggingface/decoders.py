@@ -61,7 +61,7 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
 
 
 class SlidingDecoder(torch.nn.Module):
-    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds."""
+    """A decoder with only sliding layers, without the counter input, which other tools do not pass."""
 
     # kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is not a
     # tensor is handed to the model at each call.

@@ -164,7 +164,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
-    """The recipe of a class, ``None`` where another library has registered it with keys."""
+    """The recipe of a class, ``None`` if another library has registered it with keys."""
     # each is read once, and the node first: other threads write the recipe before the node, and take the node away
     in_force = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)
@@ -191,7 +191,7 @@ def _model_output(cls: type) -> _Functions:
 
 
 def _container(cls: type) -> _Functions:
-    """Functions of a class that keeps its content in ``data``, and little in other attributes."""
+    """Functions for a class that stores its content in ``data``, and little in other attributes."""
     dropped = dict.fromkeys(_DROPPED) if _is_encoding(cls) else {}
 
     def flatten(obj: object) -> tuple[list[Any], list[Any]]:

@@ -212,7 +212,7 @@ replaces them by ours, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Recipes of the known classes; ``None`` where transformers' own registration is right and stays."""
+    """Recipes of the known classes; ``None`` if transformers' own registration is correct and stays."""
     import transformers.cache_utils as cache_utils
 
     recipes: dict[type, Recipe | None] = {

@@ -1,1 +1,1 @@
-"""Import private names of other libraries: one file per library, and no other place."""
+"""Import private names of other libraries only here, in one file per library."""

@@ -12,11 +12,11 @@ __all__ = ["Private", "lookup_in"]
 
 
 class Private(NamedTuple):
-    """Where a private name stands."""
+    """The place of a private name in another library."""
 
     module: str
     name: str  # its name there, with dots for an attribute of a class
-    instead: str  # what to use where a release has it no more
+    instead: str  # replacement for releases without the name
 
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:

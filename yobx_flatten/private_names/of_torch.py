@@ -165,7 +165,7 @@ def storage_use_count() -> Any:
 
 
 def grouped_products() -> set[Any]:
-    """Operators that multiply groups of rows with one matrix each, as they are given to ``__torch_function__``."""
+    """Operators that multiply groups of rows with one matrix each, as ``__torch_function__`` receives them."""
     return {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
 
 
@@ -176,7 +176,7 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return where functions stand that clip gradients. Gone: only under public names, which may be imported before."""
+    """Return the places of gradient-clipping functions. If gone: only public names, which may be imported before."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
@@ -196,12 +196,12 @@ def transforms_are_active() -> bool:
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:
-    """Return where the function stands that gives a parametrized parameter its numbers. Gone: each use is a write."""
+    """Return the place of the function that sets a parametrized parameter's values. If gone: each use is a write."""
     return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
 
 
 def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
-    """Return what ``torch.nn.utils.parametrize.cached`` keeps now, by module. Gone: nothing to forget."""
+    """Return the current contents of ``torch.nn.utils.parametrize.cached``, by module. If gone: nothing to clear."""
     found: dict[tuple[int, str], torch.Tensor] = getattr(torch.nn.utils.parametrize, "_cache", {})
     return found
 

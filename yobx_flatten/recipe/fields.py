@@ -172,7 +172,7 @@ def _slots_functions(cls: type) -> FlattenFunctions:
     return functions_from_fields(cls, slots_of(cls))
 
 
-# The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.
+# The first matching row is used: the author's own methods come before generated ones.
 _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]], ...] = (
     (_is_pydantic_model, _pydantic_functions),
     (_is_written_for_jax, _jax_functions),
@@ -190,7 +190,7 @@ _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
 def torch_key(key: object) -> KeyEntry:
-    """Translate a key of JAX (or any other that states what it holds) to torch's.
+    """Translate a key of JAX (or of any library whose keys have a similar attribute) to torch's.
 
     >>> torch_key("a"), torch_key(0)
     (MappingKey(key='a'), SequenceKey(idx=0))

@@ -106,7 +106,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Unflatten takes whatever stands instead of a tensor: torch.export puts shapes there, JAX bare objects."""
+    """Check that unflatten accepts any object as a leaf: torch.export passes shapes, JAX bare objects."""
     children, static = _flatten(recipe, sample)
     placeholders = [object() if _is_leaf(child) else child for child in children]
 
@@ -143,7 +143,7 @@ def _check_stored(recipe: Recipe, sample: object) -> None:
 
 
 def _check_cpp(recipe: Recipe, sample: object) -> None:
-    """The C++ pytree of torch sees the same leaves as its Python one, where it is in use."""
+    """Check that torch's C++ pytree sees the same leaves as its Python one, if it is in use."""
     cxx = sys.modules.get("torch.utils._cxx_pytree")
     if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
         name = recipe.cls.__qualname__

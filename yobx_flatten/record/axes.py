@@ -139,7 +139,7 @@ class _AxisReading:
         elif counts or self.varies("batch"):
             known += self.known_batch()
         if max(self.places[place].values()) <= 1 and axis > 0 and not counts:
-            return []  # an axis of one element states nothing
+            return []  # an axis of one element proves nothing
         return known
 
     def known_batch(self) -> list[str]:

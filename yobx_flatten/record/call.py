@@ -81,7 +81,7 @@ class Call:
             part: one of ``"inputs"``, the default, and ``"outputs"``.
 
         Returns:
-            One entry per leaf; none when the part was not recorded.
+            One entry per leaf; none if the part was not recorded.
         """
         return self._parts[part].facts if part in self._parts else ()
 
@@ -103,10 +103,10 @@ class About:
     index: int  # the number of the call
     kind: str
     past: int | None  # tokens that were in the cache before it; `None` without a cache
-    new: int | None  # tokens that it read; `None` where it reads none
+    new: int | None  # number of tokens read; `None` for calls without tokens
     label: str  # name of what was called
     names: Any  # its parameters and their kinds, as static data are stored
-    error: str = ""  # class and text of what it raised; empty where it returned, and in older files
+    error: str = ""  # class and text of the raised error; empty if the call returned, and in older files
 
 
 def about_call(call: Call) -> About:
@@ -131,7 +131,7 @@ class Callee:
     signature: inspect.Signature  # the signature of the bound method
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """All arguments by name, in the order of the parameters; ``None`` if the method does not take them."""
+        """All arguments by name, in the order of the parameters; ``None`` if the method does not accept them."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself will state it
@@ -189,7 +189,7 @@ def callee_of(target: object, method: str | None) -> Callee:
 
 
 class _Recorded(torch.nn.Module):
-    """A recorded method as a module whose ``forward`` takes the arguments that vary; the others are part of it."""
+    """A recorded method as a module whose ``forward`` takes the arguments that vary; the others are constants."""
 
     def __init__(self, callee: Callee, names: tuple[str, ...], constants: Mapping[str, Any]) -> None:
         super().__init__()

@@ -252,7 +252,7 @@ def _stored_callee(path: pathlib.Path, about: About) -> Callee:
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
 
 
-# Show recorded calls as a table: each argument, and what varies together.
+# Show recorded calls as a table: each argument, and the sizes that vary together.
 
 
 def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
@@ -299,7 +299,7 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
 
 
 def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Put leaves of one parent that look alike into one row: the keys and values of all layers."""
+    """Merge similar leaves of one parent into one row: the keys and values of all layers."""
     for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
         paths = [row[0] for row in group]
         last = paths[-1].removeprefix(f"{parent}.")

@@ -70,7 +70,7 @@ def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], 
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
-    """Read what :func:`write_call` wrote; tensors are read when they are asked for."""
+    """Read a file of :func:`write_call`; tensors are loaded on first access."""
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
 
@@ -120,7 +120,7 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     from safetensors.torch import _TYPES
 
     tensor = tensor.cpu().contiguous()
-    # a dtype that the format does not have goes as bytes; the facts know what it was
+    # a dtype that the format lacks is stored as bytes; the facts have the original dtype
     return tensor if tensor.dtype in _TYPES.values() else tensor.reshape(-1).view(torch.uint8)
 
 

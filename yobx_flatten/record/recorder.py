@@ -139,7 +139,7 @@ class _Recorder:
             kept = write_call(self.folder, token.index, parts, about_call(call))
             return Call(self.callee, token.index, token.kind, token.past, None, kept, text)
 
-        def not_stored(other: Exception) -> Call:  # the error of the call is the one that comes out
+        def not_stored(other: Exception) -> Call:  # the error of the call takes precedence
             error.add_note(f"record_calls could not store this call ({type(other).__name__}: {first_line(other)}).")
             return call
 

@@ -74,7 +74,7 @@ class Registry:
             return None if slot is None else slot.recipe
 
     def remedy(self, cls: type) -> str | None:
-        """Return the line that registers a class we hold or held, for error messages; ``None`` for other classes."""
+        """Return the line that registers a class that we have ever registered, for error messages; else ``None``."""
         with self._lock:
             for library in self._libraries:
                 if (library, cls) in self._slots:
@@ -233,7 +233,7 @@ def _function_name(function: object) -> str:
 REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})
 
 
-# The interface of a library's table: read a class's entry, write a recipe, restore what was found.
+# The interface of a library's table: read a class's entry, write a recipe, restore the previous entry.
 
 
 class Backend(Protocol):

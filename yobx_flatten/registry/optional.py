@@ -112,7 +112,7 @@ class _Index(int):
 
 
 def _entry(key: KeyEntry) -> Any:
-    """The key as optree shows it in a path, with what :func:`_entry_type` needs to know about it."""
+    """The key as optree shows it in a path, with the data that :func:`_entry_type` needs."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -141,10 +141,10 @@ _THEIRS = "registered with JAX by other code"
 
 # Register classes with JAX, which never forgets one: its functions look up the current registration.
 #
-# Nothing takes a class back from JAX, or puts another one in its place
+# JAX has no way to remove or replace the registration of a class
 # (https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what was registered.
 #
-# What happens to a class when its recipe goes and comes:
+# Effects on a class when its recipe is removed and added:
 #
 #     registered      JAX flattens it by the recipe
 #     unregistered    JAX continues with the last recipe: the class stays a node, and compiled functions still work

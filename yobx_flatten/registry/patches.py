@@ -87,7 +87,7 @@ class TracePatch(AttributePatch):
 
     @property
     def is_current(self) -> bool:
-        """Whether it is held, or was made of the function that is in place now: others also replace functions."""
+        """Whether the patch is held, or the present function was made from it: others also replace functions."""
         return self._holders > 0 or self._entries.get(self._name) is self._original
 
 
@@ -155,7 +155,7 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
 class ImportedPatch:
     """A patch of a module that may not be imported yet, and is not imported for this."""
 
-    # make: makes the patch; `None` while the module does not define yet what is to be replaced
+    # make: makes the patch; `None` while the module does not define the target yet
 
     def __init__(self, module: str, make: Callable[[ModuleType], AttributePatch | None]) -> None:
         self._module, self._make = module, make

@@ -96,7 +96,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class, or one recipe of it, from the pending list; return where it stood first."""
+    """Remove a class, or one recipe of it, from the pending list; return its first position."""
     pending, place = cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]

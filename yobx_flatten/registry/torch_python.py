@@ -96,7 +96,7 @@ class TorchPython:
 
 
 def _free_name(recipe: Recipe) -> str:
-    """The recipe's name, or a numbered one when another class of that name (such as a local one) holds it already."""
+    """The recipe's name, or a numbered one if another class (such as a local one) has that name already."""
     name, count = recipe.name, 1
     while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, recipe.cls) is not recipe.cls:
         count += 1

@@ -66,7 +66,7 @@ def room_for(total: int) -> int:
 
 
 class RowBuffers(TensorBuffers):
-    """Buffers of which each row is handed over by itself."""
+    """Cache buffers whose rows are passed one by one."""
 
     def _room(self, total: int) -> int:
         return room_for(total)

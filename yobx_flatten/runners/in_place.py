@@ -31,7 +31,7 @@ class InPlaceCache(dict[str, Any]):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The leaves that calls return, as those of other caches."""
+        """The cache leaves that calls return, as in other caches."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ class TensorBuffers(InPlaceCache):
         if len({values[name].shape[2] for name in presents}) > 1:  # one number of tokens is for all of them
             raise GenerationError("layers of the cache hold different numbers of tokens.")
         self._seen = self._capacity = values[next(iter(presents))].shape[2]
-        self._own = False  # what was handed over belongs to the caller, and is not written to
+        self._own = False  # passed tensors belong to the caller, and are not written to
         self._note_shapes()
 
     def _note_shapes(self) -> None:

@@ -28,7 +28,7 @@ from .signature import KEY, Signature
 # Pass tensors of all types to onnxruntime and back; types unknown to NumPy as bytes.
 
 
-# what onnxruntime calls types of elements, where torch has another name
+# onnxruntime's names of dtypes, if torch's differ
 _TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 # what NumPy does not have, by its number in ONNX
 _AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
@@ -38,7 +38,7 @@ class ValueType(NamedTuple):
     """The type of the elements of an input or output."""
 
     name: str  # as torch and NumPy call it; `"str"` for text
-    dtype: torch.dtype | None  # as torch has it; `None` for text and others that torch does not have
+    dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch does not have
     code: int | None  # its number in ONNX, where NumPy does not have it; `None` where it does
 
 
@@ -173,7 +173,7 @@ class OnnxRunner:
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the outputs of calls of one token to those of one call."""
+        """Join the outputs of calls with one token each to those of one call."""
         last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)

@@ -45,7 +45,7 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised; it is not printed to the terminal in addition
+    options.log_severity_level = 4  # errors are raised, and not also printed to the terminal
     if threads is not None:
         options.intra_op_num_threads = threads
     if not pack:
@@ -109,7 +109,7 @@ def open_session(
     return session
 
 
-# Put weights that a library allocates into huge pages, where Linux gives them on request.
+# Put a library's weights into huge pages, if Linux grants them on request.
 
 
 _MAPS = pathlib.Path("/proc/self/maps")
@@ -158,7 +158,7 @@ def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> It
 def _advise(start: int, end: int) -> None:
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for advice in (_ON_REQUEST, _NOW):  # both are hints: what Linux refuses stays as it is
+    for advice in (_ON_REQUEST, _NOW):  # both are hints: Linux may ignore them
         advise(start, end - start, advice)
 
 

@@ -44,7 +44,7 @@ class CacheSlot:
     """One leaf of the cache."""
 
     port: Port  # the input
-    present: str | None  # the output that takes its place in the next call; `None` where the leaf stays as it is
+    present: str | None  # the output that replaces it in the next call; `None` if the leaf is unchanged
 
 
 def present_of(name: str) -> str | None:
@@ -188,7 +188,7 @@ class Runner(Protocol):
         ...
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the cache whose rows are those of another, as a beam search needs it."""
+        """Return the cache with selected rows, as a beam search needs it."""
         # cache: what `cache` or `step` returned; it may not be used any more
         # rows: for each new row the place of an old one, int64; there may be more or fewer than before
         ...
@@ -211,7 +211,7 @@ class Element(NamedTuple):
     """How one type of elements is stored."""
 
     code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
-    pair: bool = False  # whether each element is stored as two numbers, in its own axis after the others
+    pair: bool = False  # whether each element is stored as two numbers, in an additional last axis
     cast: bool = False  # whether the graph returns float32 in its place
     opset: int = 18  # the first version of ONNX's operators whose `Cast` knows the type
     packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then

@@ -170,12 +170,12 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
 
 
 def _alone(size: Size) -> str | None:
-    """The name where a size is that of a name and nothing else."""
+    """The name if a size consists of a single name."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return for the name of each size the first input and axis where it stands alone."""
+    """Return for the name of each size the first input and axis that have it as their size."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):

@@ -34,7 +34,7 @@ class OnnxWriter:
     """Collects initializers and the nodes after them, then makes a model of it."""
 
     # opset: the version of ONNX's operators; a type of elements can ask for a newer one
-    # external: where the data go, `None` for into the model
+    # external: file for the data, `None` to store it in the model
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one initializer, or the node that draws numbers in its place."""
+        """Add one initializer, or the node that draws random numbers instead."""
         # output: whether the graph returns it; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
@@ -196,7 +196,7 @@ def save(
 
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
-    """Refuse what does not fit into one file."""
+    """Refuse a model that is too large for one file."""
     if nbytes > _LARGEST:
         raise InvalidArgumentError(
             f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, which ends at 2 GB; {remedy}."

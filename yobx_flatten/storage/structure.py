@@ -30,7 +30,7 @@ class Structure(NamedTuple):
     """A nested object, flattened."""
 
     json: dict[str, Any]  # what the metadata state; the records of the payloads are parts of it
-    payloads: list[Payload]  # what the initializers are made of, in the order of the leaves
+    payloads: list[Payload]  # payloads of the initializers, in the order of the leaves
     again: list[dict[str, Any]]  # the records of tensors that stand in a second place
 
 
@@ -41,7 +41,7 @@ def flatten_tree(tree: PyTree) -> Structure:
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
     payloads: list[Payload] = []
     again: list[dict[str, Any]] = []
-    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is kept, so that no other takes its id
+    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is referenced, so that its id is not reused
 
     def visit(obj: object) -> dict[str, Any]:
         node = _functions_of(type(obj), get_node_type(obj))

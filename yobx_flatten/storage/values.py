@@ -145,7 +145,7 @@ def _low_byte_first(dtype: numpy.dtype[Any]) -> numpy.dtype[Any]:
 
 
 def _texts_of(array: numpy.ndarray[Any, Any]) -> list[bytes] | None:
-    """The elements of an array of text, ``None`` where one of them is something else."""
+    """The elements of an array of text, ``None`` if one of them is something else."""
     try:
         return [text.encode() for text in array.reshape(-1).tolist()]
     except (AttributeError, UnicodeEncodeError):
@@ -307,7 +307,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
-    """Say why a tensor cannot be stored as it is; ``None`` if it can.
+    """Describe why a tensor cannot be stored directly; ``None`` if it can.
 
     >>> obstacle_of(torch.eye(2).to_sparse()).line
     'tensor.to_dense()'

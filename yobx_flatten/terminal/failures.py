@@ -40,7 +40,7 @@ def explain_failure(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Print what went wrong on stderr, and return the exit status."""
+    """Print the error on stderr, and return the exit status."""
     # error: whatever ended the command. A `KeyboardInterrupt` with a text reports what was written by then.
     # expected: errors whose message states all that a user needs; others are shown with their class
     if debug:
@@ -53,7 +53,7 @@ def explain_failure(
 
 
 def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the Ctrl-C that an error was made of, as by a library whose import it ended."""
+    """Return the Ctrl-C that caused an error, for example if a library's import was interrupted."""
     below = error.__cause__ or error.__context__
     behind = None if below is None else interruption_behind(below)
     return error if isinstance(error, KeyboardInterrupt) else behind

@@ -51,7 +51,7 @@ def reflow_help(app: typer.Typer) -> None:
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """Show no type in the help where there is no value: typer 0.29 writes ``<bool>`` after it."""
+    """Show no type in the help for options without a value: typer 0.29 writes ``<bool>`` after them."""
     for one in (command, *getattr(command, "commands", {}).values()):
         one.get_params = functools.partial(_without_types, one.get_params)
 

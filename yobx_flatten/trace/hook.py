@@ -60,7 +60,7 @@ from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``TransformerEncoder.forward`` for traces: what the original does outside of one."""
+    """Return ``TransformerEncoder.forward`` for traces: it behaves as the original does outside of a trace."""
 
     @functools.wraps(original)
     def forward(

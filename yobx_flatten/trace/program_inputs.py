@@ -23,7 +23,7 @@ def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
 
 
 def traced_inputs(program: ExportedProgram) -> list[Any]:
-    """Return a tensor or a size for each leaf of the inputs; ``None`` for what is part of the program."""
+    """Return a tensor or a size for each leaf of the inputs; ``None`` for constants of the program."""
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
@@ -153,7 +153,7 @@ class StoredInteger(int):
 
 
 def with_integers(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that gives a program integers where it takes them."""
+    """Make a hook that passes integers to a program for inputs that must be integers."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
     given = arguments_of(program)
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}

@@ -75,7 +75,7 @@ def _check_dense(tree: PyTree, name: str) -> None:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """A sentence that proposes names for misspelt ones, or nothing.
+    """A sentence that suggests names for misspelt ones, or an empty string.
 
     >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
     " Did you mean 'attention_mask'?"
@@ -103,7 +103,7 @@ def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:
-    """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none."""
+    """Give every input its entry of ``dynamic_shapes``, ``None`` for inputs without one."""
     # shapes: a dict by parameter name, or a list in the order of the inputs
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("yobx_flatten")
 
 # In the order of onnx.TensorProto, from 0. torch, NumPy and ml_dtypes give an element type the same name, so
-# one table serves them all; ONNX keeps strings in NumPy arrays of objects.
+# one table for both libraries; ONNX keeps strings in NumPy arrays of objects.
 _ORDER = """
     undefined float32 uint8 int8 uint16 int16 int32 int64 object bool float16 float64 uint32 uint64 complex64
     complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1fn

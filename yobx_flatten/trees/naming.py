@@ -52,7 +52,7 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
     """
     # taken: names of inputs. An output of the same name is called `output.<name>`, since a name means one thing in an
     # ONNX graph (Qwen2Audio returns the attention mask that it was given).
-    # what tools for generation call the cache that comes out
+    # names that generation tools use for the returned cache
     names = leaf_names(outputs, cache=PRESENT)
     if isinstance(outputs, (tuple, list)):
         return [f"output.{name}" for name in names]

@@ -71,7 +71,7 @@ def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def torch_children(name: str) -> Children:
-    """Return what :func:`walk` asks for the children that torch's pytree sees."""
+    """Return the function that :func:`walk` calls for the children that torch's pytree sees."""
 
     def children(obj: object, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))

@@ -61,7 +61,7 @@ _SEVERAL_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """One way to write the file."""
+    """One variant of the file to try."""
 
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
@@ -88,8 +88,8 @@ def write_proven(
     """Convert a program and check the file; if that fails, try simpler operators. The block must be open."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on what was left out
     # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
-    # share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory
-    # quantization: how the weights are stored in fewer bits where nothing is replayed; `None` where they are not
+    # share: whether to try onnxruntime's attention first, which keeps the cache in one piece of memory
+    # quantization: how the weights are quantized, if nothing is checked; `None` for no quantization
     example = source.example
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:

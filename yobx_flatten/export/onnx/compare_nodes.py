@@ -68,11 +68,11 @@ class Compared:
     """How many values were compared, and the first that differs."""
 
     values: int
-    first: NodeDifference | None  # `None` where none does
+    first: NodeDifference | None  # `None` if no node differs
 
 
 def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
-    """Compare the values of a file with those of a correct one, until one differs."""
+    """Compare the values of a file with those of a correct file, up to the first difference."""
     one, other = (_Values(file) for file in (path, right))
     names = [name for name in one.names if name in other.producers]
     count = 0

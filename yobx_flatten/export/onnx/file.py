@@ -120,10 +120,10 @@ def convert(
     graph = converted.model.graph
     own = len(graph.inputs)
     open_rooms(converted.model, rooms or {})
-    # it comes for each input that has its own value
+    # once for each input that has its own value
     with without_records({"onnx_ir.passes.common.initializer_deduplication": "Skipped deduplication of initializer"}):
         optimize_graph(converted.model)
-    # after the passes, one of which makes an output of an input a separate value
+    # after the passes, one of which separates outputs from inputs
     for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
@@ -154,7 +154,7 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
-    """The program with a shorter way to its decompositions, which the exporter asks for."""
+    """The program with a shortcut for its decompositions, which the exporter requests."""
     given = (spec.arg for spec in program.graph_signature.output_specs)
     if any(arg.value is not None for arg in given if isinstance(arg, ConstantArgument)):
         program = flat_program(program)  # the exporter takes no numbers and texts among the outputs
@@ -192,7 +192,7 @@ class UnprovenFile:
 
         weights = model.graph.initializers.values()
         if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
-            onnx_ir.external_data.load_to_model(model)  # of a file whose weights were next to it
+            onnx_ir.external_data.load_to_model(model)  # of a file whose weights were in a second file
             onnx_ir.save(model, self.path)
         else:
             write_weights(model, data_path(self.path, self.target))
@@ -200,7 +200,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Write another model in its place, whose weights may be those of the file; return the number of bytes."""
+        """Replace the file by another model, which may use the file's weights; return the number of bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
@@ -231,7 +231,7 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hide messages about internals of torch, and those that ours repeat; others are shown."""
+    """Hide messages about torch internals, and those that ours repeat; show all others."""
     # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
     # also for models that use none. What cannot be converted to an opset is one line of ours instead of a traceback.
     unwanted = {
@@ -279,7 +279,7 @@ def name_axes(
 
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Names of symbols: those of the user, or those of the axes."""
+    """Names of symbols: those chosen by the user, or the names of the axes."""
     inputs = {
         value.name: [_text(dim) for dim in value.shape]
         for value in graph.inputs
@@ -291,7 +291,7 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
         if value.name and value.shape is not None
     }
     parts = _parts(inputs, outputs)
-    # a name of the user's stands for its part everywhere, also for the mask, where only the tokens were named
+    # a user's name applies to its symbol everywhere, including the mask, if only the tokens were named
     own = {parts[place]: name for place, name in chosen.items() if place in parts}
     names: dict[str, str] = {}
     for place, name in (*chosen.items(), *((place, own.get(part, part)) for place, part in parts.items())):
@@ -367,7 +367,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """The sum of past and new tokens is the length of the mask, where the mask's length has its own name."""
+    """The sum of past and new tokens is the length of the mask, if the mask's length has its own name."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
     for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):

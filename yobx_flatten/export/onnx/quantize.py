@@ -49,7 +49,7 @@ class QuantizedWeights:
     count: int = 0  # number of weights, each of which is one matrix
     float_bytes: int = 0  # their size before
     bytes: int = 0  # their size with scales and zero points
-    # names of those that the file also has in full, since something else reads them
+    # names of those that the file also stores unquantized, since other nodes read them
     tied: list[str] = dataclasses.field(default_factory=list)
     # names of those that an embedding also reads in these bits
     shared: list[str] = dataclasses.field(default_factory=list)
@@ -70,7 +70,7 @@ class QuantizedWeights:
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
         """Count a weight that is stored in fewer bits."""
         # nbytes: its size with scales and zero points
-        # kept_bits: bits of the integers that it was made of, if it is stored as these; `None`, the default, if not
+        # kept_bits: bits of its original integers, if it is stored as these; `None`, the default, if not
         self.count += 1
         self.float_bytes += value.const_value.nbytes
         self.bytes += nbytes
@@ -103,8 +103,8 @@ def quantize_graph(
     # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
     # rounded: matrices that were rounded already; `None`, the default, for none
     # rounds_inputs: whether the inputs of these products are rounded to 8 bits
-    # splits: how the others are split, and nearly as they are; `None`, the default, for inputs as they are
-    # found: what was stored in fewer bits already, which is counted on; `None`, the default, for nothing
+    # splits: how inputs are split into two parts; `None`, the default, for no split
+    # found: weights that were quantized already, to which these are added; `None`, the default, for none
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
     found = QuantizedWeights() if found is None else found
@@ -521,7 +521,7 @@ def _blocks(matrix: Floats, size: int) -> Floats:
 
 
 def _are_short(blocks: Floats) -> bool:
-    """Whether the scales are numbers of float16 to its full precision; nothing is stored in float32 then."""
+    """Whether all scales are exact in float16; then nothing is stored in float32."""
     scales = numpy.abs(blocks).max(2) / _MOST
     scales = scales[scales > 0]
     return not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)

@@ -77,7 +77,7 @@ def quantize_file(
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
-    rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # where nothing is rounded, nothing is
+    rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # "auto" rounds them only with the weights
     splits: InputSplits = {}
     # rounding inputs costs more than rounding weights to 8 bits, and less than rounding them to 4
     inputs_first = quantization.bits == 8 and not is_kept
@@ -152,8 +152,8 @@ def _measured(
     known: list[Texts],
 ) -> Quality:
     """Write a model to a separate file, and measure that."""
-    # found: what was stored in fewer bits
-    # known: what the model makes of the text, filled by a first call for others
+    # found: the quantized weights
+    # known: the model's outputs for the text, filled by a first call for later ones
     trial = UnprovenFile(file.target, file.folder / "trial")
     trial.folder.mkdir()
     try:
@@ -179,7 +179,7 @@ def _choose_inputs(
     whole: Quality, splits: InputSplits, measured: Callable[..., Quality], report: ExportReport
 ) -> tuple[Quality, bool, InputSplits]:
     """Split inputs in two parts, or keep them in float, if rounding them costs more than rounding the weights."""
-    # measured: measures the file with inputs that are split so, or with none as they are
+    # measured: measures the file with these split inputs, or with unrounded inputs
     # returned: the quality, whether inputs are rounded whole, and how they are split
     parted = measured(splits=splits) if splits else None
     if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
@@ -250,7 +250,7 @@ class _Group:
 def products_by_token(
     file: UnprovenFile, model: ir.Model, quantization: Quantization, source: Source
 ) -> QuantizedWeights:
-    """Replace matrix products in place, except those whose weights have another reader. The block must be open.
+    """Replace matrix products in place, except those whose weights have another reader, in the registration block.
 
     Channels are divided, and weights rounded, by the text that the quantization has; without one neither is.
     """
@@ -285,7 +285,7 @@ def _is_own(value: Any) -> bool:
 def _with_moments(
     groups: list[_Group], file: UnprovenFile, graph: ir.Graph, quantization: Quantization, source: Source
 ) -> Iterator[_Group]:
-    """Yield all groups, those first whose inputs a text shows."""
+    """Yield all groups, starting with those whose inputs were measured on a text."""
     calls = rounding_calls(source.example, quantization)
     names = {name: group for group in groups for name in group.inputs}
     sizes = {

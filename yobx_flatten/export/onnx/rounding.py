@@ -101,11 +101,11 @@ class _Form:
         return steps.round_().clamp_(0, self.most)
 
     def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """The weights that these numbers stand for."""
+        """The weights that these integers represent."""
         return self.value(self.numbers(weights, scale, offset), scale, offset)
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """The weights that numbers stand for."""
+        """The weights that integers represent."""
         return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
 
 
@@ -343,7 +343,7 @@ def read_inputs(
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names whose moments are held at once."""
+    """Names whose moments are in memory at once."""
     part: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -422,7 +422,7 @@ def input_splits(
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
-    """Return the split of an input with the least error, relative to no split; ``None`` if most numbers are 0."""
+    """Return the split of an input with the least error, relative to no split; ``None`` if most values are 0."""
     channels, step = _large(rows, block_size)
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values

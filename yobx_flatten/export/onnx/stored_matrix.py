@@ -72,7 +72,7 @@ def take_rows(node: Any, stored: StoredMatrix) -> None:
 
 
 def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
-    """Nodes that keep the first axes of a value and give the rest other sizes."""
+    """Nodes that keep the first axes of a value and reshape the rest."""
     import onnx_ir as ir
 
     shape = ir.node("Constant", [], {"value_ints": [*[0] * rank, *sizes]})
@@ -112,7 +112,7 @@ class Grids:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
 
     def find(self, value: Any, *, transposed: bool) -> WeightGrid | None:
-        """Return the integers and scales of a weight, ``None`` where it has none."""
+        """Return the integers and scales of a weight, ``None`` if it has none."""
         key = value.name, transposed
         if key not in self._known:
             array = value.const_value.numpy()
@@ -151,7 +151,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
-    """The same numbers in the type that the operator multiplies; onnxruntime converts them when it loads a file."""
+    """The same values in the dtype of the operator; onnxruntime converts them when it loads a file."""
     import onnx_ir as ir
 
     if value.const_value.dtype == dtype:

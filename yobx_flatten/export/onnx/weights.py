@@ -173,7 +173,7 @@ class WeightGrid:
         return int(2 ** (self.bits - 1))
 
     def packed(self) -> npt.NDArray[numpy.uint8]:
-        """Return the numbers as onnxruntime reads them: those of 4 bits two in a byte, the first in its lower half."""
+        """Return the integers in onnxruntime's layout: 4-bit integers two in a byte, the first in its lower half."""
         numbers: npt.NDArray[numpy.uint8] = self.numbers
         return _pairs(numbers) if self.bits == 4 else numbers
 

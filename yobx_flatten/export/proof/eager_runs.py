@@ -54,7 +54,7 @@ def eager_steps(
 
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
-    # left: what is returned in addition; nothing by default
+    # left: arguments that are returned in addition; none by default
     # lost: gets what the module changes in its arguments and does not return, and the generators from which it draws
     # that a program does not have; `None`, the default, where no caller asks
     steps: list[Step] = []
@@ -127,7 +127,7 @@ class EagerRuns:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.texts: list[Texts] = []  # what the module makes of a text that files are measured on
+        self.texts: list[Texts] = []  # the module's outputs for the text that files are measured on
         self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
         # with the case, for its id
         self._kept: dict[tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]] = {}

@@ -135,7 +135,7 @@ class ByName:
 
 
 class InPlace(ByName):
-    """A file whose cache its library writes in place: each case is a loop, whose steps continue with that cache."""
+    """A file whose cache its runtime writes in place: each case is a loop, whose steps continue with that cache."""
 
     # what the last step wrote, and whether the next one continues with it
     _written: InPlaceCache | None = None
@@ -176,12 +176,12 @@ def _like(given: object, found: Any) -> Any:
 
 
 class InSharedMemory(OnnxRunner):
-    """A file whose calls are run as a generation loop runs them, with memory for more tokens than there are."""
+    """A file that is called as in a generation loop, with cache memory for more tokens than there are."""
 
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned as long as they are filled."""
+        """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned up to the filled length."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         slots = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}

@@ -63,7 +63,7 @@ class Left:
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
         """Return the module's outputs, and make the same changes to the caller's arguments as the module."""
-        # found: what the program returned
+        # found: the outputs of the program
         # given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}
         new = found.get(PRESENT, {})
@@ -107,8 +107,8 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
     """Let calls of a module also return the changes of their arguments."""
-    # wanted: what is returned; `None`, the default, for nothing
-    # finds: whether to find out what is left, and return all of it: in a trace; `False` by default
+    # wanted: values to return; `None`, the default, for none
+    # finds: whether to detect the changed arguments, and return all of them: in a trace; `False` by default
     watch = _Watch(wanted, finds)
     hooks = [
         module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True),

@@ -124,7 +124,7 @@ class Pair(NamedTuple):
     seconds: float  # duration of the side's call
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What both sides return, by name, with zeros where it is padding."""
+        """Outputs of both sides by name, with zeros at padding."""
         eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
         expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
         return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
@@ -159,9 +159,9 @@ def replay(
 ) -> CaseResult:
     """Run one case with the eager model and the exported one, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
-    # left: what is returned of its arguments, see `left`; nothing by default
-    # allowed: what outputs may differ by, as far as it was measured; nothing by default
-    # all steps of the module first: what it writes to is put back before the other side runs
+    # left: changed arguments that are returned, see `left`; none by default
+    # allowed: measured tolerances of outputs; none by default
+    # all steps of the module first: its buffers are restored before the other side runs
     expected = runs.steps(case, written, left, twice=side.keeps_state or not written)
     padding, seconds = Padding(), 0.0
     differences: dict[str, float] = {}
@@ -192,7 +192,7 @@ def replay(
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
-# Check that a file asked for the scores of the last token returns those that it returns of all tokens.
+# Check that a file returns the same scores of the last token alone as with those of all tokens.
 
 
 _FAR = 1e-3
@@ -200,7 +200,7 @@ _FAR = 1e-3
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Run the first call of several tokens both ways, where a file has the input for it."""
+    """Run the first call of several tokens both ways, if a file has the input for it."""
     # names: names of the inputs' leaves, in order
     if not runner.has_kept_scores:
         return
@@ -356,7 +356,7 @@ class Padding:
 
     def blank_leaves(self, tree: PyTree, names: Sequence[str]) -> PyTree:
         """Return nested outputs with zeros at the positions of padding."""
-        # names: one for each leaf; outputs of another number of leaves are returned as they are
+        # names: one for each leaf; outputs with another number of leaves are returned unchanged
         leaves, spec = pytree.tree_flatten(tree)
         if self._all is None or len(leaves) != len(names):
             return tree

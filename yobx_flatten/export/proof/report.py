@@ -203,7 +203,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result whose outputs may differ by what float32 costs, where they are further off than allowed.
+        """Return a result whose outputs may differ by float32's rounding, if they exceed the tolerance.
 
         Args:
             found: result of a case.
@@ -308,7 +308,7 @@ PART_OF_FLOAT32 = 1e-5
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the difference that a dtype explains, limited to a share of the output's range.
 
-    Outputs of other types than half precision may always differ by what those of a model in float32 may.
+    Outputs in other dtypes than half precision may always differ by the tolerance of a float32 model.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2

@@ -38,7 +38,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_bounds(signature: Signature) -> None:
-    """Refuse a program one of whose sizes has no largest value."""
+    """Refuse a program with a dynamic size that has no upper bound."""
     free = [
         f"{name} axis {axis}"
         for name, _, sizes in signature.inputs

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """The stand-in for the operator of ExecuTorch in a trace; it writes nothing, so that no trace returns buffers."""
+    """Placeholder for the operator of ExecuTorch in a trace; it writes nothing, so that no trace returns buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
@@ -100,7 +100,7 @@ class _Attention:
 
 
 def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
-    """The attention of a node, where its keys and values are read by nothing else."""
+    """The attention of a node, if it is the only reader of its keys and values."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -140,7 +140,7 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
             reader.replace_source_output(rows.output(0))
     model.validate_nodes_and_infer_types()
     apply_make_stateful_transformation(model, kept)
-    # a state that is not set has as many rows as there are tokens, none of them read
+    # an unset state has as many rows as there are tokens, none of them read
     batch = operators.gather(
         operators.shape_of(tokens, output_type="i64"), operators.constant([0]), operators.constant(0)
     )
@@ -221,7 +221,7 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
 
 
 def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
-    """Store the matrices that are integers with scales as these, and all others as they are."""
+    """Store matrices that have integers and scales as these, and all others unchanged."""
     import numpy
 
     openvino = import_openvino()

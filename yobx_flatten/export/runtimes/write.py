@@ -178,7 +178,7 @@ class _Job:
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
         """Replace a checked file by a quantized one, and measure its difference."""
-        # rewrite: writes the file anew, and returns how far it is from the model where anything is replayed
+        # rewrite: writes the file again, and returns its difference from the model if checks run
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
             return

@@ -1,6 +1,6 @@
 """Flatten cache layers to named leaves, and rebuild them. The names are static.
 
-Layers are read one by one, and may hold anything: tensors, nothing, placeholders, what a trace puts in.
+Layers are read one by one, and may contain anything: tensors, nothing, placeholders, proxies of a trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .layers import (
 from .state import LENGTHS, StateBuilder, follow_state, layer_class, leaf_paths, lengths_of
 
 LENGTH = "length"
-_UNSET: Any = object()  # not None, which may stand for any leaf
+_UNSET: Any = object()  # not None, which may be a leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
@@ -202,7 +202,7 @@ def _plain_names(count: int) -> tuple[str, ...]:
 
 
 def _check_agreement(expected: Length, found: Length, place: str, code: str) -> None:
-    """All layers of a cache saw the same tokens: one count serves them all."""
+    """Check that all layers of a cache saw the same tokens, so that one count suffices."""
     # in a trace both are symbols; comparing them would add a guard to the program
     if type(expected) is int and type(found) is int and expected != found:
         raise CacheStructureError(
@@ -278,7 +278,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Return whether a name stands for a leaf; the others state how something is rebuilt."""
+    """Return whether a name belongs to a leaf; the others describe how to rebuild an object."""
     return not name.startswith("none_") and "=" not in name
 
 

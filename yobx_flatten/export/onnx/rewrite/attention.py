@@ -58,7 +58,7 @@ def fuse_attention(model: ir.Model) -> None:
 
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """Make an attention concatenate the cached and new keys and values itself."""
-    # returns: the node in its place, with the cache as its input; `None` where it stays as it is
+    # returns: the new node, with the cache as its input; `None` if the node is unchanged
     import onnx_ir as ir
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
@@ -102,7 +102,7 @@ def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
-        # readers that far away are not looked at: then the answer that changes nothing
+        # more distant readers are not searched: then the answer that changes nothing
         if len(seen) > _AHEAD:
             return True
         for output in ahead.pop().outputs:

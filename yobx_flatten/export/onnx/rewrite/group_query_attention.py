@@ -56,7 +56,7 @@ def share_cache(model: ir.Model) -> bool:
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
-    # before they are replaced: afterwards their inputs are those of the other operator
+    # before they are replaced: afterwards their inputs belong to the other operator
     pasts = [input_of(node, place) for node in nodes for place in (4, 5)]
     for node in nodes:
         _replace(node, lengths)
@@ -82,7 +82,7 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_shareable(node: ir.Node) -> bool:
-    """Whether an attention's cache is that of the file as it is, and read by nothing else than this attention."""
+    """Whether an attention uses the file's cache unchanged, and is its only reader."""
     if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
     query, key, value, mask, past_key, past_value = node.inputs[:6]
@@ -99,7 +99,7 @@ def _is_shareable(node: ir.Node) -> bool:
     if any(attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
         return False
     for past, present in zip((past_key, past_value), node.outputs[1:], strict=True):
-        # the caller shares the memory of both ends, and no other node may read what is written later
+        # the caller shares the memory of input and output, so no other node may read the values written later
         if not past.is_graph_input() or not present.is_graph_output() or list(present.uses()):
             return False
         for reader, _ in past.uses():
@@ -141,7 +141,7 @@ class _Lengths:
 
         if mask.dtype == dtype:
             return mask
-        # layers of one kind have one mask
+        # layers of one kind share one mask
         if mask not in self.biases:
             numbers = [self.make("Constant", value=_scalar(number, dtype)) for number in (0.0, _LOWEST[dtype])]
             bias = self.make("Where", mask, *numbers)
@@ -242,7 +242,7 @@ def _matched(softmax: ir.Node) -> _Matched | None:
     joined = input_of(softmax, 0)
     less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
     if less is not None:
-        of_numbers = producer(less.inputs[1], "Where")  # NaN where one of them is
+        of_numbers = producer(less.inputs[1], "Where")  # NaN if one of them is NaN
         if producer(less.inputs[1] if of_numbers is None else of_numbers.inputs[2], "ReduceMax") is not None:
             joined = input_of(less, 0)
     both = producer(joined, "Concat")
@@ -304,7 +304,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
             found.shape = node.outputs[0].shape
             copy_type(found, node.outputs[0])
         elif node.op_type == "And":
-            # what is always true adds nothing to the other side
+            # a condition that is always true adds nothing to the other side
             found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
         # to the same shape, which is tested below: the operators broadcast by themselves
         elif node.op_type == "Expand":
@@ -346,7 +346,7 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
         return None
     value = input_of(expanded, 0)
     wide = value.shape
-    # one axis after the other, as the model's code adds them
+    # one axis at a time, as the model's code adds them
     while (unsqueezed := producer(value, "Unsqueeze")) is not None:
         value = input_of(unsqueezed, 0)
     counted = producer(value, "Range")

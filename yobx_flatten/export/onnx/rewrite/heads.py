@@ -45,7 +45,7 @@ def _put_tokens_first(node: ir.Node) -> bool:
         made.append(ir.node(op_type, inputs, attributes))
         return made[-1].outputs[0]
 
-    # the operator takes one form for all three: with one that cannot be had, all stay as they are
+    # the operator takes one layout for all three: if one of them is unavailable, all are unchanged
     taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), make)) is not None]
     if len(taken) < 3:
         return False
@@ -125,7 +125,7 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
             flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
             if flat is None or flat.shape is None or flat.is_graph_output():
                 return False
-            # all heads of a token next to each other, as the operator returns them
+            # all heads of a token are contiguous, as the operator returns them
             if list(flat.shape)[2:] == [width]:
                 new.shape = flat.shape
                 copy_type(new, old)
@@ -154,12 +154,12 @@ def _rotate(node: ir.Node, tables: _Tables) -> bool:
     if queries is None or keys is None:
         return False
     interleaved = attribute(queries, "interleaved", 0)
-    # one rotation for both has one table of angles
+    # a joint rotation has one table of angles
     if list(queries.inputs[1:]) != list(keys.inputs[1:]) or interleaved != attribute(keys, "interleaved", 0):
         return False
     heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
     split = input_of(queries, 0).producer()
-    # the three in this order are what the operator takes as one
+    # the operator takes the three in this order as one input
     if split is None or list(split.outputs) != [queries.inputs[0], keys.inputs[0], node.inputs[2]]:
         return False
     widths = [value.shape[2] for value in split.outputs if value.shape is not None and len(value.shape) == 3]

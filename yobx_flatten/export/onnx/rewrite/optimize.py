@@ -48,7 +48,7 @@ class _RuleOfOperator:
         return getattr(self._rule, name)
 
     def try_rewrite(self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
-        """Return the replacement, ``None`` where the rule does not match."""
+        """Return the replacement, ``None`` if the rule does not match."""
         if self._operator is not None and node.op_type != self._operator:
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
@@ -152,7 +152,7 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
         new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
         old.outputs[0].replace_all_uses_with(new)
     graph.remove(products, safe=True)
-    # the matrices are in the joint one: a file would hold them twice
+    # the matrices are in the joint one: a file would store them twice
     for value in unused:
         graph.initializers.pop(str(value.name), None)
 
@@ -190,7 +190,7 @@ def fuse_skip_norms(model: ir.Model) -> None:
 
 
 def _fits(add: ir.Node, norm: ir.Node) -> bool:
-    """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised by itself."""
+    """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised separately."""
     left, right, total, weights = input_of(add, 0), input_of(add, 1), add.outputs[0], input_of(norm, 1)
     # the kernel on the CPU is for float32 (1) and float16 (10), of one type for all
     if left.dtype is None or not left.dtype == right.dtype == weights.dtype or left.dtype not in (1, 10):
@@ -205,7 +205,7 @@ def _fits(add: ir.Node, norm: ir.Node) -> bool:
     return list(left.shape) == list(right.shape) == list(total.shape)
 
 
-# Let a caller ask a decoder for the scores of its last tokens, by an input that has its own value.
+# Let a caller request a decoder's scores of only the last tokens, by an input that has a default value.
 
 
 # what may be between the head and the scores: works on each score by itself, with numbers or weights of the file
@@ -244,7 +244,7 @@ def keep_last_scores(model: ir.Model) -> None:
     graph.insert_before(path[-1], [*given.values(), from_end, start, cut])
     cut.outputs[0].type, cut.outputs[0].shape = ir.TensorType(type_of(hidden)), hidden.shape
     path[-1].replace_input_with(0, cut.outputs[0])
-    # onnxruntime takes axes of one name for one size, and plans memory by that
+    # onnxruntime assumes that axes of one name have one size, and plans memory accordingly
     for value in (cut.outputs[0], *(node.outputs[0] for node in path)):
         assert value.shape is not None  # see `_path_to_head`
         value.shape = ir.Shape([value.shape[0], _AXIS, *value.shape[2:]])
@@ -264,7 +264,7 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
     value: ir.Value | None = scores
     while value is not None and _is_of_tokens(value):
         node = value.producer()
-        # something else may read what is before the last of them: it would get fewer tokens
+        # other nodes may read an earlier value: they would get fewer tokens
         if node is None or node.domain or (path and (len(list(value.uses())) != 1 or value.is_graph_output())):
             return []
         path.append(node)

@@ -28,7 +28,7 @@ def repair_graph(model: ir.Model) -> None:
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
-    """Return an attribute of a node, or a default where it has none."""
+    """Return an attribute of a node, or a default if the node has none."""
     found = node.attributes.get(name)
     return default if found is None else found.value
 
@@ -158,7 +158,7 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only node that reads a value, as its first input; ``None`` if others or the caller read it."""
+    """Return the only node that reads a value, as its first input; ``None`` if there are other readers."""
     # op_type: its operator; `None`, the default, for any
     # an output of the graph is read by the caller: a rewrite that only one node sees would change it
     uses = list(value.uses())

@@ -1,4 +1,4 @@
-"""Step each layer of a model as soon as its gradient is complete, while the layers before it still go backward.
+"""Step each layer of a model as soon as its gradient is complete, while the backward of earlier layers still runs.
 
 ::
 
@@ -6,8 +6,8 @@
     gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
     this thread             step L3    |  step L2    |  step L1    | step L0
 
-No buffer has the gradients of all layers. Nothing reads a layer whose backward has ended, so the numbers are those of a
-step after the run. A parameter of several layers is stepped when the last of them has gone back.
+No buffer has the gradients of all layers. Nothing reads a layer whose backward has ended, so results equal those of a
+step after the run. A parameter that several layers share is stepped after the last backward of these layers.
 """
 
 from __future__ import annotations

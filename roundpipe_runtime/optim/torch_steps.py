@@ -52,7 +52,7 @@ PART = "_roundpipe_part"
 
 _counted = 0
 
-# Takes over steps that nothing else does.
+# Fallback for steps that no other taker takes over.
 _OTHERWISE: list[Taker] = []
 
 

@@ -179,7 +179,7 @@ class _Made:
 
     work: pathlib.Path  # the hidden folder
     reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by name of the file
-    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by that name
+    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by name of the file
     shared: list[str] = dataclasses.field(default_factory=list)  # inputs of the last file that share their memory
     adapters: dict[str, StoredAdapter] = dataclasses.field(default_factory=dict)  # by name
 

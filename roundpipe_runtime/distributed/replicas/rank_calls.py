@@ -122,7 +122,7 @@ class RankCalls(OneGroup[Engine]):
             reduce_dtype=self.reduce_dtype,
             gradient_dtype=self.store.kept_dtype,
             layers=len(engine.layers),
-            large_tables=engine.planner.rule,  # which memory of devices may have decided
+            large_tables=engine.planner.rule,  # device memory may have decided these
             name=engine.tag,
         )
         if error := ranks_disagree(self.ranks.exchange(stated)):

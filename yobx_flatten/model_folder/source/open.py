@@ -284,7 +284,7 @@ def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # of transformers 4, where names differ by the prefix of the base model only
+    except ImportError:  # transformers 4: names differ only by the prefix of the base model
         prefix = f"{model.base_model_prefix}."
         names = {key: [key, prefix + key, key.removeprefix(prefix)] for key in checkpoint.files}
         return {name: key for key, others in names.items() for name in others if name in state}

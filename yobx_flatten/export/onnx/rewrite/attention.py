@@ -40,7 +40,7 @@ def fuse_attention(model: ir.Model) -> None:
 
     graph = model.graph
     changed = False
-    # first, since what is spelled out becomes an operator that takes the cache then
+    # first, since this makes an attention operator, which can take the cache as an input
     for node in list(graph):
         if node.op_type == "Softmax":
             changed |= _fuse_spelled_out(graph, node)

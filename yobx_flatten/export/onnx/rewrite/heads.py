@@ -105,7 +105,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
         whole = input_of(split, 0)
         if whole.shape is not None and len(whole.shape) == 3 and whole.shape[2] == width:
             return whole
-    flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # norms of heads are in between
+    flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # between both: norms of heads
     copy_type(flat, value)
     flat.shape = ir.Shape([value.shape[0], value.shape[2], width])
     return flat

@@ -134,7 +134,7 @@ def write_page() -> None:
 def state(day: Day) -> str:
     """What has run on a GPU, in a sentence or two; the rows of other devices do not count."""
     if not _is_gpu(day):
-        return "`roundpipe_runtime` runs on GPUs and on simulated devices on the CPU. **It has not run on a GPU yet.**"
+        return "`roundpipe_runtime` is tested on simulated devices on the CPU. **It has not run on a GPU yet.**"
     profile = next(iter(day["profile"].values()))
     sentences = [f"It ran on {profile['machine'].partition(';')[0]}."]
     if tests := day.get("test"):

@@ -296,7 +296,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
 def _entry_by_entry(
     part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """A part of a split function with the entry of this microbatch instead of packed data that it handed on."""
+    """Replace packed data in a part from a split function by the entry of this microbatch."""
 
     def entry(value: Any) -> Any:
         if not isinstance(value, RoundPipePackedData):

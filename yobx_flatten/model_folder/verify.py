@@ -46,7 +46,7 @@ from .pieces.tasks import SPEAKS
 from .stored_cases import difference_of_speech
 
 _MOST_OF_TOLERANCE = 10
-"""How much more than its type's tolerance a folder may state of its scores, where two tokens are a tie."""
+"""Highest tolerance for near ties of scores that a folder may set, as a multiple of its dtype's tolerance."""
 
 _OF_DEVICES = 10
 """How much more than on the CPU an output may differ with another provider of onnxruntime."""

@@ -34,7 +34,7 @@ def require_onnxruntime(caller: str) -> Any:
 
 def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
     """Return whether the weights of an ONNX file are in a second file next to it, as those of 256 MB and more are."""
-    return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # ours, and that of transformers.js
+    return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # our suffix, and transformers.js's
 
 
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:

@@ -65,7 +65,7 @@ class _Attempt:
 
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
-    share: bool = False  # whether it is that of onnxruntime
+    share: bool = False  # whether it is onnxruntime's attention operator
     by_torch: bool = False  # whether torch decomposes the whole program, as `torch.onnx.export` does
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from ...recipe.aliases import PlainCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .text import Piece, features_of, filled_cache, pair_of, random_tokens
 
-_SAMPLES = 400  # of sound, for each token of a text
+_SAMPLES = 400  # audio samples for each token of a text
 
 
 def writes_spectrograms(model: TransformersModel) -> bool:

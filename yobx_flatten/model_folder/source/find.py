@@ -49,10 +49,10 @@ class FoundModel:
 
     name: str  # what the user called it
     config: Any  # a configuration of transformers
-    folder: pathlib.Path | None = None  # where its weights and its tokenizer are, `None` where there are none
+    folder: pathlib.Path | None = None  # folder of its weights and tokenizer; `None` without one
     has_weights: bool = False  # whether the folder holds weights; else they are random
-    is_small: bool = False  # whether the name is a type, which stands for a small configuration
-    unmatched_weights: UnmatchedWeights = "refuse"  # what is done where the weights are not those of the class
+    is_small: bool = False  # whether the name is a model type, which gives a tiny random model
+    unmatched_weights: UnmatchedWeights = "refuse"  # how weights that do not match the class are handled
     # the folder of an adapter that is merged into the model of `folder`; `None` without one
     adapter: pathlib.Path | None = None
     runs_code: bool = False  # whether its class is one of Python files in the folder

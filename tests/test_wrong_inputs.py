@@ -270,6 +270,9 @@ def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
         (["train", "llama", "--text", "a.txt", "-o", "a.txt"], "a.txt exists"),
         (["plan", "llama", "--memory", "lots"], "--memory 24GiB"),
         (["trian", "llama"], "Did you mean 'train'"),
+        (["train", "llama", "--text", "a.txt", "-o", "out", "--learning-rate", "1"], "Did you mean --lr?"),
+        (["train", "llama", "--text", "a.txt", "-o", "out", "--lenght", "9"], "Did you mean --length?"),
+        (["train", "llama", "--text", "a.txt", "-o", "out", "--batch_size", "9"], "Did you mean --batch?"),
     ],
 )
 def test_a_wrong_training_is_one_line_and_status_2(command, words, capsys):
@@ -278,6 +281,26 @@ def test_a_wrong_training_is_one_line_and_status_2(command, words, capsys):
     shown = capsys.readouterr().err
     assert words in shown
     assert (shown.count("\n"), sorted(os.listdir())) == (1, ["a.txt", "empty"])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda out, label: mse_loss(out, label).detach(), "nothing would be trained"),
+        (lambda out, label: torch.tensor(mse_loss(out, label).item()), "nothing would be trained"),
+        (lambda out, label: (out - label - 9).long().sum(), "nothing would be trained"),
+        (lambda out, label: mse_loss(out, label) * 1j, "is complex"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused(loss_fn, words):
+    """`backward` of torch refuses each of them, too."""
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        loss_fn(model(X), X).backward()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    with pytest.raises(RoundPipeError, match=words):
+        pipeline.forward_backward((X,), label=X, loss_fn=loss_fn)
+    pipeline.close()
 
 
 def interrupted_import(*_arguments, **_options):

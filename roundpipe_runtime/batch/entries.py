@@ -94,6 +94,12 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
     ]
     if found:
         raise UnregisteredObjectError("\n".join(found))
+    for leaf in flat.leaves:
+        if isinstance(leaf.value, Iterator) and not any(is_below(leaf.path, path) for path in allowed):
+            raise SplitError(
+                f"{leaf.path} is a {type(leaf.value).__qualname__}, which can be read once, and every microbatch reads "
+                "it, again where activations are recomputed. Pass a list:\n    list(iterator)"
+            )
 
 
 def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:

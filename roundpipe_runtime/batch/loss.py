@@ -30,6 +30,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import PyTree
+
 from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 
 # A mean over rows that is stated ("mean") is checked in each microbatch; one that a check found ("rows") is not. A mean
@@ -374,7 +377,21 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
             "output of the model is the loss: pass loss_fn=. A loss_fn reduces it:\n"
             "    return loss.sum()"
         )
+    if tensor.is_complex():
+        raise LossError(f"{what} is complex, and has no gradient. Return a real number:\n    return loss.abs()")
     return tensor.reshape(())
+
+
+def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) -> None:
+    """Refuse a loss other than zero without a graph, of outputs that have one: nothing would be trained."""
+    if terms or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
+        return
+    read = read_loss(value)
+    if read.weight != 0 and not any(tensor.requires_grad for tensor in read.tensors) and any(read.tensors):
+        raise LossError(
+            "The loss has no graph to the outputs of the model, so nothing would be trained. Compute it without "
+            ".detach(), .item(), NumPy and comparisons."
+        )
 
 
 def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:

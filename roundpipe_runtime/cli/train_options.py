@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.files.document import read_text
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
-from yobx_flatten.terminal.failures import UserError
+from yobx_flatten.terminal.failures import UserError, meant_option
 
 from ..device.accelerator import parse_devices
 from ..device.disk import HOST_IN_MEMORY, check_host
@@ -211,8 +210,8 @@ class TextOptions:
         str | None,
         option(
             "DIR",
-            "Folder of a tokenizer, or the word bytes (default: the model's own; bytes for random weights without "
-            "one).",
+            "Folder or GGUF file of a tokenizer, or the word bytes (default: the model's own; bytes for random weights "
+            "without one).",
             _TEXT,
         ),
     ] = None
@@ -488,8 +487,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
     for key, value in _mapping_in(path).items():
         name = str(key).replace("-", "_")
         if name not in parameters:
-            close = difflib.get_close_matches(name, [str(one) for one in parameters], 1)
-            meant = f" Is it {close[0].replace('_', '-')}?" if close else ""
+            meant = meant_option(name, [str(one).replace("_", "-") for one in parameters])
             raise UserError(f"{path}: there is no option {key}.{meant} All of them: roundpipe train --print-config")
         if value is not None:  # as where it is left out
             takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)

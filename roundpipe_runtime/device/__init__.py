@@ -6,9 +6,4 @@ from .accelerator import parse_devices
 from .protocol import Device, Event
 from .virtual import VirtualDevice
 
-__all__ = [
-    "Device",
-    "Event",
-    "VirtualDevice",
-    "parse_devices",
-]
+__all__ = ["Device", "Event", "VirtualDevice", "parse_devices"]

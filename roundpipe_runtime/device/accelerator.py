@@ -86,10 +86,7 @@ class AcceleratorDevice:
         self.worker = Worker(self.name)
         # torch cycles through 32 streams per device, so a new pipeline can reuse those of a
         # closed one. The pipeline's computation has priority over the caller's work on the device.
-        self.streams = streams or (
-            *(torch.Stream(device) for _ in range(4)),
-            torch.Stream(device, priority=-1),
-        )
+        self.streams = streams or (*(torch.Stream(device) for _ in range(4)), torch.Stream(device, priority=-1))
         self._parameters, self._activations, self._downloads, self._gradients, self._compute = self.streams
         # Stages that may be computing, and when those before have ended their copies; only the thread of the device
         # touches what follows.

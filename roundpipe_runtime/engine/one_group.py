@@ -210,12 +210,7 @@ PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def host_value(
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    *,
-    requires_grad: bool,
-    what: str,
-    pinned: PinnedCopies | None = None,
+    leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
     """Return leaves of a microbatch as a value on the host."""
     # pinned: pinned copies of tensors that microbatches share; this one's are added. Default: no pinning.

@@ -331,9 +331,10 @@ def _has_tokenizer(folder: pathlib.Path) -> bool:
 
 
 def _from_folder(folder: pathlib.Path) -> Tokenizer:
-    if not folder.is_dir():
+    is_gguf = folder.suffix == ".gguf" and folder.is_file()
+    if not folder.is_dir() and not is_gguf:
         raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
-    if not _has_tokenizer(folder):
+    if not is_gguf and not _has_tokenizer(folder):
         raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
     found = open_tokenizer(folder, failure=FineTuneError)
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))

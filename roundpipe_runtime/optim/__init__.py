@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from .adam import Adam
 
-__all__ = [
-    "Adam",
-]
+__all__ = ["Adam"]

@@ -22,7 +22,7 @@ from yobx_flatten.errors.failures import result_or
 from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
 from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import ConfigError
-from .parameters import LayerContents, ParameterSlot, Table, scan
+from .parameters import LayerContents, ParameterSlot, Table, check_gradient, scan
 
 _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
@@ -31,6 +31,12 @@ def check_copyable(model: nn.Module) -> None:
     """Check that a device can have a copy of each parameter."""
     proved: set[object] = set()
     for owner, name, parameter in _places(model):
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device, and has no values. Load the model, or initialize it, first:\n"
+                "    model.to_empty(device='cpu'); model.load_state_dict(state)"
+            )
+        check_gradient(name, parameter)
         if type(parameter) in (nn.Parameter, torch.Tensor):
             continue
         if reason := _reason(owner, parameter, proved):
@@ -339,8 +345,7 @@ def rule_for(
 
 
 def needed_bytes(
-    layer: LayerContents,
-    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    layer: LayerContents, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> tuple[int, int]:
     """Return the bytes of a layer on a device, and of its gradients with their sums, as plans count them."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Parameters on the host: one copy, one gradient and one version of each, even if several layers share it.
+"""Parameters on the host: one copy, one gradient and one version of each, however often it is used.
 
 The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer
 works in another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the
@@ -34,7 +34,7 @@ Change: TypeAlias = Literal["none", "counted", "uncounted"]
 # Which weights an optimizer updates, and when.
 Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
 
-# Slices of a table that are on a device at once: the one in use, and the one being copied.
+# Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
 _SLICES_AT_ONCE = 2
 
 
@@ -56,7 +56,7 @@ class BufferSlot:
     tensor: torch.Tensor
 
     def store(self, value: torch.Tensor) -> None:
-        """Set the buffer's value, in place if possible, so that other references to the tensor see it."""
+        """Set the buffer's value, in place where that is possible, so that other references to the tensor see it."""
         same = value.shape == self.tensor.shape and value.dtype == self.tensor.dtype
         if same and self.owner._buffers.get(self.name) is self.tensor:
             with torch.no_grad():
@@ -69,7 +69,7 @@ class BufferSlot:
 class Table:
     """How a large matrix of a layer is copied in parts."""
 
-    slice_rows: int | None  # rows of a slice for products with the table; `None`: products use the whole table
+    slice_rows: int | None  # rows of a slice of products with it; `None`: products are computed with all of it
     is_head: bool = False  # whether the layer is known to compute products with it; else it looks up rows
 
 
@@ -159,14 +159,19 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 
 def check_gradients(layers: Iterable[LayerContents]) -> None:
     """Check that no parameter was resized after it got a gradient, to which torch could add no other."""
-    for title, slot in [(layer.title, slot) for layer in layers for slot in layer.slots]:
-        shape = slot.parameter.shape
-        gradient = slot.parameter.grad if slot.parameter.is_leaf else None  # others have no `grad`, and torch warns
-        if gradient is not None and gradient.shape != shape:
-            raise ConfigError(
-                f"{title}: {slot.name!r} was resized from {tuple(gradient.shape)} to {tuple(shape)}, and its gradient "
-                "has the old size. Clear the gradients first:\n    pipeline.zero_grad()"
-            )
+    for layer in layers:
+        for slot in layer.slots:
+            check_gradient(f"{layer.title}: {slot.name!r}", slot.parameter)
+
+
+def check_gradient(title: str, parameter: nn.Parameter) -> None:
+    """Check that a gradient has the size of its parameter."""
+    gradient = parameter.grad if parameter.is_leaf else None  # others have none, and torch warns
+    if gradient is not None and gradient.shape != parameter.shape:
+        raise ConfigError(
+            f"{title} was resized from {tuple(gradient.shape)} to {tuple(parameter.shape)}, and its gradient has the "
+            "old size. Clear the gradients first:\n    model.zero_grad()"
+        )
 
 
 def resized_late() -> ConfigError:
@@ -184,7 +189,7 @@ class ParameterStore(InMemory):
     # kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
     # Default: that of the master weight.
 
-    # whether parameters are always in memory, so that writes through `data` can be detected
+    # whether the numbers of parameters are at hand at any time, to see writes by way of `data`
     has_numbers_at_hand = True
 
     # whether trained parameters have the dtype of the optimizer themselves, and are rounded on their way to devices
@@ -225,7 +230,7 @@ class ParameterStore(InMemory):
                     watched.append((target, gradient.to(dtype_of_gradient(target))))
                 else:
                     _accumulate(target, gradient)
-        if watched:  # in one call: hooks see the sum over layers that share a parameter
+        if watched:  # in one go: hooks see the sum of layers that share a parameter
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -238,7 +243,7 @@ class ParameterStore(InMemory):
         return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a parameter's gradient after a run."""
+        """Return the dtype in which the gradient of a parameter comes out of a run."""
         return self.dtype_between(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -269,8 +274,8 @@ class ParameterStore(InMemory):
     def adopt(self) -> None:
         """Read master weights again where the parameter was changed.
 
-        Writes through ``data`` are detected by sampling a few values of each parameter; by all values at the first,
-        second, fourth, eighth... look, and at each one once such a write was seen.
+        Writes by way of ``data`` are seen by a few numbers of each parameter; by all of them at the first, second,
+        fourth, eighth... look, and at each one once such a write was seen.
         """
         is_ahead = self._steps != number_of_steps()  # a step was not rounded into the parameters yet
         compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
@@ -296,7 +301,7 @@ class ParameterStore(InMemory):
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load what :meth:`masters` returned, except parameters that have the optimizer's dtype already."""
+        """Load what :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
@@ -310,7 +315,7 @@ class ParameterStore(InMemory):
         """Return what makes the copy of a parameter that becomes its master weight; it must not hold the store."""
         return _copy_in_memory
 
-    # -- values that stages read during an asynchronous step ---------------------------------------------------------
+    # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that stages copy to devices: the parameter, or its published copy while that is older."""
@@ -319,7 +324,7 @@ class ParameterStore(InMemory):
     def freeze(self) -> None:
         """Let stages read copies of the current values of the parameters from now on.
 
-        Parameters with a master weight need no copy, nor do frozen ones, which no optimizer writes.
+        Parameters with a master weight need none, nor do frozen ones, which no optimizer writes.
         """
         self.note_names()
         missing = {
@@ -507,9 +512,9 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients, stored in one of them."""
+    """Return the sum of two gradients, in the memory of one of them."""
     if total.layout != torch.strided and gradient.layout == torch.strided:
-        return gradient.add_(total)  # torch adds sparse to dense, but not dense to sparse
+        return gradient.add_(total)  # torch adds sparse to dense, and not the other way round
     return total.add_(gradient)
 
 

@@ -107,10 +107,7 @@ class OptimizerParts:
 
 
 def _twin(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    state: dict[torch.Tensor, Any],
-    attributes: Mapping[str, Any],
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[torch.Tensor, Any], attributes: Mapping[str, Any]
 ) -> Optimizer:
     """An optimizer of the class of another one, without its hooks."""
     twin: Optimizer = object.__new__(type(optimizer))

@@ -15,10 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten.private_names.of_torch import clipping_functions, optimizer_post_hooks

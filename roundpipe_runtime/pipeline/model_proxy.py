@@ -95,15 +95,17 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a model as one module; layers in a list become an ``nn.Sequential``."""
     if isinstance(model, ModelProxy):
         raise ConfigError("The model is a RoundPipe already: use it as it is.")
+    found = type(model).__qualname__
     if type(model) is nn.Sequential or isinstance(model, (nn.ModuleList, list, tuple)):
         layers = list(model)
-        if layers and all(isinstance(layer, nn.Module) for layer in layers):
+        others = [type(layer).__qualname__ for layer in layers if not isinstance(layer, nn.Module)]
+        found += f" with a {others[0]}" if others else " of 0"
+        if layers and not others:
             return model if type(model) is nn.Sequential else nn.Sequential(*layers)
     elif isinstance(model, nn.Module):
         return model
-    count = f" of {len(model)}" if hasattr(model, "__len__") else ""
     raise ConfigError(
-        f"RoundPipe wraps an nn.Module or a list of them, found {type(model).__qualname__}{count}. Give it layers:\n"
+        f"RoundPipe wraps an nn.Module or a list of them, found {found}. Give it layers:\n"
         "    RoundPipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))"
     )
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from ..errors import InvalidRegistrationError
 from ..recipe.aliases import Static
-from ..recipe.attributes import functions_from_fields
+from ..recipe.attributes import functions_from_fields, names_of
 from ..recipe.contract import (
     Flatten,
     FlattenFunctions,
@@ -76,10 +76,9 @@ def register(
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
     require_node(cls, "register")
-    static = list(static)
     if children is not None:
-        return _claim(cls, functions_from_fields, ([*children], static), "register", backends)
-    if static:
+        return _claim(cls, functions_from_fields, (names_of(children), names_of(static)), "register", backends)
+    if static := list(static):
         raise InvalidRegistrationError(
             f"register({cls.__qualname__}): static= was given without children=. Name all attributes:\n"
             f"    register({cls.__qualname__}, children=[...], static={static})"

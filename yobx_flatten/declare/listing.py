@@ -122,11 +122,7 @@ def _layers() -> Iterator[FlatteningRow]:
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
 _CACHES: dict[str, tuple[str, str, str]] = {
-    "EncoderDecoderCache": (
-        "its two caches",
-        "in its two caches",
-        "is_updated, where the layers do not show it",
-    ),
+    "EncoderDecoderCache": ("its two caches", "in its two caches", "is_updated, where the layers do not show it"),
     "KVSharingDict": ("the tensors of its tuples", "none", "its keys"),
 }
 _LAYERED = ("those of its layers; its own tensors", "in its layers", "its layers' codes; every other attribute")

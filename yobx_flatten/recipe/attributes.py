@@ -32,6 +32,7 @@ __all__ = [
     "checked",
     "functions_from_fields",
     "name_functions",
+    "names_of",
     "require_content",
     "snake_case",
 ]
@@ -89,7 +90,7 @@ def functions_from_fields(
     """
     require_node(cls, "functions_from_fields")
     require_content(cls, "functions_from_fields")
-    names, static_names = list(names), list(static_names)
+    names, static_names = names_of(names), names_of(static_names)
     _check_names(cls, names + static_names)
     content = _Content(cls, names, static_names, names_in_static)
     return name_functions(cls, FlattenFunctions(*_flattening(content), _unflattening(content)))
@@ -244,6 +245,11 @@ def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
     )
 
 
+def names_of(names: str | Iterable[str]) -> list[str]:
+    """Return names of attributes as a list; a text is one name."""
+    return [names] if isinstance(names, str) else list(names)
+
+
 def _check_names(cls: type, names: list[str]) -> None:
     unfit = [name for name in names if not str(name).isidentifier() or keyword.iskeyword(name)]
     if unfit:
@@ -251,6 +257,11 @@ def _check_names(cls: type, names: list[str]) -> None:
             f"functions_from_fields({cls.__qualname__}): {unfit[0]!r} is not the name of an attribute. Write the three "
             f"functions yourself:\n    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, "
             "f_flatten_with_keys)"
+        )
+    lacked = [] if cls.__dictoffset__ else [name for name in names if not hasattr(cls, name)]
+    if lacked:  # without a __dict__
+        raise InvalidRegistrationError(
+            f"functions_from_fields({cls.__qualname__}): {describe_class(cls)} has no slot {lacked[0]!r}. Leave it out."
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

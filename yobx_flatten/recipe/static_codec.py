@@ -263,11 +263,7 @@ _KINDS: dict[str, _Kind] = {
     "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),
     "dict": _Kind(lambda v: type(v) is dict, _put_items, lambda d: dict(_load_items(d))),
     "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(_load_items(d))),
-    "dtype": _Kind(
-        lambda v: isinstance(v, torch.dtype),
-        lambda v, put: str(v).removeprefix("torch."),
-        _load_dtype,
-    ),
+    "dtype": _Kind(lambda v: isinstance(v, torch.dtype), lambda v, put: str(v).removeprefix("torch."), _load_dtype),
     "device": _Kind(lambda v: isinstance(v, torch.device), lambda v, put: str(v), torch.device),
     "slice": _Kind(
         lambda v: isinstance(v, slice),

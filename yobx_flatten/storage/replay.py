@@ -86,11 +86,7 @@ class CaseReport(Report):
 
 
 def replay_case(
-    case: StoredCase,
-    model: object,
-    *,
-    tolerance: float = 1e-4,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
+    case: StoredCase, model: object, *, tolerance: float = 1e-4, providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> CaseReport:
     """Run a model file on the inputs of a case, and compare its outputs with the stored outputs.
 

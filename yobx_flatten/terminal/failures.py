@@ -12,20 +12,32 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 from ..errors import FlattenError, ReplayError
 from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
 from .output import printable
 
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+# how other programs name an option: theirs=ours
+_PAIRS = (
+    "learning-rate=lr peak-lr=lr batch-size=batch train-batch-size=batch per-device-train-batch-size=batch "
+    "gradient-accumulation-steps=accumulate num-train-epochs=epochs num-epochs=epochs max-steps=steps dataset=text "
+    "max-length=length max-seq-length=length cutoff-len=length max-grad-norm=clip warmup-steps=warmup data=text "
+    "precision=dtype output-dir=output max-new-tokens=tokens max-tokens=tokens"
+)
+_OTHER_NAMES = dict(pair.split("=") for pair in _PAIRS.split())
 
 
 class UserError(FlattenError, ValueError):
@@ -87,8 +99,20 @@ def _with(line: str, text: str) -> str:
 
 def _click_message(error: BaseException) -> str:
     formatted = getattr(error, "format_message", lambda: str(error))()
+    if (typed := getattr(error, "option_name", None)) and type(error).__name__ == "NoSuchOption":
+        context: Any = getattr(error, "ctx", None)
+        known = [name for one in context.command.params for name in one.opts] if context else []
+        formatted = f"No such option: {typed}.{meant_option(typed, known)}"
     # newer versions of typer check values with pydantic, which begins with the class of the error
     return " ".join(str(formatted).split()).replace(": Value error, ", ": ").rstrip(".")
+
+
+def meant_option(typed: str, known: Iterable[str]) -> str:
+    """Return a question for the option of that meaning or spelling; empty where there is none."""
+    names = {name.strip("-"): name for name in known}
+    name = typed.strip("-").replace("_", "-")
+    close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)
+    return f" Did you mean {names[close[0]]}?" if close else ""
 
 
 def _is_disk_full(error: BaseException) -> bool:

@@ -192,13 +192,7 @@ class RankCalls(OneGroup[Engine]):
             finally:
                 self._rows_of_batch = None
 
-    def open(
-        self,
-        engine: Engine,
-        name: str,
-        cut: Callable[[], Cutting],
-        config: RoundPipeRunConfig,
-    ) -> RankCall:
+    def open(self, engine: Engine, name: str, cut: Callable[[], Cutting], config: RoundPipeRunConfig) -> RankCall:
         """Cut this rank's rows into its groups, and agree with all ranks on the call."""
         parts: list[list[FlatMicrobatch]] = []
         reduction: LossReduction | None = None
@@ -301,13 +295,7 @@ class RankCalls(OneGroup[Engine]):
             run.discard()
 
     def _commit(
-        self,
-        engine: Engine,
-        call: RankCall,
-        reduction: Reduction,
-        verdicts: Sequence[Verdict],
-        *,
-        is_late: bool,
+        self, engine: Engine, call: RankCall, reduction: Reduction, verdicts: Sequence[Verdict], *, is_late: bool
     ) -> Any:
         total: Any
         if call.is_one_pass:

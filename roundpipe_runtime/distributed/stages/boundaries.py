@@ -147,9 +147,7 @@ def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def agree(
-    num_stages: int,
-    mine: Mapping[int, Callable[[Boundary | None], Boundary]],
-    group: dist.ProcessGroup | None,
+    num_stages: int, mine: Mapping[int, Callable[[Boundary | None], Boundary]], group: dist.ProcessGroup | None
 ) -> list[Boundary]:
     """Find out the outputs of each stage, stage by stage, in all processes."""
     found: list[Boundary] = []

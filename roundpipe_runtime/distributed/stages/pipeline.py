@@ -247,10 +247,7 @@ class DistributedPipeline:
     def _check_stages(self, stages: Mapping[int, nn.Module], schedule: Any) -> int:
         """Check that all processes together have each stage once; return how many there are."""
         name = getattr(schedule, "__name__", str(schedule))
-        found = share(
-            (sorted(stages), name, self._num_microbatch, self._reduction, self._loss_fn is None),
-            self._group,
-        )
+        found = share((sorted(stages), name, self._num_microbatch, self._reduction, self._loss_fn is None), self._group)
         numbers = [stage for one in found for stage in one[0]]
         if not stages or sorted(numbers) != list(range(len(numbers))):
             raise ConfigError(

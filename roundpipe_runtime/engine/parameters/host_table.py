@@ -301,12 +301,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        table: HostTable,
-        bias: torch.Tensor | None,
-        access: TableAccess,
-        rows: int,
+        ctx: Any, hidden: torch.Tensor, table: HostTable, bias: torch.Tensor | None, access: TableAccess, rows: int
     ) -> torch.Tensor:
         ctx.access, ctx.rows = access, rows
         ctx.save_for_backward(hidden, bias)

@@ -315,10 +315,7 @@ class LayerOnDevice:
         self._tables.hand_over(take)
 
     def download_gradients(
-        self,
-        scale: float,
-        memory: GradientMemory | None,
-        dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+        self, scale: float, memory: GradientMemory | None, dtype: Callable[[nn.Parameter], torch.dtype] | None = None
     ) -> Gradients:
         """Move the sums to the host, and return them."""
         # scale: factor for them. The device multiplies, because devices would wait while the host did.

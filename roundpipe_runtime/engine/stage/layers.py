@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...batch.averages import SteadyDraws, count_items
-from ...batch.loss import BackwardTerm
+from ...batch.loss import BackwardTerm, check_reaches
 from ...device.protocol import Device, HasRoom
 from ...device.transfer import shapes_of
 from ...errors import DeviceMemoryError, RoundPipeError, StageError
@@ -412,6 +412,7 @@ class MicrobatchLoss:
         with run.loss_lock:
             result = call()
         self._terms = run.contract.add(self._microbatch, result, self._items)
+        check_reaches(self._terms, result, self._outputs)
 
     def _invoke(self, labels: Any) -> Any:
         """Call the loss function; a second time if the first call shows that it draws, so only the last one counts."""

@@ -273,12 +273,7 @@ class Visit:
         check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
 
     def _look(
-        self,
-        resident: LayerOnDevice,
-        microbatch: int,
-        kind: CallKind,
-        result: LayerCall,
-        exits: Sequence[torch.Tensor],
+        self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
         """Check that the layer's recomputation repeats, and that its gradients end in inputs and own parameters."""
         key = resident.contents.index, microbatch
@@ -301,12 +296,7 @@ class Visit:
         return self.device.copy_out(tensor, last=True, parameter=True)
 
     def _call_here(
-        self,
-        resident: LayerOnDevice,
-        microbatch: int,
-        values: Values,
-        kind: CallKind,
-        data: tuple[Any, ...] | None,
+        self, resident: LayerOnDevice, microbatch: int, values: Values, kind: CallKind, data: tuple[Any, ...] | None
     ) -> tuple[LayerCall, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
         self.device.use(values.tensors)
         shared = (

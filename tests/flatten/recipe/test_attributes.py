@@ -243,6 +243,18 @@ def test_a_slot_that_was_never_set_is_named():
         assert isinstance(caught.value, AttributeError)
 
 
+def test_a_name_without_a_slot_is_refused():
+    """An instance has no room for it, so each would be refused later."""
+    with pytest.raises(InvalidRegistrationError, match="Slotted has no slot 'c'"):
+        functions_from_fields(Slotted, ["a"], ["b", "c"])
+
+
+def test_a_text_is_one_name():
+    """Its letters are no attributes."""
+    made = functions_from_fields(Pair, "hidden", "state")
+    assert made.flatten(Pair(1, "two")) == ([1], [["hidden"], ["two"]])
+
+
 @pytest.mark.parametrize("name", ["A B", "Pair[int]", "x;y", "1st", "π-x", "class", "line\nbreak"])
 def test_a_class_may_bear_any_name(name):
     """`type` takes whatever it is given; the functions are named after it as far as Python's names go."""

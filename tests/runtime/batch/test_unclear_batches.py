@@ -67,6 +67,13 @@ def test_arrays_with_rows_are_refused():
         split((rows(8, 5),), {}, numpy.zeros(8), 2)
 
 
+def test_a_generator_is_refused():
+    """The second microbatch would find it at its end."""
+    for number in (1, 2):
+        with pytest.raises(SplitError, match=r"args\[1\] is a generator(.|\n)*    list\(iterator\)"):
+            split((torch.ones(4, 2), (n for n in range(3))), {}, None, number)
+
+
 def test_infer_batch_size_looks_at_all_trees():
     assert infer_batch_size({"x": torch.zeros(8, 3)}, [torch.zeros(1, 3), 5], torch.tensor(1.0)) == 8
     assert infer_batch_size({"x": 5}) is None

@@ -330,7 +330,7 @@ CONFIGS = {
     "an option that is none": ("check: !!bool x", "--config run.yaml: it is not YAML"),
     "no option": (
         "bach: 4",
-        "run.yaml: there is no option bach. Is it batch? All of them: roundpipe train --print-con",
+        "run.yaml: there is no option bach. Did you mean batch? All of them: roundpipe train --print-con",
     ),
     "no value": ("batch: {a: 1}", "run.yaml: batch is a dict. Write text, a number, true, false, or a list"),
     "wrong value": ("batch: many", "Invalid value for '--batch'"),

@@ -52,6 +52,8 @@ def test_what_can_be_wrapped(wrap, make):
         (([],), "found list of 0"),
         ((nn.Sequential(),), r"found Sequential of 0. Give it layers:\n    RoundPipe\(nn.Sequential\(nn.Linear"),
         ((nn.ModuleList(),), "found ModuleList of 0"),
+        (([nn.Linear(2, 2), len],), "found list with a builtin_function_or_method"),
+        ((nn.Linear(2, 2, device="meta"),), "weight is on the meta device, and has no values"),
         ((nn.Linear(2, 2), torch.int8), "optim_dtype"),
         ((nn.Linear(2, 2), None, None, {"num_microbatch": 2}), "model_run_config"),
         ((nn.Linear(2, 2), None, None, None, "sometimes"), "pin_model"),

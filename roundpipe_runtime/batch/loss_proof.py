@@ -109,8 +109,10 @@ def prove(
         items = {None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}
         if not _is_comparable(whole, parts) or (as_stated and len(items) > 1):
             continue
-        compared += 1
         difference = _Difference(whole, parts, leaves)
+        if difference.is_of_zeros:
+            continue  # as of rows that a mask leaves out: any weights hold
+        compared += 1
         left = [way for way in left if difference.is_none(way)]
         if not left:
             if not _is_same(whole, evaluate(values)[0]):
@@ -147,6 +149,8 @@ class _Difference:
         sizes = [norm / math.sqrt(max(leaf.numel(), 1)) for norm, leaf in zip(self._expected, leaves, strict=True)]
         self._typical = max((size for size in sizes if math.isfinite(size)), default=0.0)
         self._known: dict[tuple[float, ...], bool] = {}  # two ways give the same shares where all labels count
+        losses = [loss for one in (whole, *parts) for loss in one.losses]
+        self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
         """Whether the loss and every gradient equal those of the whole rows."""
@@ -228,12 +232,16 @@ def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Ite
     if not any(one.role == "output" for one in columns) or len(columns) > 1:
         for extra in ((0, 1), ()):
             yield [one.value if one.role == "output" else _drawn(one, draw, extra) for one in columns]
+    columns = [_without_mask(one) for one in columns]
+    yield [one.value for one in columns]
     for filling in ignored:
         for keeps in (0, 1):
             yield [_cleared(one, filling, keeps) if one.role == "label" else one.value for one in columns]
     for column in columns:  # no loss is meant for rows without any
         if column.role == "mask" and column.value.dim() > 1:
             yield [_cleared(one, 0, 1) if one is column else one.value for one in columns]
+        if column.role == "label" and bool((column.value == 1).all()):
+            yield [_cleared(one, 0, 0) if one is column else one.value for one in columns]
 
 
 def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
@@ -252,12 +260,21 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
     value = column.value
     if column.role == "mask" or value.is_complex():
         return value
-    if value.is_floating_point():
-        return (value * torch.rand(value.shape, generator=draw)).to(value.dtype)
     more, given = column.others, torch.tensor(extra, dtype=value.dtype)
     also = [more.flatten()] if isinstance(more, torch.Tensor) and more.dtype == value.dtype else []
     pool: torch.Tensor = torch.unique(torch.cat([value.flatten(), *also, given]))
-    return pool[torch.randint(len(pool), value.shape, generator=draw)]
+    drawn = pool[torch.randint(len(pool), value.shape, generator=draw)]
+    if not value.is_floating_point():
+        return drawn
+    # numbers also shrink, unless they may be a mask of zeros and ones
+    return drawn if extra else (drawn * torch.rand(value.shape, generator=draw)).to(value.dtype)
+
+
+def _without_mask(column: Column) -> Column:
+    """The column, with ones instead of labels that are all 0 or 1, as those of a mask are."""
+    value = column.value
+    is_mask = column.role == "label" and bool(((value == 0) | (value == 1)).all())
+    return dataclasses.replace(column, value=torch.ones_like(value)) if is_mask else column
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:

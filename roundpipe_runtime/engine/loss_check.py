@@ -96,8 +96,7 @@ class Sample:
         if len({len(one) for one in leaves}) > 1:
             raise SplitError("The outputs of some rows have a different structure.")
         of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
-        has_values = [isinstance(leaf, torch.Tensor) and leaf.dtype != torch.bool for leaf in held]
-        roles = [role if there else None for role, there in zip(of_tensors, has_values, strict=True)]
+        roles = [role if isinstance(leaf, torch.Tensor) else None for role, leaf in zip(of_tensors, held, strict=True)]
         return cls(leaves, [one.rows or 0 for one in given], roles, dict(enumerate(others, number)), spec)
 
     def prove(

@@ -21,6 +21,7 @@ from tests.runtime.small import (
     checked_devices,
     cut_plan,
     gradients,
+    near,
     relative_error,
     same_bits,
     small_model,
@@ -344,5 +345,5 @@ def test_a_parameter_that_a_forward_writes_is_refused(layer):
         with pytest.raises(StageError, match=r"layer 1 \(.*\) writes Writes\.weight in its forward"):
             pipe.forward_backward((x,), label=y, loss_fn=F.mse_loss)
         with torch.no_grad():
-            assert torch.equal(pipe.eval()(x), model(x))
+            assert near(pipe.eval()(x), model(x))
         assert torch.equal(layer.weight if isinstance(layer, Writes) else layer[1].weight, torch.ones(4))

@@ -102,6 +102,52 @@ def test_masks_that_are_floats_are_refused():
     pipeline.close()
 
 
+def clamped(outputs, labels):
+    target, mask = labels
+    return (each(outputs, target) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def with_epsilon(outputs, labels):
+    target, mask = labels
+    return (each(outputs, target) * mask).sum() / (mask.sum() + 1e-6)
+
+
+def of_chosen_rows(outputs, labels):
+    target, mask = labels
+    return each(outputs, target)[mask.bool()].sum() / max(1, int(mask.sum()))
+
+
+def all_rows_without_a_mask(outputs, labels):
+    target, mask = labels
+    return each(outputs, target).mean() if not mask.any() else (each(outputs, target) * mask).mean()
+
+
+FIRST_MASKS = {
+    "the first rows are left out": [0, 0, 0, 0, 0, 0, 1, 0, 1],
+    "all rows are left out at first": [0] * ROWS,
+    "no row is left out at first": [1] * ROWS,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The loss cannot be computed from the losses of microbatches")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("first", FIRST_MASKS)
+@pytest.mark.parametrize("loss_fn", [clamped, with_epsilon, of_chosen_rows, all_rows_without_a_mask])
+def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(loss_fn, first, dtype):
+    """Rows that a mask leaves out have a loss of zero, with any weights; later batches have other masks."""
+    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    plain = copy.deepcopy(model)
+    pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    for rows in (FIRST_MASKS[first], [0, 0, 0, 1, 1, 0, 0, 0, 1], [1, 0, 0, 0, 0, 1, 1, 1, 1]):
+        mask = torch.tensor(rows).to(dtype)
+        expected = loss_fn(plain(x), (y, mask))
+        expected.backward()
+        assert near(pipeline.forward_backward((x,), label=(y, mask), loss_fn=loss_fn), expected)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert near(one.grad, other.grad)
+    pipeline.close()
+
+
 def sum_of_one_class(outputs, labels):
     return WeightedLoss(each(outputs, labels)[labels == 1].sum(), (labels == 1).sum())
 

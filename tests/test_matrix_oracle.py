@@ -81,6 +81,8 @@ def test_the_verdict_follows_from_the_cases(verdict):
 def test_shapes_and_fixed_sizes_count():
     """Another shape is another result; a size that is fixed is right there alone, but for one token in a call."""
     assert judged(found(RIGHT, ("batch 3", 0.0, "step 0, output 'y': expected shape (3, 2)")))[0] == "wrong values"
+    other_head = "step 0, output 'y': expected shape (3, 2)"
+    assert judged(found(("the example", 0.0, other_head), ("batch 3", 0.0, other_head)))[0] == "not judged"
     for text in ("axis 0 of input_ids at 1", "axis 1 of input_ids at 2", "axis 2 of pixel_values at 1"):
         assert judged(found(RIGHT, remarks=[f"the file fixes {text}"]))[0] == "right at some sizes only"
     one_token = [f"the file fixes axis 1 of {name} at 1" for name in ("input_ids", "position_ids")]

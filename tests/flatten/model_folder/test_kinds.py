@@ -107,3 +107,13 @@ def test_decode_inputs_of_an_encoder_that_hears_say_what_to_do():
     kwargs = {"encoder_outputs": None, "decoder_input_ids": torch.zeros(1, 1).long()}
     assert why_not_resizable(model, kwargs) == "its encoder reads input_features"
     assert why_not_resizable(small_model("t5"), kwargs) is None
+
+
+@pytest.mark.parametrize("name", ["swin", "swinv2", "segformer"])
+def test_a_small_encoder_of_images_has_a_number_of_heads_for_each_stage(name):
+    """One number for all stages is refused by its configuration."""
+    model = small_model(name)
+    size = getattr(model.config, "image_size", 64)
+    with torch.no_grad():
+        assert model(pixel_values=torch.zeros(1, 3, size, size))[0].isfinite().all()
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000

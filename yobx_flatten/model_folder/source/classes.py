@@ -226,28 +226,24 @@ def small_config(name: str) -> Any:
 
 def _shrunk(config_class: Any) -> Any:
     default = config_class()
-    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name)}
+    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name, size)}
     for name in _DROPPED:
         if getattr(default, name, None):
             options[name] = None
     if getattr(default, "sliding_window", None):
         options["sliding_window"] = WINDOW
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    if kinds and _may_be_set(default, "layer_types"):
+    if kinds and _may_be_set(default, "layer_types", kinds):
         options["num_hidden_layers"] = max(2, len(kinds))
         options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
     if {"num_heads", "head_dim"} <= options.keys() and hasattr(default, "expand"):  # Mamba 2
         options |= {"head_dim": default.expand * _SIZES["hidden_size"] // _SIZES["num_heads"], "n_groups": 1}
     if hasattr(default, "spatial_merge_size"):  # vision encoders of pictures of any size
-        sizes = {
-            "embed_dim": 64,
-            "out_hidden_size": 64,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-            "deepstack_visual_indexes": [0, 1],
-            "initializer_range": 0.1,  # features that are no larger than embeddings
-        }
-        options |= {name: size for name, size in sizes.items() if _may_be_set(default, name)}
+        sizes: dict[str, Any] = {"embed_dim": 64, "out_hidden_size": 64, "window_size": 32, "initializer_range": 0.1}
+        sizes |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
+        options |= {name: size for name, size in sizes.items() if _may_be_set(default, name, size)}
+    if isinstance(getattr(default, "depths", 0), list | tuple) and hasattr(default, "window_size"):  # as Swin has them
+        options |= {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "window_size": 2}
     for name in getattr(default, "sub_configs", {}):
         below = getattr(default, name, None)
         if below is not None:
@@ -260,9 +256,11 @@ def _shrunk(config_class: Any) -> Any:
     return config
 
 
-def _may_be_set(config: Any, name: str) -> bool:
-    """Return whether a configuration has an entry that it does not work out from others."""
+def _may_be_set(config: Any, name: str, value: object) -> bool:
+    """Return whether a configuration takes a value, or list of values, for an entry that does not follow from others."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
+    if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
+        return False  # a number for each stage of an encoder of images
     return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
 
 

@@ -85,7 +85,9 @@ def judged(found: Any) -> tuple[str, str]:
     failed = report.failed()
     wrong = [case for case in failed if case.error is None or re.match(r"step \d+, output", case.error)]
     fixed = [text for text in report.remarks if text.startswith("the file fixes")]
-    if len(wrong) == len(report.cases) and all(case.error for case in wrong):  # such as an encoder without its head
+    if (
+        wrong and len(failed) == len(report.cases) and all(case.error for case in failed)
+    ):  # such as an encoder without its head
         return "not judged", f"{found.call}: it returns other outputs than the model: {wrong[0].error}"
     if wrong:
         kind = "all cases" if len(failed) == len(report.cases) else ", ".join(case.case for case in wrong)

@@ -257,7 +257,7 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str, value: object) -> bool:
-    """Return whether a configuration takes a value, or list of values, for an entry that does not follow from others."""
+    """Return whether a configuration takes a value, or a list, for an entry that does not follow from others."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
         return False  # a number for each stage of an encoder of images

@@ -78,13 +78,11 @@ def test_a_small_model_leaves_alone_what_its_configuration_works_out():
     assert small_config("mamba2").head_dim * small_config("mamba2").num_heads == 128  # twice the width
 
 
-@needs_transformers("5.17", "Clap has another reason")
+@needs_transformers("5.17", "BiT has another reason")
 def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
     """With the reason of the configuration."""
-    with pytest.raises(
-        InvalidArgumentError, match=r"A small clap cannot be made: .*num_attention_heads.* Name a folder"
-    ):
-        small_model("clap")
+    with pytest.raises(InvalidArgumentError, match=r"A small bit cannot be made: .*layer_types.* Name a folder"):
+        small_model("bit")
 
 
 def test_the_class_of_a_model_is_that_of_its_configuration():

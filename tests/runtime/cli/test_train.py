@@ -213,7 +213,7 @@ MISTAKES = {
         ["--model", "lama"],
         "'lama' is neither a folder nor a type of model that transformers has.",
     ),
-    "no small one": (["--model", "clap"], "A small clap cannot be made: "),
+    "no small one": (["--model", "bit"], "A small bit cannot be made: "),
     "no config": (["--model", "texts"], "texts holds no config.json"),
     "no text": (["--text", "gone.txt"], "There is no file gone.txt"),
     "nothing": (["--text", "void.txt"], "There is no text in void.txt"),

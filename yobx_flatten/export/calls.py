@@ -8,7 +8,7 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,10 +26,9 @@ from ..recipe.aliases import DynamicShapes
 from ..runners.adapters import Adapter
 from ..trace.program_inputs import with_members
 from ..trees.arguments import check_arguments, has_no_data
-from ..trees.naming import leaves_of, plain_names
-from ..trees.shapes import dynamic_shapes, shapes_of_leaves
+from ..trees.shapes import dynamic_shapes
 from .bounds import Bounds
-from .example import Example, make_example, sizes_of
+from .example import Axis, Example, make_example, narrowed, rows_of, sizes_of, varying_axes
 from .exported_model import ExportedModel, finish
 from .onnx.attempts import ConversionRefusedError
 from .onnx.file import unproven_file
@@ -294,7 +293,6 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
 logger = logging.getLogger("yobx_flatten")
 
 _T = TypeVar("_T")
-_Axis = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
 # Export with fewer dynamic sizes if torch fails with all of them.
@@ -360,8 +358,8 @@ def _is_of_torch(error: Exception) -> bool:
 
 def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
     """Yield examples with fewer and fewer sizes that vary."""
-    varying = _varying(example)
-    batch = _batch(example, varying)
+    varying = varying_axes(example)
+    batch = rows_of(example) & varying
     without_named = varying - (_named(error) - batch)
     known = {frozenset(varying)}
     for kept in map(frozenset, (without_named, batch, ())):
@@ -374,43 +372,13 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
         reason = error.reason if isinstance(error, ConversionRefusedError) else raised
         way = "To state which sizes vary, pass dynamic_shapes=."
         remark = f"{what} is fixed as in the example: where {where}, {reason}. {way}"
-        shapes = _narrowed(example, kept) if kept else None
+        shapes = narrowed(example, kept) if kept else None
         yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))
 
 
-def _varying(example: Example) -> set[_Axis]:
-    """The axes of tensors that may vary."""
-    entries = shapes_of_leaves(example.inputs, example.shapes)
-    return {
-        (name, axis)
-        for name, leaf, dims in zip(example.names, leaves_of(example.inputs), entries, strict=True)
-        for axis, dim in (dims or {}).items()
-        if isinstance(leaf, torch.Tensor) and dim is not None and leaf.shape[axis] > 1
-    }
-
-
-def _batch(example: Example, varying: Collection[_Axis]) -> set[_Axis]:
-    """In each tensor, the first axis that is as long as the first axis of the first tensor."""
-    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    rows = next((leaf.shape[0] for leaf in tensors.values()), None)
-    places = [(name, next((i for i, n in enumerate(leaf.shape) if n == rows), -1)) for name, leaf in tensors.items()]
-    return {place for place in places if place in varying}
-
-
-def _named(error: Exception) -> set[_Axis]:
+def _named(error: Exception) -> set[Axis]:
     """The axes that an error names: of a trace in its text, of a conversion by the symbols of the program."""
     if isinstance(error, ConversionRefusedError):
         return set(error.axes or ())
     found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))
     return {(name, int(axis)) for name, axis in found}
-
-
-def _narrowed(example: Example, kept: Collection[_Axis]) -> DynamicShapes:
-    """The shapes of an example in which only those axes are dynamic."""
-    inputs = example.inputs
-    rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
-    return dynamic_shapes(
-        inputs,
-        {path: {axis: dim for axis, dim in dims.items() if (name, axis) in kept} for path, name, dims in rows if dims},
-    )

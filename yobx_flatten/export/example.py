@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
@@ -25,7 +25,7 @@ from ..runners.signature import Signature
 from ..trace.adapted_shapes import attached_spec
 from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, without_specs
-from ..trees.naming import leaf_names, leaves_of
+from ..trees.naming import leaf_names, leaves_of, plain_names
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from .bounds import Bounds
@@ -34,6 +34,8 @@ from .stated_sizes import Relation, names_of, relations_of, replaced_forward
 
 if TYPE_CHECKING:
     from ..huggingface.cases import DecodeSizes
+
+Axis: TypeAlias = tuple[str, int]  # name of a leaf of the inputs, axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,3 +408,32 @@ def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[
 
     args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
     return args, kwargs
+
+
+def varying_axes(example: Example) -> set[Axis]:
+    """Return the axes of tensors that may vary."""
+    entries = shapes_of_leaves(example.inputs, example.shapes)
+    return {
+        (name, axis)
+        for name, leaf, dims in zip(example.names, leaves_of(example.inputs), entries, strict=True)
+        for axis, dim in (dims or {}).items()
+        if isinstance(leaf, torch.Tensor) and dim is not None and leaf.shape[axis] > 1
+    }
+
+
+def rows_of(example: Example) -> set[tuple[str, int]]:
+    """Return the axis of the batch of each tensor: the first one that is as long as the first of the first tensor."""
+    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    rows = next((leaf.shape[0] for leaf in tensors.values()), None)
+    return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}
+
+
+def narrowed(example: Example, kept: Collection[Axis]) -> DynamicShapes:
+    """Return the dynamic shapes of an example in which only the given axes vary."""
+    inputs = example.inputs
+    rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
+    return write_dynamic_shapes(
+        inputs,
+        {path: {axis: dim for axis, dim in dims.items() if (name, axis) in kept} for path, name, dims in rows if dims},
+    )

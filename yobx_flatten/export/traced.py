@@ -37,7 +37,7 @@ from ..trace.program_inputs import text_of
 from ..trees.arguments import about_devices, on_other_devices
 from ..trees.naming import output_names
 from ..trees.walk import key_name, node_of, torch_leaves
-from .example import Example, check_all_read, named_in_forward, swallowed_names
+from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
 from .proof.eager_runs import clone
 from .proof.left import Left, draws_random_numbers, own_written_state, returning_left, written_state
 from .stated_sizes import asserted_in_forward, asserts_values, largest_sizes, unasserted_sizes
@@ -149,13 +149,22 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)
+    fixed: dict[Axis, int] = {}
+    others = {place: size for place, size in unasserted.items() if place not in rows_of(example)}
+    if others and others != unasserted:  # where these are fixed, the batch may vary
+        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
+        fewer = dataclasses.replace(example, shapes=narrowed(example, varying_axes(example) - others.keys()))
+        program, left = _traced(fewer, strict)
+        if not _unasserted(program, example.names):
+            example, fixed, unasserted = fewer, others, {}
     if unasserted:  # then the program has to: those sizes are fixed
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
         program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+        fixed = unasserted
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)
-    return dataclasses.replace(described(program, example, left), fixed=unasserted)
+    return dataclasses.replace(described(program, example, left), fixed=fixed)
 
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:

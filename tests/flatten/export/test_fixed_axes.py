@@ -1,10 +1,13 @@
 """The report states sizes that a trace fixed and the model does not."""
 
+import itertools
+
 import pytest
 import torch
 
 from yobx_flatten import export_program
 from yobx_flatten.errors import FlattenError
+from yobx_flatten.export import traced
 
 
 class Reader(torch.nn.Module):
@@ -85,3 +88,30 @@ def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
     stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
     assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=stated, cases=[]).report)
     assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=None, cases=[]).report)
+
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
+    """A number that code rounds may be computed from all sizes, and from none as soon as height and width are fixed."""
+    rounded = itertools.chain([{("x", 0): 3, ("x", 1): 8}], itertools.repeat({}))
+    monkeypatch.setattr(traced, "_unasserted", lambda program, names: next(rounded))
+    exported = export_program(Doubles(), (torch.ones(3, 8, 5),))
+    assert "x.shape[1] is fixed at 8, since the model's code rounds" in str(exported.report)
+    assert "x.shape[0]" not in str(exported.report)
+    taken = exported.program.module()(torch.ones(6, 8, 7))
+    assert torch.equal(taken, torch.full((6, 8, 7), 2.0))
+
+
+def test_the_batch_of_swin_varies():
+    """Its windows are counted from batch, height and width."""
+    pytest.importorskip("transformers")
+    from yobx_flatten.model_folder.source.classes import small_model
+
+    model, pictures = small_model("swin"), torch.randn(4, 3, 32, 32)
+    exported = export_program(model, kwargs={"pixel_values": torch.randn(2, 3, 32, 32)})
+    found = exported.program.module()(pixel_values=pictures)
+    torch.testing.assert_close(found.last_hidden_state, model(pictures).last_hidden_state)

@@ -1,9 +1,9 @@
 """Register a class as a node with JAX's decorators, for torch and the other libraries.
 
-What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
-it: a library that is imported already is notified now, another one when it is imported.
+One registration reaches torch (Python, C++ and ``fx``), optree and JAX. optree and JAX are not imported for this: a
+library that is imported later gets its registrations then.
 
-JAX calls *aux* what is called static here (torch: *context*), and puts it first: ``unflatten(aux, children)``.
+The static part is called *aux* in JAX and *context* in torch. JAX passes it first: ``unflatten(aux, children)``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def register(
     static: Iterable[str] = (),
     backends: Backends = "all",
 ) -> bool:
-    """Register a class whose fields or methods define how it is flattened, or the names of its attributes.
+    """Register a class by its fields, its methods, or the names of its attributes.
 
     Args:
         cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read; any class at all
@@ -59,7 +59,7 @@ def register(
         :func:`~yobx_flatten.unregister_class_flattening`.
 
     Raises:
-        InvalidRegistrationError: for any other class, for ``static`` without ``children``, and for names that are none.
+        InvalidRegistrationError: for any other class, for ``static`` without ``children``, and for invalid names.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
@@ -256,8 +256,8 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 def static_field(**options: Any) -> Any:
     """Declare a field of a :func:`pytree_dataclass` as static data.
 
-    Static data is compared and, by JAX, hashed at every call; a program is made for one value and refuses others.
-    Strings, numbers, tuples, dtypes and enums are right, and so are lists and dicts of them; tensors are children.
+    Static data is compared and, by JAX, hashed at every call; a program is exported for one value and refuses others.
+    Static data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
 
     Args:
         options: those of :func:`dataclasses.field`.
@@ -283,10 +283,10 @@ def pytree_dataclass(cls: C, *, backends: Backends = "all", **options: Any) -> C
 def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options: Any) -> Callable[[C], C]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
-    """Make a class a dataclass and a pytree node: fields are children, and those of :func:`static_field` static data.
+    """Make a class a dataclass and a pytree node: fields are children, except those of :func:`static_field`.
 
-    An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; what
-    ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
+    An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; a
+    value that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
 
     A subclass inherits the fields, but not the registration: without its own decorator it is a leaf.
 
@@ -296,7 +296,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
         options: those of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``, ...
 
     Returns:
-        The class; with ``slots=True`` a new one of its name, as :func:`dataclasses.dataclass` makes it. Without
+        The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`. Without
         ``cls``, a decorator.
 
     Raises:
@@ -357,7 +357,8 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     for name in (wanted, "tree_unflatten"):
         if not callable(getattr(cls, name, None)):
             raise InvalidRegistrationError(
-                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields state it:\n"
+                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields define "
+                "it:\n"
                 f"    @pytree_dataclass\n    class {cls.__name__}: ..."
             )
     if isinstance(inspect.getattr_static(cls, "tree_unflatten"), FunctionType):
@@ -365,20 +366,20 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
             f"{caller}({cls.__qualname__}): tree_unflatten makes the object, so it is a class method:\n"
             "    @classmethod\n    def tree_unflatten(cls, static, children): ..."
         )
-    # `cls.tree_unflatten` is a new object each time, and equal to the one before
+    # `cls.tree_unflatten` is a new object at every access, equal to the last
     return _claim(cls, _functions_of_jax, (flatten, cls.tree_unflatten, keyed), caller, backends)  # type: ignore[attr-defined] # looked at above
 
 
 def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
-    """An unflatten function written for torch would be handed the children as its static part, silently."""
+    """Refuse an unflatten function with torch's order of arguments, which would get children as static part."""
     try:
         first = next(iter(inspect.signature(unflatten).parameters), "")
-    except (TypeError, ValueError):  # builtins have no signature to read
+    except (TypeError, ValueError):  # builtins have no signature
         return
     if first in ("children", "values", "leaves"):
         raise InvalidRegistrationError(
-            f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), in the order of JAX, and its "
-            f"first parameter is {first!r}. Swap its parameters, or register it in the order of torch:\n"
+            f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), the order of JAX, but its "
+            f"first parameter is {first!r}. Swap the parameters, or register the class with torch's order:\n"
             f"    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
         )
 
@@ -413,7 +414,7 @@ def _claim(
 def _functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
-    """Functions as torch calls them, from functions as JAX calls them."""
+    """Functions with torch's order of arguments, from functions with JAX's order."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # used where there is one

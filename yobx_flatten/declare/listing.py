@@ -10,7 +10,7 @@ from ..errors.dependencies import is_installed
 from ..recipe.contract import Recipe
 
 _TABLES = "torch (Python), torch (C++), torch.fx"
-_OTHERS_TABLES = "torch (Python), torch (C++)"  # what torch's own function writes
+_OTHERS_TABLES = "torch (Python), torch (C++)"  # the tables that torch's own function fills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,11 @@ class FlatteningRow:
         cls: module and name of the class.
         code: the letters that name a layer's leaves; for other classes the name stored in saved programs.
         leaves: names of the leaves, or of the children.
-        counters: the place of the number of tokens seen.
+        counters: the leaf or attribute that counts the tokens seen.
         static: the static data, which a program relies on.
-        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` where its own registration
-            stays, ``"-"`` for layers, which are part of their cache's node.
-        tables: the tables that hold it; empty for layers.
+        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` where its registration is kept,
+            ``"-"`` for layers, which belong to their cache's node.
+        tables: the tables that contain the class; empty for layers.
         since: the first of the tested versions of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty
             for classes of models.
     """
@@ -45,8 +45,8 @@ class FlatteningRow:
 def flattening_list() -> list[FlatteningRow]:
     """List the classes that ``register_flattening_functions(patch_transformers=True)`` knows.
 
-    Layers and caches of ``transformers.cache_utils`` are listed as the installed version has them; classes of models
-    as far as these are imported.
+    Layers and caches are those of the installed ``transformers.cache_utils``; classes of model modules are listed if
+    the module is imported.
 
     Returns:
         One row per class: layers, caches, outputs and containers; each kind in the order of its definition or import.
@@ -60,7 +60,7 @@ def flattening_list() -> list[FlatteningRow]:
     return [*_layers(), *_nodes()]
 
 
-# Classes that came later than 4.56, the oldest version we test with. Where a version renamed a class, it is the same.
+# Classes that are newer than 4.56, the oldest tested version. A renamed class has the version of its first name.
 _SINCE = {
     "5.17": {"MtpCache", "DFlashCache", "DynamicIndexedLayer", "StaticIndexedLayer"},
     "5.23": {"KVSharingDict", "Fp8QuantizedLayer", "DummyLayer"},
@@ -78,7 +78,7 @@ def _since(cls: type) -> str:
 
 # -- layers ----------------------------------------------------------------------------------------------------------
 
-# letter -> leaves, where it counts, what is static. The words that follow LETTERS and OTHER_LETTERS.
+# letter -> leaves, counters, static data, in the order of LETTERS and OTHER_LETTERS.
 _LAYERS: dict[str, tuple[str, str, str]] = {
     "D": ("key, value", "the length of its keys", "none"),
     "W": ("key, value", "length", "window; whether it records its past"),
@@ -131,7 +131,7 @@ _LAYERED = ("those of its layers; its own tensors", "in its layers", "its layers
 def _nodes() -> Iterator[FlatteningRow]:
     from ..huggingface.recipes import transformers_recipes
 
-    # an instance of an output needs its module; the list names the documented ones in any case
+    # outputs exist once their module is imported; the documented ones are always listed
     for name in ("transformers.modeling_outputs", "transformers.tokenization_utils_base"):
         importlib.import_module(name)
     importlib.import_module("transformers.feature_extraction_utils")

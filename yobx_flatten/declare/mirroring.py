@@ -1,8 +1,7 @@
 """Copy registrations between libraries: classes of flax and equinox to torch, and back.
 
-The source is asked for one level at a time: children, their keys, the static part. A tree definition of JAX would do
-for a round trip, but could not be stored; the static part of one level is plain data, which ``torch.export.save``
-writes.
+The source flattens one level at a time: children, their keys, the static part. A tree definition of JAX cannot be
+stored, but the static part of one level is plain data, which ``torch.export.save`` can write.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def mirror(
         cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.
         source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
-        to: the libraries to register with, by the same names.
-        namespace: optree's namespace, where optree is the source; ``""`` is the one that all trees see.
-        f_check: a function that makes an instance, which is flattened and rebuilt at once, and whose static part is
-            stored; where that fails nothing is registered. ``None`` checks nothing.
+        to: the names of the libraries to register with.
+        namespace: optree's namespace, where optree is the source; ``""`` is the global namespace.
+        f_check: a function that makes an instance. The instance is flattened and rebuilt at once, and its static part
+            is stored; if that fails, nothing is registered. ``None`` checks nothing.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if each of ``to`` knew it already. Take it back with
@@ -105,7 +104,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _mirrored_before(cls: type, start: str) -> Recipe | None:
-    """The recipe that was made of this source: asking twice changes nothing, and another library gets the same."""
+    """The recipe for a class of this source; cached, so that all libraries get the same recipe."""
     held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
     return next((recipe for recipe in held if recipe is not None and recipe.remedy.startswith(start)), None)
 
@@ -113,7 +112,7 @@ def _mirrored_before(cls: type, start: str) -> Recipe | None:
 def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:
     return NotRegisteredError(
         f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register it there first, "
-        f"or here, for all at once:\n    {line}"
+        f"or with all libraries at once:\n    {line}"
     )
 
 
@@ -125,7 +124,7 @@ def _from_torch(cls: type, namespace: str) -> _Functions:
 
 
 def _from_jax(cls: type, namespace: str) -> _Functions:
-    # no class can be registered with a library that is not imported
+    # a library that is not imported has no registrations
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
     if tree_util is None or not tree_util.default_registry.is_node(cls):
         raise _unknown(cls, "JAX", f"register({cls.__qualname__})")

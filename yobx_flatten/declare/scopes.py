@@ -51,12 +51,12 @@ def register_class_flattening(
 
     Args:
         cls: the class; subclasses need their own registration.
-        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild.
-            Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
+        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and the other data that rebuilding
+            needs. Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
-        f_check: makes an instance, which is flattened and rebuilt at once; a difference undoes the registration.
+        f_check: makes an instance, which is flattened and rebuilt at once; a difference cancels the registration.
         verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
         backends: ``"torch"``, ``"optree"`` or ``"jax"``, several of them, or ``"all"`` that are installed.
         axes: names of the axes of a child that vary between calls, by its key: ``{"hidden": {1: "batch"}}``.
@@ -87,8 +87,8 @@ def register_class_flattening(
     if isinstance(f_flatten, FlattenFunctions):
         if f_unflatten is not None or f_flatten_with_keys is not None:
             raise InvalidRegistrationError(
-                f"register_class_flattening({cls.__qualname__}): the first argument holds all three functions. Leave "
-                f"out the others:\n    register_class_flattening({cls.__qualname__}, functions)"
+                f"register_class_flattening({cls.__qualname__}): the first argument contains all three functions. "
+                f"Leave out the others:\n    register_class_flattening({cls.__qualname__}, functions)"
             )
         f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)  # type: ignore[arg-type] # refused
@@ -108,7 +108,7 @@ def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], A
         require_callable(recipe.cls, "f_check", f_check, 0)
     claim = REGISTRY.claim_for_user(recipe, libraries)
     if claim is not None and f_check is not None:
-        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C in a check of the user
+        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C during a user's check
             _run_check(recipe, f_check)
     return claim is not None
 
@@ -116,7 +116,7 @@ def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], A
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     """Undo :func:`register_class_flattening`, and restore every table.
 
-    JAX alone cannot forget a class: it continues to flatten instances as it did last.
+    JAX cannot unregister a class: it continues to use the last functions.
 
     Args:
         cls: the class.
@@ -182,7 +182,7 @@ class Undo(dict[type, bool]):
 
     def _add(self, cls: type, recipe: Recipe | None) -> None:
         with LOCK:
-            if self._undone:  # a module whose import began inside and ends outside
+            if self._undone:  # the import of a module began inside the block and ends outside
                 return
             held_before = REGISTRY.recipe_in_force(cls) is not None
             claim = None if recipe is None else REGISTRY.claim(recipe)
@@ -208,7 +208,7 @@ class Undo(dict[type, bool]):
     def _undo(self) -> None:
         with LOCK:
             self._undone = True
-            stack = self._stack.pop_all()  # so that a second call, also from another thread, finds nothing to do
+            stack = self._stack.pop_all()  # so that a second call, also from another thread, does nothing
         stack.close()
 
 
@@ -222,7 +222,7 @@ def register_cache_flattening(
 
     Args:
         patch_transformers: whether to register every cache class of transformers and of its models, also of those
-            imported later, and to make traces serve all lengths (see :mod:`.support`). The ``ModelOutput`` family
+            imported later, and to let one trace cover all lengths (see :mod:`.support`). The ``ModelOutput`` family
             keeps the registration that transformers makes. ``False`` by default.
         patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
             imported later. ``False`` by default.
@@ -252,7 +252,7 @@ def register_cache_flattening(
 
 
 def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
-    # what takes long first, where Ctrl-C may end it
+    # slow work first, where Ctrl-C can stop it
     if patch_transformers:
         _require_library("transformers", "patch_transformers")
         from ..huggingface.recipes import transformers_recipes, transformers_recipes_of_module
@@ -277,7 +277,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
 
 
 def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
-    """Undo one :func:`register_cache_flattening`. Doing it twice is harmless.
+    """Undo one :func:`register_cache_flattening`. A second call does nothing.
 
     Args:
         undo: what :func:`register_cache_flattening` returned.
@@ -295,13 +295,13 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
     """
     if not isinstance(undo, Undo):
         raise InvalidRegistrationError(
-            "unregister_cache_flattening: expected what register_cache_flattening returned, found "
+            "unregister_cache_flattening: expected the result of register_cache_flattening, found "
             f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
             "    unregister_cache_flattening(undo)"
         )
     with DeferredSignals(), verbosity(verbose):
         undo._undo()
-        say(logging.INFO, "let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
+        say(logging.INFO, "released: %s", ", ".join(c.__name__ for c in undo) or "nothing")
 
 
 def register_flattening_functions(
@@ -309,8 +309,8 @@ def register_flattening_functions(
 ) -> Block:
     """Register caches and model outputs inside a ``with`` block, so that ``torch.export`` accepts them at any length.
 
-    On exit, also by an exception, every table and every patched attribute is as it was found. Blocks can be nested, and
-    open in several threads at once.
+    On exit, also after an exception, every table and every patched attribute is restored. Blocks can be nested, and can
+    be open in several threads at once.
 
     Args:
         patch_transformers: see :func:`register_cache_flattening`; ``False`` by default.
@@ -318,8 +318,8 @@ def register_flattening_functions(
         verbose: 1 or more logs what is done; 0 by default.
 
     Returns:
-        A context manager (*the block*), which also decorates functions. ``with ... as`` gives what
-        :func:`register_cache_flattening` returns.
+        A context manager (*the block*), which also decorates functions. ``with ... as`` gives the result of
+        :func:`register_cache_flattening`.
 
     Raises:
         MissingDependencyError: on entering, when the library is not installed.
@@ -345,11 +345,11 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
     def __init__(self, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
         self._options = patch_transformers, patch_diffusers, verbose
 
-    def _recreate_cm(self) -> Block:  # asked by ContextDecorator, at each call of what is decorated
+    def _recreate_cm(self) -> Block:  # called by ContextDecorator at each call of the decorated function
         return Block(*self._options)
 
-    # A handler of a signal can raise before any line. Where that is one of these, the block is ended again; before the
-    # first line of `__exit__`, it is ended when no reference to it is left.
+    # A signal handler can raise before any line. If it raises here, the exit runs again; if it raises before the first
+    # line of `__exit__`, the block ends when its last reference is gone.
 
     def __enter__(self) -> Undo:
         try:
@@ -379,7 +379,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
 
 
 def _undone_when_dropped(undo: Undo) -> Iterator[None]:
-    # a generator, not __del__: that would run at the end of every block, and swallow what is raised there
+    # a generator, not __del__, which would run after every block and swallow exceptions
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Aliases for types in signatures, where the class is the user's or of an optional library."""
+"""Type aliases for signatures, for classes of users and of optional libraries."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ PyTree: TypeAlias = Any
 Kwargs: TypeAlias = dict[str, Any]
 #: ``transformers.PreTrainedModel``, or PEFT's model around one; transformers counts as untyped
 TransformersModel: TypeAlias = Any
-#: a cache without its class: for each layer its keys and values, ``{"key": ..., "value": ...}``
+#: a cache as plain data: the keys and values of each layer, ``{"key": ..., "value": ...}``
 PlainCache: TypeAlias = list[dict[str, Any]]
-#: ``transformers.cache_utils.Cache``, or a cache class of a model's own
+#: ``transformers.cache_utils.Cache``, or a cache class that a model defines itself
 TransformersCache: TypeAlias = Any
-#: a layer of a cache: of ``transformers.cache_utils``, or a class of a model's own
+#: a layer of a cache: of ``transformers.cache_utils``, or a class that a model defines itself
 CacheLayer: TypeAlias = Any
-#: the size of an axis; in a trace a symbol, which torch's own types count as an int
+#: the size of an axis; a symbol during a trace, which torch annotates as an int
 Size: TypeAlias = int
-#: a number of tokens; in a trace also a tensor without axes, which has no value yet
+#: a number of tokens; during a trace also a 0-d tensor, which has no value yet
 Length: TypeAlias = Size | torch.Tensor
-#: the static part of a flattened object: anything that compares, and that JSON or a cache key is made of
+#: the static part of a flattened object: any value that compares, and that can become JSON or a cache key
 Static: TypeAlias = Any
-#: what :func:`torch.export.export` takes as ``dynamic_shapes``, in the containers of the inputs
+#: the ``dynamic_shapes`` argument of :func:`torch.export.export`, in the containers of the inputs
 DynamicShapes: TypeAlias = Any
-#: ``transformers.PretrainedConfig``, or the configuration of a model's own
+#: ``transformers.PretrainedConfig``, or a configuration class that a model defines itself
 TransformersConfig: TypeAlias = Any
 #: ``transformers.utils.ModelOutput``: values by name, and as attributes
 ModelOutput: TypeAlias = Any
-#: a function that is called as its caller is
+#: a function with the same parameters as its caller
 Call: TypeAlias = Callable[..., Any]
-#: what :meth:`torch.Tensor.to` takes for a device
+#: a device, as :meth:`torch.Tensor.to` accepts it
 Device: TypeAlias = torch.device | str | int
-#: a value of a graph that onnxscript builds, or a tensor where it computes at once: it counts as untyped
+#: a value of a graph that onnxscript builds, or a tensor in its eager mode; onnxscript has no types for mypy
 OnnxValue: TypeAlias = Any

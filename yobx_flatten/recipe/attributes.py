@@ -37,7 +37,7 @@ __all__ = [
     "snake_case",
 ]
 
-_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of types: a class statement sets the first one alone
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # type flags of CPython: a ``class`` statement sets only the first
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
 _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
@@ -70,11 +70,11 @@ def functions_from_fields(
         ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``, as a named tuple that
         :func:`~yobx_flatten.register_class_flattening` takes whole. The static part is the list
         ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
-        ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
-        of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
-        the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the attribute,
-        for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for an instance with
-        an attribute that is not named.
+        ``None``, or a tuple of the values, which is hashable if all values are, as JAX requires. The items of a
+        subclass of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come
+        last in the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the
+        attribute, for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for an
+        instance with an attribute that is not named.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
@@ -188,16 +188,16 @@ def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
 
 
 def checked(value: Static, where: str) -> Static:
-    """Return the value of a static attribute, or raise if it cannot be static; approvals are remembered.
+    """Return the value of a static attribute, or raise if it cannot be static; accepted values are cached.
 
-    A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
-    and a caller that appends to its own list does not change a program.
+    A list, dict or set is copied: a program stores it and compares it at every call, and must not change when the
+    caller appends to the list.
     """
     if type(value) in _FIT:
         return value
     if not (_is_fit(value) or _approved.get(id(value)) is value):
         check_static(value, where=where)
-        with contextlib.suppress(TypeError):  # what takes no weak reference is looked through each time
+        with contextlib.suppress(TypeError):  # objects without weak references are checked each time
             _approved[id(value)] = value
     return own_copy(value)
 
@@ -205,7 +205,7 @@ def checked(value: Static, where: str) -> Static:
 def _is_fit(value: Any) -> bool:
     """Return whether static data is of a common simple type; ``False`` needs a full check."""
     kind = type(value)
-    if kind in _FIT or (kind is float and value == value):  # not so for NaN
+    if kind in _FIT or (kind is float and value == value):  # false for NaN
         return True
     if kind is tuple or kind is list:
         return all(map(_is_fit, value))
@@ -229,8 +229,8 @@ def require_content(cls: type, caller: str) -> None:
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(
-            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, whose content is not in its "
-            "attributes: it would be lost. Write the three functions yourself:\n"
+            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, which stores its content outside of "
+            "attributes. That content would be lost. Write the three functions yourself:\n"
             f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
         )
 
@@ -240,13 +240,13 @@ def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
     if name is None:  # raised by the code of a property
         return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
     return UnsetFieldError(
-        f"{cls.__qualname__}.{name} was never set, and is a child, or static data, of every instance. Set it, to None "
-        f"where there is nothing:\n    self.{name} = None"
+        f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set it in every "
+        f"instance, to None if there is no value:\n    self.{name} = None"
     )
 
 
 def names_of(names: str | Iterable[str]) -> list[str]:
-    """Return names of attributes as a list; a text is one name."""
+    """Return attribute names as a list; a string is one name."""
     return [names] if isinstance(names, str) else list(names)
 
 

@@ -42,13 +42,13 @@ class Recipe:
     flatten_with_keys: FlattenWithKeys  # `obj -> ([(key, child), ...], static)`
     name: str  # the name stored in saved programs; unique and stable across versions
     remedy: str  # the line a user types to have the class registered; part of error messages
-    # `key -> {axis: meaning}` of a leaf, for the axes that vary between calls (`{0: "batch"}`); `None` when nothing is
-    # known, and every axis may vary
+    # `key -> {axis: meaning}` of a leaf, for the axes that vary between calls (`{0: "batch"}`); `None` if unknown: then
+    # every axis may vary
     axes: Callable[[str], dict[int, str] | None] | None = None
-    # `(key, name of what is below it) -> name` of a leaf in an exported graph; `None` joins them by dots
+    # `(key, name below the key) -> name` of a leaf in an exported graph; `None` joins the two by a dot
     label: Callable[[str, str], str] | None = None
-    # whether the static part is stored as torch stores it by itself, as the suspended registration does, so that a
-    # program that was saved under one of them loads under the other
+    # whether the static part is stored in torch's default form, as the suspended registration does: a program saved
+    # under either registration then loads under both
     plain_static: bool = False
 
     @classmethod
@@ -61,7 +61,7 @@ class Recipe:
         *,
         remedy: str | None = None,
     ) -> Recipe:
-        """Check the functions a user gave and make a recipe of them."""
+        """Check a user's functions and make a recipe from them."""
         require_class(target)
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
@@ -86,12 +86,12 @@ class Recipe:
 
     @property
     def has_keys(self) -> bool:
-        """Whether the author named the children; they are numbered otherwise."""
+        """Whether the author named the children; unnamed children are numbered."""
         return _given(self) is not None
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
-    """Refuse what is not a class, with the line to type."""
+    """Refuse an object that is not a class, with the line to type."""
     if isinstance(target, type):
         return
     is_builtin = type(target).__module__ in ("builtins", "types", "typing")
@@ -111,24 +111,25 @@ def require_node(target: object, function: str) -> None:
     start = f"{function}: {describe_class(cls)} is "
     if is_namedtuple_class(cls):
         raise InvalidRegistrationError(
-            f"{start}a named tuple, which torch, optree and JAX flatten by themselves, whatever is registered. Only "
-            "torch.export.save wants a name for it:\n"
+            f"{start}a named tuple, which torch, optree and JAX always flatten themselves. Only torch.export.save "
+            "needs a name for the class:\n"
             f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
         )
     if is_typeddict(cls):
         raise InvalidRegistrationError(
-            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX flatten them as they are."
+            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX flatten them without a "
+            "registration."
         )
     if is_constant_class(cls):
         raise InvalidRegistrationError(
-            f"{start}an enum or a class like it: each of its constants exists once, and a rebuilt one would be a "
-            "second. Make it static data of the object that holds it:\n"
+            f"{start}an enum or a similar class: each of its constants exists once, and must not be rebuilt. Make the "
+            "value static data of the object that holds it:\n"
             f'    mode: {cls.__qualname__} = dataclasses.field(metadata={{"static": True}})'
         )
 
 
 def is_constant_class(cls: type) -> bool:
-    """Return whether a class is that of an enum, or of dtypes, devices and the like: static data, never a node."""
+    """Return whether a class is an enum, a dtype, a device or similar: static data, never a node."""
     return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -141,7 +142,7 @@ def require_callable(
     caller: str = "register_class_flattening",
     needed: str | None = None,
 ) -> None:
-    """Refuse a function that cannot take the arguments it will be called with."""
+    """Refuse a function whose parameters do not fit the call that will be made."""
     needed = needed or ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
@@ -156,7 +157,7 @@ def require_callable(
         signature.bind(*range(arity))
     except TypeError as error:
         line = f"{caller}({target.__qualname__}, functions)"
-        remedy = f" Functions of functions_from_fields are one argument:\n    {line}" if arity == 2 else ""
+        remedy = f" Pass the result of functions_from_fields as one argument:\n    {line}" if arity == 2 else ""
         raise InvalidRegistrationError(
             f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature is {signature} "
             f"({error}).{remedy}"
@@ -164,12 +165,12 @@ def require_callable(
 
 
 def _same_function(one: object, other: object) -> bool:
-    # not `==` for everything: the registry asks while it holds its lock, and a callable object can define `__eq__`
+    # not always `==`: the registry calls this under its lock, and a callable object can define `__eq__`
     return one is other or (isinstance(one, types.MethodType) and one == other)
 
 
 def _given(recipe: Recipe) -> FlattenWithKeys | None:
-    """Return the author's keyed function; ``None`` for keys by position."""
+    """Return the author's keyed function; ``None`` if keys are positions."""
     return (
         None
         if getattr(recipe.flatten_with_keys, "__name__", "") == "flatten_with_positions"
@@ -191,11 +192,11 @@ def _with_positions(flatten: Flatten) -> FlattenWithKeys:
 
 
 UNSET = object()
-"""Instead of the value of an attribute that is not set."""
+"""Marks an attribute that is not set."""
 
 
 def slots_of(cls: type) -> list[str]:
-    """The slots of a class and of its bases, as they are spelt in the instance; bases come first."""
+    """The slots of a class and of its bases, by their names in the instance; bases come first."""
     found = []
     for base in reversed(cls.__mro__):
         slots = base.__dict__.get("__slots__", ())
@@ -206,10 +207,10 @@ def slots_of(cls: type) -> list[str]:
 
 
 def held_attributes(obj: object) -> dict[str, Any]:
-    """Attributes of an instance, from its ``__dict__`` and its slots; no code of its class runs."""
+    """Attributes of an instance, from its ``__dict__`` and its slots, without running code of its class."""
     held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
     stored = getattr(obj, "__dict__", {})
-    # the items of a dict with `self.__dict__ = self` are no attributes
+    # a dict with `self.__dict__ = self`: its items are not attributes
     return {name: value for name, value in held.items() if value is not UNSET} | ({} if stored is obj else dict(stored))
 
 
@@ -224,9 +225,9 @@ def _slot(cls: type, obj: object, name: str) -> Any:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether an instance without the attribute reads the same: from its class, or computed when it is read."""
+    """Return whether reading the attribute gives the same value after it is removed: from the class, or computed."""
     of_class = inspect.getattr_static(cls, name, UNSET)
-    # typing notes in it what a generic class was called with
+    # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)
 
 
@@ -243,7 +244,7 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
         return undeclared
     of_class = [inspect.getattr_static(cls, name, UNSET) for name in declared]
     stored = frozenset(n for n, found in zip(declared, of_class, strict=True) if not _is_data_descriptor(found))
-    # where all of them are read from `__dict__`, as many names are the same names
+    # when all attributes are in `__dict__`, equal counts mean equal names
     compares_names = hasattr(cls, "__getattr__") or any(found is not UNSET for found in of_class)
 
     def check(obj: Any) -> None:
@@ -264,7 +265,7 @@ def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
 
 
 def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
-    """Return whether setting a declared attribute also sets this one, as the setter of a property does."""
+    """Return whether setting a declared attribute also sets this attribute, such as through a property."""
     behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
     if not behind:
         return False
@@ -279,10 +280,10 @@ def _is_data_descriptor(found: object) -> bool:
 
 
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
-    """Return the error for an attribute that no child and no static data holds, with the lines to type."""
+    """Return the error for an attribute that is neither child nor static data, with the line to type."""
     return RoundTripError(
-        f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)}: "
-        "it would be lost. Declare it as a field, or name it (static data goes into static=[...]):\n"
+        f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)} "
+        "and would be lost. Declare it as a field, or name it (static data in static=[...]):\n"
         f"    register({cls.__qualname__}, children={[*declared, name]})"
     )
 
@@ -291,7 +292,7 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
 
 
 class HeldStatic:
-    """A hashable wrapper of static data; two are equal if their contents are."""
+    """A hashable wrapper of static data; wrappers are equal if their contents are equal."""
 
     __slots__ = ("_hash", "value")
 
@@ -364,7 +365,7 @@ def _hash(value: Static) -> int:
         return hash(value)
     except TypeError:
         raise StaticDataError(
-            f"Static data holds {describe_class(value)}, which does not hash; JAX uses static data as the key of its "
-            "compiled functions. Return it among the children if it may change between calls, otherwise store its name "
-            "or its numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
+            f"Static data holds {describe_class(value)}, which is not hashable; JAX uses static data as the key of its "
+            "compiled functions. If the value changes between calls, return it among the children. Otherwise store "
+            "its name or its numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
         ) from None

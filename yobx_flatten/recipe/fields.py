@@ -34,36 +34,36 @@ from .mappings import is_mapping, mapping_functions
 
 
 def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
-    """Make the flatten, keyed flatten and unflatten functions of a class that declares its contents."""
+    """Make the flatten, keyed flatten and unflatten functions of a class from its declared fields."""
     # cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
     # `keys()` and `values()` (a `dict` subclass, a `ModelOutput`), one with JAX's `tree_flatten()` and
     # `tree_unflatten()`, or one with nothing but `__slots__`. A field declared with `metadata={"static": True}` becomes
-    # static data. What an instance holds in addition to its fields does not come back; no constructor is called.
+    # static data. Data outside of the fields is not restored. No constructor is called.
     # returns: the three functions, named `flatten_<class>`, `flatten_with_keys_<class>` and `unflatten_<class>`
     require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
-            if read is not _jax_functions:  # their author states it all
+            if read is not _jax_functions:  # defined by the author's own methods
                 require_content(cls, caller)
             return name_functions(cls, read(cls))
     if cls in (torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes):
-        raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} is a leaf of trees, and is not registered.")
+        raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} is always a leaf and cannot be registered.")
     raise InvalidRegistrationError(
-        f"{caller}: {describe_class(cls)} is neither a dataclass nor has keys() and values(), nor is it an attrs "
-        "class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or nothing but __slots__. Name "
-        "the attributes that hold tensors, and those that are fixed:\n"
+        f"{caller}: {describe_class(cls)} does not declare its fields: it is not a dataclass, an attrs class, a "
+        "pydantic model, a mapping, a class with tree_flatten() and tree_unflatten(), or one with only __slots__. "
+        "Name the attributes that hold tensors, and the fixed attributes:\n"
         f"    register({cls.__qualname__}, children=['x', 'y'], static=['name'])"
     )
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a recipe of a class that declares its contents; see :func:`functions_of`."""
+    """Make a recipe for a class that declares its fields; see :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 
 
 def _is_static(metadata: Mapping[Any, Any]) -> bool:
-    # `pytree_node` is flax's word; equinox's and JAX's is `static`, as we do
+    # flax names it `pytree_node`; equinox, JAX and this package name it `static`
     return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
 
 
@@ -78,7 +78,7 @@ def _dataclass_functions(cls: type) -> FlattenFunctions:
 
 
 def _attrs_functions(cls: type) -> FlattenFunctions:
-    # by the name of the attribute: `_x` is passed to the constructor as `x`, but that is not called
+    # by attribute name (`_x`), not by the name of the constructor's parameter (`x`): no constructor is called
     return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
 
 
@@ -119,7 +119,7 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
     extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
     static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
     names = [name for name in extras if name not in static_names]
-    is_root = cls.__pydantic_root_model__  # holds one field, and has no place for more
+    is_root = cls.__pydantic_root_model__  # holds one field only, without `__dict__`
     set_field = object.__setattr__
     count = len(extras)
 
@@ -190,16 +190,16 @@ _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
 def torch_key(key: object) -> KeyEntry:
-    """Translate a key of JAX (or of any library whose keys have a similar attribute) to torch's.
+    """Translate a key of JAX, or of a library with similar keys, to a key of torch.
 
     >>> torch_key("a"), torch_key(0)
     (MappingKey(key='a'), SequenceKey(idx=0))
     """
     # key: `GetAttrKey`, `DictKey`, `SequenceKey` or `FlattenedIndexKey` of `jax.tree_util`, a key of torch, or a bare
-    # key: an integer is a position, everything else a key of a mapping
+    # value: an integer is a position, any other value a key of a mapping
     if isinstance(key, _TORCH):
         return key
-    # by attribute, not by class: JAX is not imported for this
+    # by attribute, not by class, so that JAX is not imported
     if hasattr(key, "idx"):
         return SequenceKey(key.idx)
     if hasattr(key, "name"):

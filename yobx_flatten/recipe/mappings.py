@@ -1,7 +1,7 @@
 """Make flatten functions for classes with ``keys()`` and ``values()``.
 
 An instance is rebuilt by its constructor, which can do more than keep items (``self.__dict__ = self``), or less.
-So what items do not state is refused, and what a constructor made of them is compared::
+So content outside of the items is refused, and the items that the constructor makes are compared::
 
     class Config(dict):                     config.scale = tensor     flatten raises: no item holds it
         def __init__(self, name):           Config(items)             unflatten raises: {"name": items}
@@ -30,8 +30,8 @@ def is_mapping_like(cls: type) -> bool:
 def is_mapping(cls: type) -> bool:
     """Return whether a class declares that its instances contain nothing but items.
 
-    chex writes dataclasses with the methods of a mapping, and a dataclass can derive from ``dict`` and never put its
-    fields there; the fields state more then. A ``ModelOutput`` makes items of its fields when it is made.
+    A dataclass of chex has the methods of a mapping, and a dataclass that derives from ``dict`` may not store its
+    fields as items; such classes are described by their fields. A ``ModelOutput`` copies its fields into items.
     """
     if not is_mapping_like(cls) or (issubclass(cls, dict) and _has_slots(cls)):
         return False
@@ -42,8 +42,8 @@ def is_mapping(cls: type) -> bool:
 
 def mapping_functions(cls: type) -> FlattenFunctions:
     """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds."""
-    # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for an instance of a `dict` or
-    # `UserDict` that holds what no item does, and unflatten when the constructor made other items.
+    # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for a `dict` or `UserDict` with
+    # content outside of its items, and unflatten when the constructor makes different items.
     check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 
@@ -65,7 +65,7 @@ _KEEPS_ITEMS = ("__post_init__", "__setitem__")
 
 
 def _written(cls: type) -> list[type]:
-    """The class and its bases, as far as they are written in Python."""
+    """The class and those of its bases that are written in Python."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 
@@ -73,7 +73,7 @@ def _has_slots(cls: type) -> bool:
     return any(type(value) is MemberDescriptorType for base in _written(cls) for value in vars(base).values())
 
 
-# -- what no item holds ----------------------------------------------------------------------------------------------
+# -- content outside items --------------------------------------------------------------------------------------------
 
 
 def _check_of(cls: type) -> Callable[[Any], None]:
@@ -139,8 +139,8 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     else:
         line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return RoundTripError(
-        f"{cls.__qualname__}: its attribute {name!r} would be lost: only its items are exported. Store it as an "
-        f"item, or register it (static data is named by static=[...]):\n    {line}"
+        f"{cls.__qualname__}: its attribute {name!r} would be lost: only items are exported. Store the value as an "
+        f"item, or register the class (static data in static=[...]):\n    {line}"
     )
 
 
@@ -150,7 +150,7 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
 def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
     make: Callable[..., Any] = cls
     if dataclasses.is_dataclass(cls):
-        # no item: the field is None, whatever its default
+        # a field without an item is None, not its default
         absent = {field.name: None for field in dataclasses.fields(cls) if field.init and field.default is not None}
         return lambda items: make(**{**absent, **items})
     if not issubclass(cls, dict):
@@ -174,7 +174,7 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
 
 
 def _kept(found: object, given: object) -> bool:
-    # some constructors make containers of their own kind of what is nested
+    # some constructors convert nested containers to their own class
     return found is given or isinstance(given, (dict, list, tuple))
 
 

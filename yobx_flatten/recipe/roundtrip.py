@@ -33,18 +33,18 @@ def check_round_trip(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
-    """The static part holds neither tensors nor arrays: they change from call to call."""
+    """The static part holds no tensors or arrays, which change from call to call."""
     _, static = _flatten(recipe, sample)
     for found in _tensors_in(static):
         raise RoundTripError(
             f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
-            f"{describe_class(found)}, which cannot be stored with a tree spec. Return it among the children if it may "
-            "change between calls, otherwise store its name or its numbers."
+            f"{describe_class(found)}, which cannot be stored with a tree spec. If it changes between calls, return it "
+            "among the children. Otherwise store its name or its numbers."
         )
 
 
 def _check_keys(recipe: Recipe, sample: object) -> None:
-    """The keyed flatten gives the same children and static part, under keys that torch knows."""
+    """The keyed flatten returns the same children and static part, with keys that torch supports."""
     name = recipe.cls.__qualname__
     children, static = _flatten(recipe, sample)
     keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
@@ -53,8 +53,8 @@ def _check_keys(recipe: Recipe, sample: object) -> None:
     for key, _ in keyed:
         if not isinstance(key, (pytree.MappingKey, pytree.GetAttrKey, pytree.SequenceKey)):
             raise RoundTripError(
-                f"{name}: f_flatten_with_keys gives the key {key!r}, which torch.export does not know; write it with "
-                f"torch.utils._pytree:\n    return [(GetAttrKey({str(key)!r}), obj.{key}), ...], static"
+                f"{name}: f_flatten_with_keys returns the key {key!r}, which torch.export does not know. Use a key "
+                f"class of torch.utils._pytree:\n    return [(GetAttrKey({str(key)!r}), obj.{key}), ...], static"
             )
     if not _same([child for _, child in keyed], children) or not _equal(keyed_static, static):
         raise RoundTripError(
@@ -91,30 +91,30 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
-    """Unflatten makes no tensor: made in a trace, it would be a constant of the program.
+    """Unflatten creates no tensor, which would become a constant of a traced program.
 
-    See https://github.com/pytorch/pytorch/issues/179555: the constant is not found again by ``run_decompositions``.
+    See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find that constant.
     """
     children, static = _flatten(recipe, sample)
     with _recorded() as operators:
         recipe.unflatten(list(children), static)
     if operators:
         raise RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor made there becomes a "
-            "constant of the program. Return it among the children, or make it where it is used."
+            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor created there becomes a "
+            "constant of the program. Return the tensor among the children, or create it where it is used."
         )
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Check that unflatten accepts any object as a leaf: torch.export passes shapes, JAX bare objects."""
+    """Check that unflatten accepts any object as a leaf: torch.export passes shapes, JAX placeholders."""
     children, static = _flatten(recipe, sample)
     placeholders = [object() if _is_leaf(child) else child for child in children]
 
     def failure(error: Exception) -> RoundTripError:
         return RoundTripError(
             f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders instead of the children "
-            f"({type(error).__name__}: {error}). Store the children without reading them; values computed from them "
-            "belong into the static part."
+            f"({type(error).__name__}: {error}). Store the children without reading them, and put computed values into "
+            "the static part."
         )
 
     with raised_as(failure):
@@ -122,7 +122,7 @@ def _check_placeholders(recipe: Recipe, sample: object) -> None:
 
 
 def _check_hashable(recipe: Recipe, sample: object) -> None:
-    """Check that the static part, or the contents of its containers, hashes: JAX caches programs by it."""
+    """Check that the static part is hashable: JAX caches compiled functions by it."""
     _, static = _flatten(recipe, sample)
     try:
         hashable(static)
@@ -193,9 +193,9 @@ def _tensors_in(static: Static) -> Iterator[Any]:
 
 
 def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
-    """Return attributes that are lost or have another value, except cached ones that are computed again.
+    """Return attributes that are lost or changed, except cached values that are recomputed.
 
-    A default of the constructor has the name of what it replaces: values are compared, tensors by identity.
+    Values are also compared, since a default of the constructor can replace a lost value; tensors by identity.
     """
     after = held_attributes(rebuilt)
     for name, value in held_attributes(sample).items():
@@ -205,7 +205,7 @@ def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
 
 
 def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
-    """Whether two values are the same, down to the attributes of objects that are equal to nothing but themselves."""
+    """Whether two values are the same; objects without ``__eq__`` are compared by their attributes."""
     if before is after or id(before) in seen:
         return True
     if type(before) is not type(after) or isinstance(before, torch.Tensor):
@@ -228,7 +228,7 @@ def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
 
 
 class _OperatorLog(TorchDispatchMode):
-    """Notes the operators that run."""
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
@@ -247,8 +247,8 @@ class _OperatorLog(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[str, None]]:
-    # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same
-    # time leave that note behind (torch.utils._python_dispatch, torch 2.13)
+    # `with recorder:` also sets a flag of the whole process; two threads that do so at once leave the flag set
+    # (torch.utils._python_dispatch, torch 2.13)
     recorder = _OperatorLog()
     push_mode(recorder)
     try:
@@ -267,11 +267,11 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
         return f"{len(found)} instead of {len(expected)}"
     pairs = enumerate(zip(found, expected, strict=True))
     index = next((i for i, (a, b) in pairs if not _same([a], [b])), 0)
-    return f"child {index} is not the {type(expected[index]).__qualname__} that was taken out"
+    return f"child {index} is not the original {type(expected[index]).__qualname__}"
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """The same objects: equal is not enough, since a copy loses the dynamic shapes of a trace."""
+    """Whether the objects are identical; an equal copy would lose the dynamic shapes of a trace."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
     return left_spec == right_spec and all(
@@ -281,5 +281,5 @@ def _same(left: list[Any], right: list[Any]) -> bool:
 
 
 def _equal(left: object, right: object) -> bool:
-    # static data that does not compare, whatever a user's __eq__ raises, is not equal
+    # a user's __eq__ can raise anything; then the values are not equal
     return result_or(lambda: left is right or bool(left == right), lambda error: False)

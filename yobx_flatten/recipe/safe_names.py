@@ -1,9 +1,9 @@
-"""Resolve a name in a file without importing or calling what the file chose.
+"""Resolve a name in a file without importing or calling code that the file chose.
 
 A file can come from anywhere. Static data name enums, dataclasses, configurations and functions as ``module:name``, and
-to look a name up could be to import its module. So a name is looked up in modules that the program has imported
-already, or in those of a fixed table: the modules in which model libraries define caches, outputs and configurations.
-What is found must be of the kind that is asked for, bear that name, and be nothing of Python's own library.
+resolving such a name could import a module. So names are resolved only in imported modules, and in a fixed table of
+modules in which model libraries define caches, outputs and configurations. The object must be of the expected kind,
+have that name, and not belong to the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import NotRegisteredError, StaticDataError, describe_class
 
-# Modules that only define classes. Each name in them is a part of this pattern: a file cannot choose others.
+# Modules that only define classes. The pattern lists all of them: a file cannot choose others.
 _KNOWN = re.compile(
     r"numpy|ml_dtypes"
     r"|transformers\.(?:cache_utils|modeling_outputs|configuration_utils|tokenization_utils_base|feature_extraction_utils)"
@@ -45,7 +45,8 @@ def import_known(module: str) -> None:
     except ImportError as error:
         library = module.partition(".")[0]
         raise NotRegisteredError(
-            f"The file holds something of {module}, which cannot be imported ({error}):\n    pip install {library}"
+            f"The file contains an object of the module {module}, which cannot be imported ({error}):\n    pip install "
+            f"{library}"
         ) from error
 
 
@@ -59,29 +60,29 @@ def find_named(name: object, kind: str) -> Any:
     import_known(module)
     if module not in sys.modules:
         raise NotRegisteredError(
-            f"The file holds {qualified} of the module {module}, which is not imported; a file does not choose what is "
-            f"imported. Import it first:\n    import {module}"
+            f"The file holds {qualified} of the module {module}, which is not imported, and a file cannot cause an "
+            f"import. Import it first:\n    import {module}"
         )
     found: Any = sys.modules[module]
     for part in qualified.split("."):
         # a module's own dictionary: `getattr` would run its __getattr__
         found = vars(found).get(part) if isinstance(found, type(sys)) else getattr(found, part, None)
     if not _FITS[kind](found, name):
-        raise StaticDataError(f"A file names {name!r}, which is no {kind} that a file may name.")
+        raise StaticDataError(f"A file names {name!r}, which is not a {kind} that a file may use.")
     return found
 
 
 def _bears(found: object, name: str) -> bool:
-    """Return whether an object was defined in the module that the file names, and not imported into it."""
+    """Return whether an object was defined in the module that the file names, not imported into that module."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
 
 def _is_of_python(name: str) -> bool:
-    """Return whether a name belongs to the standard library, where some classes run their arguments."""
+    """Return whether a name belongs to the standard library, where some classes execute their arguments."""
     return name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 
-# what stands for itself in static data, as a type of elements or a factory of containers
+# built-in types that static data may use as element types or container factories
 _BUILTINS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 _PLAIN = {f"builtins:{cls.__name__}" for cls in _BUILTINS}
 _PLAIN |= {"builtins:NoneType", "builtins:object", "collections:OrderedDict", "collections:deque"}
@@ -97,11 +98,11 @@ def _is_class(base: type) -> Callable[[Any, str], bool]:
 
 
 def _is_plain_dataclass(found: object, name: str) -> bool:
-    """Whether an object of a dataclass runs no code when it is made from its fields, nor when it is dropped."""
+    """Whether creating and deleting an object of this dataclass runs no code of its class."""
     return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
 
 
-# of Python's own functions, those that compute from what they are given
+# standard functions that only compute from their arguments
 _FUNCTIONS = ("abs", "all", "any", "divmod", "len", "max", "min", "pow", "round", "sorted", "sum")
 _PURE = {f"builtins:{name}" for name in _FUNCTIONS} | {"json:dumps", "json:loads"}
 _PURE_MODULES = ("cmath", "math", "operator", "_operator")
@@ -128,7 +129,7 @@ def _is_numpy_scalar(found: object, name: str) -> bool:
 
 
 def _is_config(found: object, name: str) -> bool:
-    """Whether a class is a configuration of transformers: another one's ``from_dict`` may do anything."""
+    """Whether a class is a transformers configuration; ``from_dict`` of other classes may run anything."""
     base = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", None)
     return base is not None and isinstance(found, type) and issubclass(found, base) and _bears(found, name)
 

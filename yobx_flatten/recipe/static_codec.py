@@ -1,8 +1,9 @@
 """Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
 JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
-``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. What plain JSON
-keeps stays plain, so that a saved program is readable; everything else is a dict with the single key ``"!<kind>"``.
+``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. Values that JSON
+keeps are stored unchanged, so that a saved program is readable; other values become a dict with the single key
+``"!<kind>"``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .aliases import Static
 from .safe_names import find_named
 
 _PLAIN = (str, int, float, bool, type(None))
-_Put = Callable[[Any, str], Any]  # (part, where it stands in the whole) -> JSON
+_Put = Callable[[Any, str], Any]  # (part, its path in the whole) -> JSON
 
 
 class _Kind(NamedTuple):
@@ -36,7 +37,7 @@ class _Kind(NamedTuple):
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
+    """Return whether a value is a tensor, a NumPy array or a JAX array, traced or not."""
     if isinstance(value, torch.Tensor):
         return True
     return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
@@ -52,8 +53,8 @@ def dump_static(value: Static, *, where: str = "") -> Any:
     """
     # value: strings, numbers, `None`, lists, tuples, named tuples, dicts with any of these as keys, sets, enums,
     # dataclasses, dtypes, devices, sizes, slices, ranges, bytes, scalars and dtypes of NumPy, and classes, functions
-    # and constants that a module has by name, nested at will
-    # where: what the value is, for messages: `"State.window"`
+    # and constants that a module defines by name; nested to any depth
+    # where: name of the value in messages: `"State.window"`
     if type(value) in _PLAIN:
         return value
 
@@ -70,17 +71,17 @@ def dump_static(value: Static, *, where: str = "") -> Any:
                 return {f"!{kind}": row.to_json(value, put)}
             except _NoNameError as error:
                 raise StaticDataError(
-                    f"Static data holds {describe_class(error.args[0])}{_at(where)}, which another process could not "
-                    "find by that name. Define it at the top of a module."
+                    f"Static data holds {describe_class(error.args[0])}{_at(where)}, which another process cannot "
+                    "import by name. Define it at the top level of a module."
                 ) from None
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise StaticDataError(
-            f"Static data holds {describe_class(value)}{_at(where)}, a size that varies in a trace: a program has one "
-            "static part. Return it among the children, as an int."
+            f"Static data holds {describe_class(value)}{_at(where)}, a dynamic size of a trace. The static part of a "
+            "program is fixed, so return the size among the children, as an int."
         )
     raise StaticDataError(
-        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. "
-        "Return it among the children if it may change between calls, otherwise store its name or its numbers."
+        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. If it "
+        "changes between calls, return it among the children. Otherwise store its name or its numbers."
     )
 
 
@@ -89,7 +90,7 @@ def load_static(data: Static) -> Static:
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):
-        # specs are compared with ==, and of all NaNs only the very same object passes: the one that all code uses
+        # specs are compared by ==, where a NaN equals only the identical object: use the common one
         return math.nan if data != data else data
     if len(data) == 1:
         (key, value), *_ = data.items()
@@ -104,17 +105,17 @@ def load_static(data: Static) -> Static:
 
 
 def check_static(value: Static, *, where: str = "") -> None:
-    """Refuse static data that cannot be stored, or that does not compare to a bool.
+    """Refuse static data that cannot be stored, or whose comparison is not a bool.
 
     >>> check_static({"sizes": (2, 3)})
     >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
     Traceback (most recent call last):
     yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
     """
-    # where: what the value is, for the message: `"State.window"`
+    # where: name of the value in the message: `"State.window"`
 
     def fits() -> bool:
-        # in a list, where NaN equals NaN if both are the one that all code uses
+        # in a list, which compares by identity first: the common NaN equals itself
         return [load_static(dump_static(value, where=where))] == [value]
 
     def failed(error: Exception) -> bool:
@@ -122,11 +123,11 @@ def check_static(value: Static, *, where: str = "") -> None:
             raise error
         return False
 
-    if not result_or(fits, failed):  # whatever an __eq__ or a from_dict raises
+    if not result_or(fits, failed):  # an __eq__ or a from_dict can raise anything
         raise StaticDataError(
             f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself after it is stored "
-            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares what "
-            "it holds and returns a bool, or store its numbers."
+            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares its "
+            "contents and returns a bool, or store its numbers."
         )
 
 
@@ -135,7 +136,7 @@ def _at(where: str) -> str:
 
 
 class _NoNameError(Exception):
-    """A class, function or constant that no module has by its name."""
+    """A class, function or constant that cannot be found by name in its module."""
 
 
 def _name_of(value: object) -> str:
@@ -165,7 +166,7 @@ def _constant_name(value: object) -> str | None:
 
 
 def _is_of(library: str, name: str, value: object) -> bool:
-    """An `isinstance` that imports nothing."""
+    """`isinstance` by class name, without importing the class's module."""
     cls = getattr(sys.modules.get(library), name, None)
     return cls is not None and isinstance(value, cls)
 
@@ -175,7 +176,7 @@ def _numpy_dtype(name: str) -> Any:
 
 
 def _is_numpy_dtype(value: Any) -> bool:
-    # the class of its scalars states it all, except for structured dtypes and those of another byte order
+    # the scalar class determines a dtype, except structured dtypes and non-native byte orders
     return _is_of("numpy", "dtype", value) and _has_name(value.type) and _numpy_dtype(_name_of(value.type)) == value
 
 
@@ -191,7 +192,7 @@ def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
     cls = find_named(name, "dataclass")
     obj = object.__new__(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
-    if not values.keys() <= fields:  # __class__, say, which would make it another object
+    if not values.keys() <= fields:  # such as __class__, which would change the object's class
         raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which are not fields of it.")
     for field, value in values.items():
         object.__setattr__(obj, field, load_static(value))
@@ -202,12 +203,12 @@ def _load_namedtuple(name: str, values: list[Any]) -> Any:
     cls = find_named(name, "namedtuple")
     if len(values) != len(cls._fields):
         raise StaticDataError(f"A file gives {len(values)} values for {name}, which has {len(cls._fields)} fields.")
-    return tuple.__new__(cls, [load_static(value) for value in values])  # without its own constructor
+    return tuple.__new__(cls, [load_static(value) for value in values])  # not through its own constructor
 
 
 def _load_config(name: str, text: str) -> Any:
     values = json.loads(text)
-    # these name code next to the configuration
+    # these keys name code to load with the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
         raise StaticDataError(f"A file holds a configuration {name} that names its own code.")
     objection = objection_to(values)
@@ -280,7 +281,7 @@ _KINDS: dict[str, _Kind] = {
         lambda v, put: [_name_of(v.dtype.type), v.tobytes().hex()],
         lambda d: _numpy_scalar(*d),
     ),
-    # configurations of transformers, which several caches keep
+    # transformers configurations, which several caches store
     "config": _Kind(
         lambda v: callable(getattr(v, "to_dict", None)) and callable(getattr(type(v), "from_dict", None)),
         lambda v, put: [_name_of(type(v)), json.dumps(v.to_dict(), sort_keys=True, default=str)],
@@ -323,7 +324,7 @@ def check_spec(text: str) -> None:
 def _parsed(text: str) -> object:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # a context may be any text where its class reads it itself
+    except (ValueError, RecursionError):  # a class with its own loader may store any text as context
         return None
 
 
@@ -348,7 +349,7 @@ def _dicts(tree: object) -> Iterator[dict[str, Any]]:
 
 
 _COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads|num_labels)$")
-_MOST = 10_000  # layers, experts or labels; models of today have some hundred, and 1,000 to 22,000 labels
+_MOST = 10_000  # layers, experts or labels; current models have some hundred layers, and 1,000 to 22,000 labels
 _MOST_LABELS = 100_000
 
 
@@ -358,7 +359,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
     'states num_labels = 1,000,000,000, and 100,000 are the most'
     >>> objection_to({"attn_implementation": "owner/kernel"})
-    "states attn_implementation = 'owner/kernel', code of the hub: take it out to compute with transformers' own"
+    "states attn_implementation = 'owner/kernel', code from the Hub: remove it to use transformers' implementation"
     """
     names = stated.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -370,12 +371,12 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
             if value > most:
                 return f"states {last} = {value:,}, and {most:,} are the most"
         if isinstance(value, str) and "attn_implementation" in key and "/" in value:
-            return f"states {key} = {value!r}, code of the hub: take it out to compute with transformers' own"
+            return f"states {key} = {value!r}, code from the Hub: remove it to use transformers' implementation"
     return None
 
 
 def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The parts of a document with the names that lead to them, those of inner configurations included."""
+    """The parts of a document with their paths, including nested configurations."""
     waiting: list[tuple[str, Any]] = [("", stated)]
     while waiting:
         key, one = waiting.pop()

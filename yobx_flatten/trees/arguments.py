@@ -19,16 +19,13 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Refuse anything but a module, and arguments that its ``forward`` or a program does not accept.
-
-    The latter hold themselves, or are nested tensors.
-    """
+    """Refuse anything but a module, arguments that its ``forward`` does not accept, cycles and nested tensors."""
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
         name, kind = module.__name__, type(owner).__qualname__
         raise InvalidArgumentError(
-            f"module: expected a torch.nn.Module, found the method {name!r} of {kind}. Record a call of it, and export "
-            f"that:\n    with record_calls(model, method={name!r}) as calls: model.{name}(...)\n"
+            f"module: expected a torch.nn.Module, found the method {name!r} of {kind}. Record a call of the method, "
+            f"and export the recording:\n    with record_calls(model, method={name!r}) as calls: model.{name}(...)\n"
             "    export_onnx(calls.module(), kwargs=calls.example(), path=...)"
         )
     if not isinstance(module, torch.nn.Module):
@@ -86,9 +83,8 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 
 def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All inputs by the name that ``forward`` gives them, in the order of its parameters."""
-    # returns: `args` and `kwargs` themselves, under these names, where the names of `forward` are not known or do not
-    # fit
+    """All inputs by the names of ``forward``'s parameters, in their order."""
+    # returns: the inputs by name; under `args` and `kwargs` if the names of `forward` are unknown or do not fit
     kwargs = kwargs or {}
     if isinstance(module, torch.nn.Module):
         try:
@@ -103,13 +99,13 @@ def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:
-    """Give every input its entry of ``dynamic_shapes``, ``None`` for inputs without one."""
+    """Return the entry of ``dynamic_shapes`` for every input, ``None`` for inputs without an entry."""
     # shapes: a dict by parameter name, or a list in the order of the inputs
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):
             raise DynamicShapesError(
                 f"dynamic_shapes: found {len(shapes)} entries for {len(inputs)} inputs, {list(inputs)}. Write one "
-                "entry per input, None for one that stays as it is."
+                "entry per input, None for an input of fixed size."
             )
         shapes = dict(zip(inputs, shapes, strict=False))
     if not isinstance(shapes, Mapping):
@@ -120,22 +116,23 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
     missing = [name for name, value in inputs.items() if name not in shapes and node_of(value) is not None]
     if missing:
         raise DynamicShapesError(
-            f"dynamic_shapes: each input that holds tensors needs an entry. Missing: {missing}. None keeps its sizes:\n"
+            f"dynamic_shapes: each input that contains tensors needs an entry. Missing: {missing}. None fixes the "
+            "sizes of an input:\n"
             f"    {missing[0]!r}: None"
         )
     return {**dict.fromkeys(inputs), **shapes}
 
 
 def check_no_modules(inputs: Mapping[str, Any]) -> None:
-    """Refuse modules among the inputs, which torch does not flatten: it ends in "expected 0 shapes, got 1"."""
+    """Refuse modules among the inputs; torch does not flatten them, and would fail with "expected 0 shapes, got 1"."""
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
             if isinstance(leaf, torch.nn.Module):
                 cls = type(leaf).__qualname__
                 raise NotRegisteredError(
-                    f"{path} is a {class_name(type(leaf))}, a module, which is not an input. Make it a submodule of "
-                    "the one that uses it:\n    self.part = part\nor, if it only carries tensors, register its class "
-                    "by the names of the attributes that hold them:\n"
+                    f"{path} is a {class_name(type(leaf))}, a module, which cannot be an input. Make it a submodule of "
+                    "the module that uses it:\n    self.part = part\nor, if it only holds tensors, register its class "
+                    "by the names of those attributes:\n"
                     f"    register({cls}, children=['x'])"
                 )
 
@@ -144,8 +141,8 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
-    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
-    # brought: names of weights that are brought when a layer is called; none by default
+    """Return why a module cannot run: the module or an input has shapes but no data. Empty if it can run."""
+    # brought: names of weights that are loaded when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 
     weights = [(name, tensor) for name, tensor in _state(module) if name not in brought]
@@ -158,23 +155,23 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
 
 
 def check_not_offloaded(module: torch.nn.Module) -> None:
-    """Refuse a module whose weights accelerate loads when a layer is called: a trace would not find them."""
+    """Refuse a module whose weights accelerate loads when a layer is called: a trace cannot see them."""
     for name, part in module.named_modules():
         hook = getattr(part, "_hf_hook", None)
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
             raise InvalidArgumentError(
                 f"The weights of {name or 'the module'} ({type(part).__qualname__}) are offloaded by accelerate, which "
-                "loads them when the layer is called; torch.export finds none. Call export_program, which loads them. "
-                "Or load them first, or load the model without device_map:\n"
+                "loads them when the layer is called, so torch.export finds no weights. Call export_program, which "
+                "loads them. Or load the model without device_map, or load the weights first:\n"
                 "    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
             )
 
 
 def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, str, str]]:
-    """List inputs that are not where the weights are: path, device, device of the weights.
+    """List inputs on another device than the weights: path, device, device of the weights.
 
-    Nothing where weights are on several devices, or none, or where hooks of accelerate move the inputs. A number in a
-    tensor without axes may be on the CPU.
+    Empty if the weights are on several devices, if there are none, or if hooks of accelerate move the inputs. A 0-d
+    tensor may be on the CPU.
     """
     devices = Counter(tensor.device for _, tensor in _state(module))
     if len(devices) != 1 or any(hasattr(part, "_hf_hook") for part in module.modules()):
@@ -190,7 +187,7 @@ def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]
 
 def about_devices(path: str, found: str, weights: str) -> str:
     """Explain the error of an input on another device."""
-    return f"{path} is on {found}, the weights are on {weights}. Unless forward moves it, the trace stops. Move it:"
+    return f"{path} is on {found}, the weights are on {weights}. The trace fails unless forward moves it. Move it:"
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

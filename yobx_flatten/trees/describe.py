@@ -1,7 +1,7 @@
 """Describe a nested object in one line: :func:`string_type`.
 
-The text grows from a table: the name of a class, looked up along the bases of the object's type, gives the
-small function that writes it. Names instead of classes, because NumPy and transformers must not be imported.
+A table maps class names, looked up along the bases of the object's type, to small functions that write the text. Names
+instead of classes, because NumPy and transformers must not be imported.
 
 ::
 
@@ -44,10 +44,10 @@ _ORDER = """
 _ELEMENT_TYPES = {name: code for code, name in enumerate(_ORDER.split())}
 _STRING, _UNDEFINED = _ELEMENT_TYPES["object"], _ELEMENT_TYPES["undefined"]
 
-# torch has no minimum for these: the nearest type that has one and keeps the values (uint64: to 53 bits).
+# torch has no minimum for these types: convert to the nearest type that has one (uint64: 53 bits are exact).
 _COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.float64}
 
-# Far below Python's recursion limit: a level costs about four frames, and callers also need some.
+# Far below Python's recursion limit: a level needs about four frames, and callers need frames also.
 _DEEPEST = 100
 _LONGEST_SET = 10
 _PAIR = ("keys", "values")
@@ -67,22 +67,22 @@ def string_type(
 ) -> str:
     """Describe the structure of a nested object in one line.
 
-    It never raises: a class it does not know becomes ``Name(child, child)`` if it is registered as a pytree
-    node, ``Name(...)`` otherwise. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
+    It never raises: an unknown class becomes ``Name(child, child)`` if it is registered as a pytree node, else
+    ``Name(...)``. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
 
     Args:
         obj: Anything: tensors, containers, caches, model outputs, dynamic shapes.
         with_shape: Show ``s2x3`` instead of the number of dimensions ``r2``.
-        with_min_max: Show minimum, maximum and average of tensors, values of numbers. Left out where there is
-            no data (FakeTensor, meta) or where reading it would be recorded (tracing).
+        with_min_max: Show minimum, maximum and average of tensors, values of numbers. Left out if there is no data
+            (FakeTensor, meta), or if a trace would record the read.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
-        ignore: Changes nothing. It is there for callers used to the function of this name in other libraries,
-            which raises on unknown classes unless asked to ignore them; this one never raises.
+        ignore: Has no effect. It is accepted because functions of this name in other libraries raise on unknown classes
+            unless this is set; this function never raises.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Hand the trace of the visited classes to the handlers of logger ``yobx_flatten``, even if its
             level is above ``DEBUG``.
-        caches: How to write a cache whose layers are all of one class: by ``"layers"``, as every other cache, or as the
-            ``"lists"`` ``key_cache`` and ``value_cache``, as onnx-diagnostic does.
+        caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as
+            the two ``"lists"`` ``key_cache`` and ``value_cache``, like onnx-diagnostic.
 
     Returns:
         The description, without line breaks.
@@ -96,12 +96,12 @@ def string_type(
     """
     del ignore
     text = _Writer(with_shape, with_min_max, with_device, limit, verbose, caches == "lists").text(obj)
-    return " ".join(text.split())  # a key can have line breaks
+    return " ".join(text.split())  # a key can contain line breaks
 
 
 @dataclasses.dataclass
 class _Writer:
-    """The options of one call, and the objects it is inside of (so that cycles end)."""
+    """The options of one call, and the objects on the current path, which detect cycles."""
 
     shape: bool
     values: bool
@@ -140,7 +140,7 @@ class _Writer:
 
     def log(self, message: str, *args: object) -> None:
         if self.verbose:
-            # Past the logger's level, for this call only: setting the level would reach other threads.
+            # Ignore the logger's level for this call only: setting the level would affect other threads.
             LOGGER.handle(LOGGER.makeRecord(LOGGER.name, logging.DEBUG, __file__, 0, message, args, None))
         else:
             LOGGER.debug(message, *args)
@@ -151,7 +151,7 @@ _Rule = Callable[[_Writer, Any], str]
 
 def _rule(obj: object) -> _Rule:
     if isinstance(obj, enum.Enum):
-        return _enum  # first: many are integers or strings too
+        return _enum  # first: many enums are integers or strings
     for base in type(obj).__mro__:
         package = str(base.__module__).partition(".")[0]
         rule = _RULES.get(f"{package}:{base.__name__}") or _RULES.get(base.__name__)
@@ -169,7 +169,7 @@ def _word(writer: _Writer, obj: object) -> str:
 
 
 def _number(writer: _Writer, obj: Any) -> str:
-    if hasattr(obj, "dtype"):  # a NumPy scalar, of which some are Python floats too
+    if hasattr(obj, "dtype"):  # a NumPy scalar; some are also Python floats
         name = str(obj.dtype.name)
     else:
         name = next(base.__name__ for base in type(obj).__mro__ if base in (bool, int, float, complex))
@@ -216,7 +216,7 @@ def _dim(writer: _Writer, obj: object) -> str:
 
 
 def _mean_of_numbers(writer: _Writer, obj: Collection[Any], form: str) -> str:
-    # Callers pass three spellings of the mean: those of onnx-diagnostic, whose users have them in their logs.
+    # Callers pass the three spellings of the mean that onnx-diagnostic uses, which its users know from their logs.
     if not writer.values or not all(isinstance(x, int | float) for x in obj):
         return ""
     return form.format(min(obj), max(obj), sum(map(float, obj)) / len(obj))
@@ -275,7 +275,7 @@ def _cache(writer: _Writer, obj: object) -> str:
     if hasattr(obj, "self_attention_cache"):
         return f"{_name(obj)}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
     if not hasattr(obj, "layers"):
-        return _other(writer, obj)  # some other library's class of that name
+        return _other(writer, obj)  # another library's class of that name
     if writer.lists and obj.layers and {_name(layer) for layer in obj.layers} in _PLAIN_LAYERS:
         keys, values = ([getattr(layer, name) for layer in obj.layers] for name in _PAIR)
         return f"{_name(obj)}(key_cache={writer.text(keys)}, value_cache={writer.text(values)})"
@@ -289,7 +289,7 @@ def _layer_in_cache(writer: _Writer, layer: Any) -> str:
 
 
 def _is_state(value: Any) -> bool:
-    # Linear attention keeps dicts of tensors, indexed layers matrices; a counter has one dimension at most.
+    # Linear attention stores dicts of tensors, indexed layers store matrices; a counter has at most one dimension.
     if isinstance(value, dict):
         return any(isinstance(child, torch.Tensor) for child in value.values())
     return isinstance(value, torch.Tensor) and value.ndim > 1
@@ -310,11 +310,11 @@ def _array_text(writer: _Writer, letter: str, code: int, shape: Iterable[Any]) -
 
 def _tensor(writer: _Writer, obj: torch.Tensor) -> str:
     fake = any(base.__name__ == "FakeTensor" for base in type(obj).__mro__)
-    # `_x2`: two in a byte, and the shape counts bytes.
+    # `_x2`: two values per byte, and the shape counts bytes.
     code = _ELEMENT_TYPES.get(str(obj.dtype).removeprefix("torch.").removesuffix("_x2"), _UNDEFINED)
     place = ("C" if obj.device.type in ("cpu", "meta") else "G") if writer.device else ""
     text = place + _array_text(writer, "F" if fake else "T", code, obj.shape)
-    # Reading a value inside a trace fails, or leaves a node in the graph.
+    # Reading a value inside a trace fails, or adds a node to the graph.
     tracing = torch.compiler.is_compiling() or dispatch_depth() > 0
     if not writer.values or fake or obj.is_meta or tracing:
         return text
@@ -336,7 +336,7 @@ def _ort_value(writer: _Writer, obj: onnxruntime.OrtValue) -> str:
         return "OV(NOTENSOR)"
     place = ("C" if obj.device_name().lower() == "cpu" else "G") if writer.device else ""
     text = _array_text(writer, "", obj.element_type(), obj.shape())
-    # NumPy has no name for what it cannot hold, as bfloat16
+    # NumPy has no name for types that it lacks, such as bfloat16
     values = _values(writer, lambda value: _ndarray(writer, value.numpy()), obj) if writer.values else ""
     return f"{place}OV({values})" if values else f"{place}OV{text}"
 
@@ -346,7 +346,7 @@ def _values(writer: _Writer, read: Callable[[Any], str], obj: object) -> str:
         writer.log("string_type: no values of a %s: %r", type(obj).__qualname__, error)
         return ""
 
-    # sparse layouts, 4-bit types, vmap: type and shape are still worth having
+    # sparse layouts, 4-bit types, vmap: show type and shape only
     return result_or(lambda: read(obj), unread)
 
 
@@ -372,7 +372,7 @@ def _numpy_values(array: numpy.ndarray[Any, Any]) -> str:
         return f"={array}"
     if array.size == 0:
         return "[empty]"
-    # An array exists, so NumPy is imported. Infinities have no mean, and NumPy would warn about it.
+    # An array exists, so NumPy is imported. NumPy would warn about the mean of infinities.
     with sys.modules["numpy"].errstate(all="ignore"):
         flat = abs(array.reshape(-1)) if array.dtype.kind == "c" else array.reshape(-1)
         nans = int((flat != flat).sum())
@@ -406,10 +406,10 @@ _RULES: dict[str, _Rule] = {
         (_printed, "torch:dtype torch:device torch:layout torch:memory_format"),
         (_repr, "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy"),
         (_fx_node, "torch:Node"),
-        # A configuration is a dataclass of fifty fields in new versions of transformers.
+        # In new versions of transformers a configuration is a dataclass of fifty fields.
         (_opaque, "torch:Module transformers:PreTrainedConfig transformers:PretrainedConfig"),
         (_batch, "transformers:BatchEncoding transformers:BatchFeature"),
-        (_cache, "Cache EncoderDecoderCache"),  # any package: caches come with the code of a model too
+        (_cache, "Cache EncoderDecoderCache"),  # any package: model code can define caches
         (_layer, "CacheLayerMixin"),
     )
     for name in names.split()

@@ -9,9 +9,9 @@
         "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
     })                                                 }   and every size with its expression: B, B * 2, steps
 
-torch 2.15 itself makes sizes without a value of them, with which few models can be traced ("Could not guard on
-data-dependent expression u1 > 1"), and it takes none for a cache. Here the sizes have the values of the example. What
-the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
+torch 2.15 itself makes them unbacked sizes, with which few models can be traced ("Could not guard on data-dependent
+expression u1 > 1"), and accepts none for a cache. Here the sizes have the values of the example, and the expressions
+are asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class Size(NamedTuple):
-    """A size that a specification speaks of."""
+    """A size that a specification describes."""
 
     leaf: int  # the number of the leaf, in the order of the inputs
     axis: int | None  # the axis; `None` for a number
     path: str  # the place, for messages
     value: int  # its value in the example
-    expression: Any  # what it is, in sympy's symbols
-    variable: Any  # the variable, where it is one by itself
+    expression: Any  # its expression, in sympy's symbols
+    variable: Any  # the variable, if the expression is a single variable
 
     @property
     def place(self) -> str:
@@ -55,21 +55,20 @@ class Stated(NamedTuple):
 
     shapes: dict[str, Any]  # entries by parameter name
     sizes: tuple[Size, ...]  # the sizes that vary
-    assumptions: tuple[Any, ...]  # what holds of them, each an expression of sympy
+    assumptions: tuple[Any, ...]  # constraints on the sizes, each a sympy expression
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
     """Return the specification of each input by name, and its assumptions."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form: the entries of `"*args"` and of `"**kwargs"`,
-    # which may also be called as the function calls them, get the names of the inputs. Anything else is returned as it
-    # is.
+    # which may have the function's own names, get the names of the inputs. Anything else is returned unchanged.
     shapes, assumptions = opened_spec(shapes)
     if not isinstance(shapes, Mapping):
         return shapes, assumptions
     named = dict(shapes)
     try:
         parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):  # of a scripted module nothing is known
+    except (TypeError, ValueError):  # a scripted module has no signature
         return named, assumptions
     rest = {p.kind: p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if "*args" in named and inspect.Parameter.VAR_POSITIONAL in rest:
@@ -83,14 +82,14 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
-    """Write the entries of a specification as ``dynamic_shapes``; others stay as they are."""
+    """Write the entries of a specification as ``dynamic_shapes``; other entries are unchanged."""
     # assumptions: see `by_parameter`; none by default
     classes = spec_classes()
-    if classes is None:  # none can have been made
+    if classes is None:  # this torch has no such classes
         return Stated(dict(shapes), (), ())
     writing = _Writing(classes)
     written = {name: writing.write(value, shapes.get(name), (name,)) for name, value in inputs.items()}
-    # what has no entry, or is not an input, is found where the result is checked
+    # the later check finds missing and unknown entries
     written = {name: written.get(name, entry) for name, entry in shapes.items()}
     _check_values(writing.sizes, assumptions)
     return Stated(written, tuple(writing.sizes), assumptions)
@@ -102,7 +101,7 @@ class _Writing:
         self.sizes: list[Size] = []
 
     def write(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
-        """Write one entry; an entry of ``dynamic_shapes`` is returned as it is, and its leaves are counted."""
+        """Write one entry; an entry of ``dynamic_shapes`` is returned unchanged, and its leaves are counted."""
         node = node_of(obj)
         if node is None:
             self.leaves += 1
@@ -113,7 +112,7 @@ class _Writing:
         children = zip(node.children, entries, names, strict=True)
         below = [self.write(child, entry, (*path, name)) for child, entry, name in children]
         untouched = all(one is entry for one, entry in zip(below, entries, strict=True))
-        # an entry of dynamic_shapes keeps its class, which may not fit: that is checked elsewhere
+        # an entry of dynamic_shapes keeps its class; a later check finds a class that does not fit
         is_spec = isinstance(spec, (self.classes.SeqSpec, self.classes.DictSpec, self.classes.ObjectSpec))
         return spec if found is None or (untouched and not is_spec) else same_container(obj, node, below)
 
@@ -138,13 +137,13 @@ class _Writing:
             unknown = [key for key in given if key not in keys]
             if unknown:
                 raise DynamicShapesError(
-                    f"{place}: the {type(spec).__name__} has entries {unknown} that {describe_class(type(obj))} has "
-                    f"not. Its children are {keys}; one without an entry stays as it is."
+                    f"{place}: the {type(spec).__name__} has the entries {unknown}, which are not children of "
+                    f"{describe_class(type(obj))}. Its children are {keys}. A child without an entry has a fixed size."
                 )
             return [given.get(key) for key in keys]
         if isinstance(spec, (self.classes.TensorSpec, torch.SymInt)):
             raise self.misfit(place, names, obj, spec)
-        if isinstance(spec, (list, tuple)) and len(spec) == len(names):  # dynamic_shapes, perhaps of specifications
+        if isinstance(spec, (list, tuple)) and len(spec) == len(names):  # dynamic_shapes, or specifications in them
             return list(spec)
         if isinstance(spec, Mapping) and kind is not None and set(spec) == set(keys):
             return [spec[key] for key in keys]
@@ -177,7 +176,7 @@ class _Writing:
             return {axis: dim for axis, dim in found.items() if dim is not None}
         if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
             if type(obj) is not int:
-                hint = " Leave it out: it stays as it is." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
+                hint = " Remove it: the size is fixed." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
                 raise DynamicShapesError(
                     f"{place}: {_kind(spec)} is for an integer, found {describe_class(type(obj))}.{hint}"
                 )
@@ -216,7 +215,7 @@ def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
             if found.value != size.value:
                 raise DynamicShapesError(
                     f"{size.place} is {_name(size.expression)} and {size.value} in the example, but {found.place} is "
-                    f"{found.value} under that name. Sizes of one variable are equal: give it one of its own."
+                    f"{found.value} under that name. Sizes of one variable must be equal: use a second variable."
                 )
     values = {symbol: size.value for symbol, size in first.items()}
     stated = [(size.place, size.expression, size.value) for size in sizes]
@@ -247,7 +246,7 @@ def _kind(spec: DynamicShapes) -> str:
 
 
 def _name(expression: sympy.Basic) -> str:
-    """Return an expression without the numbers that distinguish variables of one name."""
+    """Return an expression without the numbers that distinguish variables with the same name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
         text = text.replace(symbol, symbol.partition("#")[0])

@@ -19,14 +19,14 @@ def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
     >>> leaf_names({"cache": [{"key": 1, "value": 2}]})
     ['past_key_values.0.key', 'past_key_values.0.value']
     """
-    # cache: the word for an entry of the first level that is a model's cache, whatever the model calls it: by default
-    # the one that tools for generation expect of inputs
-    # returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the block
+    # cache: the name of a model's cache on the first level, whatever the model calls it; by default the input name that
+    # generation tools expect returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the
+    # block
     return _leaf_names(tree, cache)
 
 
 def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
-    # from below to above, unlike the walk: the class of a node may make a name of all that is below it
+    # bottom-up, unlike the walk: the class of a node may rename all leaves below it
     node = node_of(tree)
     if node is None:
         return [""]
@@ -50,9 +50,8 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
     >>> output_names({"logits": 1, "attention_mask": 2}, ["input_ids", "attention_mask"])
     ['logits', 'output.attention_mask']
     """
-    # taken: names of inputs. An output of the same name is called `output.<name>`, since a name means one thing in an
-    # ONNX graph (Qwen2Audio returns the attention mask that it was given).
-    # names that generation tools use for the returned cache
+    # taken: names of inputs. An output of the same name is called `output.<name>`, since names are unique in an ONNX
+    # graph (Qwen2Audio returns its attention mask). names that generation tools use for the returned cache
     names = leaf_names(outputs, cache=PRESENT)
     if isinstance(outputs, (tuple, list)):
         return [f"output.{name}" for name in names]
@@ -60,14 +59,14 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
 
 
 def leaves_of(tree: PyTree) -> list[Any]:
-    """List the leaves in the order of their names, in the block or outside of it."""
+    """List the leaves in the order of their names, inside or outside of the block."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 
 def plain_names(tree: PyTree) -> list[str]:
-    """Name every leaf by its keys alone, as ``torch.export`` does: ``cache.key_0``.
+    """Name every leaf by its keys, as ``torch.export`` does: ``cache.key_0``.
 
-    Exporters that are given no names use these, with underscores.
+    Exporters use these names, with underscores, unless names are given.
 
     >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
@@ -78,10 +77,9 @@ def plain_names(tree: PyTree) -> list[str]:
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
     """Find the leaf for each name of a graph.
 
-    A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is
-    neither letter nor digit is an underscore, in small letters. The order decides where there are no names to go by:
-    where the leaves that are left have none (entries of a tuple, or one value alone), or where not one of the graph's
-    names was found (``torch.onnx.export`` calls outputs ``linear_14``).
+    First, spellings are compared exactly; then in lower case, with underscores for all characters except letters and
+    digits. Leaves are matched by order if the remaining leaves have no names (entries of a tuple, or a single value),
+    or if no name of the graph was found (``torch.onnx.export`` names outputs ``linear_14``).
 
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}
@@ -90,10 +88,10 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     >>> match(["a", "b"], [["a"], ["y"]])
     {'a': 0}
     """
-    # returns: the position of a leaf by the graph's name. A name without a leaf is not there.
+    # returns: the position of a leaf by the graph's name. A name without a leaf has no entry.
     found: dict[str, int] = {}
     for spell in (str, _plain):
-        # the first leaf of a name has it
+        # the first leaf gets a repeated name
         known = {spell(name): place for place in reversed(range(len(spellings))) for name in spellings[place]}
         for name in graph:
             if name not in found and spell(name) in known and known[spell(name)] not in found.values():
@@ -108,7 +106,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
 
 
 def _is_name(spellings: Sequence[str]) -> bool:
-    """Whether a leaf has a name: not where all that leads to it are positions in tuples and lists."""
+    """Whether a leaf has a name: not if its path contains only positions in tuples and lists."""
     return any(part and not part.isdigit() for part in spellings[-1].split("."))
 
 

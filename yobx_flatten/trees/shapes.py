@@ -1,8 +1,8 @@
 """Write ``dynamic_shapes`` from nested inputs, and check them before torch sees them.
 
-torch wants a tree of the shape of the inputs, in which a registered class is a *list* with one entry per child.
-For caches it is known what varies (batch and length, not heads and head size); of a plain tensor every axis may vary,
-and ``Dim.AUTO`` lets torch find out which do.
+torch requires a tree with the structure of the inputs, in which a registered class is a *list* with one entry per
+child. In a cache, batch and length vary, heads and head size do not; in a plain tensor every axis may vary, and
+``Dim.AUTO`` lets torch find out which axes do.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def dynamic_shapes(
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
         overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (any of transformers' words for the cache will do); the entry ``None``
-            keeps everything below the path fixed. No overrides by default.
+            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (every name of the cache in transformers is accepted); the entry
+            ``None`` fixes all sizes below the path. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
-            ``{"batch": 8, "length": 2048}``. Of a cache the registration states which axes these are; of any other
-            tensor they are axes 0 and 1. No bounds by default.
+            ``{"batch": 8, "length": 2048}``. For a cache, the registration states these axes; for any other tensor they
+            are axes 0 and 1. No bounds by default.
 
     Returns:
-        What ``torch.export.export(..., dynamic_shapes=...)`` takes: ``Dim.AUTO`` for the axes that may vary and for
-        the counters of caches, ``None`` for what stays as it is (numbers, strings, booleans).
+        The argument ``dynamic_shapes`` of ``torch.export.export``: ``Dim.AUTO`` for the axes that may vary and for the
+        counters of caches, ``None`` for fixed values (numbers, strings, booleans).
 
     Raises:
         DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit; when the
             example is larger than a bound.
-        InvalidArgumentError: when an object holds itself, or a bound is not a size of one of these names.
+        InvalidArgumentError: when an object contains itself, or a bound is not a size or has another name.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
     >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
@@ -68,7 +68,7 @@ def dynamic_shapes(
 
 
 def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides, those of the cache under the name that it has among the inputs."""
+    """The overrides; those of the cache by its name among the inputs."""
     own = name_in(inputs)
     named = {}
     for path, entry in overrides.items():
@@ -135,7 +135,7 @@ with axes [0, 1].
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
-    """Return a specification in which ``Dim.DYNAMIC`` stands for every name, which ``torch.export`` does not take.
+    """Return a specification with ``Dim.DYNAMIC`` instead of names, which ``torch.export`` does not accept.
 
     >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
     True
@@ -151,7 +151,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Replace one None for a container, which ``torch.export`` does not accept, by a None for each leaf."""
+    """Replace None for a container, which ``torch.export`` does not accept, by a None for each leaf."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes
@@ -160,8 +160,8 @@ def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
 
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
     """List the entries of a specification, one for each leaf."""
-    # shapes: a specification that fits them; `None` above a leaf stands for all below it
-    # returns: for every leaf a dict by axis; `None` where nothing varies, and for a number
+    # shapes: a specification that fits the leaves; `None` for a container covers all its leaves
+    # returns: a dict by axis for every leaf; `None` for a fixed leaf, and for a number
     node = node_of(inputs)
     if node is None:
         entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else shapes
@@ -171,13 +171,13 @@ def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, An
     return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in shapes_of_leaves(child, spec)]
 
 
-# Writing and checking go along an object and its specification at once, so they do not use the walk over one object.
+# Writing and checking walk an object and its specification together, so they do not use the walk over one object.
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 _MEANINGS = ("batch", "length")
-_PLAIN = dict(enumerate(_MEANINGS))  # of a tensor that no registration speaks of
+_PLAIN = dict(enumerate(_MEANINGS))  # for a tensor without a registration
 
 
 def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
@@ -209,13 +209,13 @@ def _write(
 def _write_leaf(obj: object, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> DynamicShapes:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
-            return {}  # other than its name: a quantised layer has a scale, and an empty tensor instead of its keys
+            return {}  # another child of that name: a quantized layer has a scale, and an empty tensor as keys
         meanings = _PLAIN if axes is None else axes
         return {
             axis: _dim(obj, axis, path, meanings.get(axis), bounds)
             for axis in (range(obj.dim()) if axes is None else axes)
         }
-    # a plain number is part of the program, unless a recipe states that it counts
+    # a plain number is part of the program, unless a recipe declares it a counter
     return Dim.AUTO if axes is not None and type(obj) is int else None
 
 
@@ -223,7 +223,7 @@ def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, boun
     most = bounds.get(meaning or "")
     if most is None:
         return Dim.AUTO
-    size = tensor.shape[axis]  # not read without need: a nested tensor has none
+    size = tensor.shape[axis]  # read only if needed: a nested tensor has no shape
     if size > most:
         raise DynamicShapesError(
             f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of {meaning!r}. "
@@ -246,7 +246,7 @@ def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
     if kind is deque:
         return deque(below, obj.maxlen)
     if kind is namedtuple:
-        return tuple.__new__(type(obj), below)  # past a `__new__` of its own, which may look at the values
+        return tuple.__new__(type(obj), below)  # without the class's `__new__`, which may read the values
     return tuple(below)
 
 
@@ -254,9 +254,9 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def builtin_kind(obj: object, node: Node | None = None) -> Any:
-    """The type that the specification of a built-in container must also have; ``None`` for a registered class."""
+    """The type that a built-in container's specification must have; ``None`` for a registered class."""
     kind = get_node_type(obj)
-    kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
+    kind = tuple if kind is torch.Size else kind  # torch converts it to a tuple before its check
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
 
 
@@ -279,8 +279,8 @@ def _check(obj: PyTree, shapes: DynamicShapes, path: _Path) -> None:
         if missing or unknown:
             raise DynamicShapesError(
                 f"{_format(path)}: the specification must have the keys of the inputs, {list(obj)}. Missing: "
-                f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input that "
-                "stays as it is."
+                f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input of fixed "
+                "size."
             )
         below = [shapes[key] for key in obj]
     else:
@@ -305,13 +305,13 @@ def _spec_class(shapes: DynamicShapes) -> type:
 
 def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
     if not isinstance(obj, torch.Tensor):
-        # type(), since a bool is an int; torch lets no float vary
+        # type(), since a bool is an int; torch has no dynamic floats
         if type(obj) is not int or not _is_dim(shapes):
             raise _misfit(path, f"None for {describe_class(obj)}, which is part of the program", shapes)
         return
     if isinstance(shapes, Mapping):
         entries = dict(shapes)
-    elif obj.dim() == 0 and _is_dim(shapes):  # a count of a cache, which earlier versions flattened to an integer
+    elif obj.dim() == 0 and _is_dim(shapes):  # a counter of a cache, which earlier versions flattened to an integer
         return
     elif isinstance(shapes, (list, tuple)):
         if len(shapes) != obj.dim():

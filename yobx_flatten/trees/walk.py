@@ -1,4 +1,4 @@
-"""The one walk over a nested object, and its leaves as torch sees them."""
+"""Walk over a nested object, and list its leaves as torch sees them."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 class Place(NamedTuple):
     """One object of a walk."""
 
-    keys: tuple[Any, ...]  # the keys on the way to it
+    keys: tuple[Any, ...]  # the keys from the root to the object
     obj: Any
-    parent: Any  # the object that holds it; `None` for the one that the walk began with
-    is_leaf: bool  # whether it has no children because it is not a node
-    # the keys on the way to the same object further up, where an object holds itself; else `None`
+    parent: Any  # the parent object; `None` for the root
+    is_leaf: bool  # whether the object is a leaf, not a node without children
+    # in a cycle, the keys from the root to the earlier place of this object; else `None`
     outer: tuple[Any, ...] | None = None
 
 
 Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
-"""Takes an object and the keys on the way to it; returns its children with their keys, ``None`` for a leaf."""
+"""Takes an object and the keys to it; returns its children with their keys, ``None`` for a leaf."""
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
-    """Walk over a nested object from above to below, in the order of its leaves.
+    """Walk over a nested object top-down, in the order of its leaves.
 
     >>> tree = {"x": [1]}
     >>> tree["x"].append(tree)
     >>> [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
     [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
     """
-    # returns: an iterator over the object and everything below it. What is below an object that holds itself comes
-    # once.
+    # returns: an iterator over the object and everything below. The contents of a cycle are returned once.
     above: dict[int, tuple[Any, ...]] = {}
-    # an entry without keys states that its object has been left; it also keeps the object, and so its id, alive
+    # an entry without keys ends its object; it also keeps a reference, so that the id is not reused
     stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
     while stack:
         keys, obj, parent = stack.pop()
@@ -63,15 +62,15 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
 
 
 def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
-    # name: what it is called; the paths begin with it
+    """Yield the leaves that torch's pytree sees, with their keys; a cycle is not followed."""
+    # name: name of the root, with which paths begin
     for place in walk(tree, torch_children(name)):
         if place.is_leaf:
             yield format_path(name, place.keys), place.obj
 
 
 def torch_children(name: str) -> Children:
-    """Return the function that :func:`walk` calls for the children that torch's pytree sees."""
+    """Return a function for :func:`walk` that lists children as torch's pytree does."""
 
     def children(obj: object, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
@@ -82,8 +81,8 @@ def torch_children(name: str) -> Children:
 
 def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
     """Return the children of a registered object with their keys."""
-    # keys: the keys on the way from there to the object; none by default
-    # of a user's flatten function
+    # keys: the keys from the root to the object; none by default
+    # raised by a user's flatten function
     with noted_on_failure(lambda _: f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened"):
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
@@ -111,7 +110,7 @@ def format_entry(key: object) -> str:
 
 
 def class_name(cls: type) -> str:
-    """The full name of a class, read without asking its metaclass.
+    """The full name of a class, read without calling its metaclass.
 
     >>> from collections import OrderedDict
     >>> class_name(OrderedDict), class_name(dict)
@@ -130,8 +129,8 @@ class Leaf(NamedTuple):
     Attributes:
         path: key path of the leaf, as Python.
         value: the leaf itself.
-        axes: meaning of its axes (``{0: "batch", 2: "length"}``), if it is a child of a class whose registration states
-            it, and ``None`` otherwise. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
+        axes: meaning of its axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class states
+            them; else ``None``. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
     """
 
     path: str
@@ -143,8 +142,8 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
     """List the leaves of a nested object, as torch's pytree sees them now and in its order.
 
     Args:
-        tree: anything. An object of a class that is not registered is a leaf, however many tensors it holds.
-        name: what ``tree`` is called; the paths begin with it. ``"tree"`` by default.
+        tree: anything. An object of an unregistered class is one leaf, however many tensors it contains.
+        name: name of ``tree``, with which paths begin. ``"tree"`` by default.
 
     Returns:
         One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
@@ -161,12 +160,12 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
 
 
 def _meaning(place: Place) -> dict[int, str] | None:
-    """The meanings of a leaf's axes, from the class that holds it."""
+    """The meanings of a leaf's axes, from the class that contains the leaf."""
     recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
 
 
-# Flatten one level of a nested object, as torch does it or would inside the context manager.
+# Flatten one level of a nested object, as torch does inside the context manager.
 
 
 class Node(NamedTuple):
@@ -174,7 +173,7 @@ class Node(NamedTuple):
 
     keys: list[Any]
     children: list[Any]
-    recipe: Recipe | None  # ours, when the class is one of ours
+    recipe: Recipe | None  # the recipe, if this package registers the class
 
 
 def node_of(obj: object) -> Node | None:
@@ -192,7 +191,7 @@ def node_of(obj: object) -> Node | None:
         return Node([key for key, _ in pairs], [child for _, child in pairs], None)
     children, _ = node.flatten_fn(obj)
     children = list(children)
-    # transformers < 5.17 registers its outputs, which are mappings, without keys
+    # transformers < 5.17 registers its outputs without keys, although they are mappings
     if isinstance(obj, Mapping) and len(obj) == len(children):
         return Node([pytree.MappingKey(key) for key in obj], children, None)
     return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
@@ -206,7 +205,7 @@ def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any
 
 def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
     """Yield the leaves of a nested object."""
-    # name: what the object is called in the error; `"tree"` by default
+    # name: name of the object in the error; `"tree"` by default
     for place in walk(tree, children):
         if place.outer is not None:
             inner, outer = format_path(name, place.keys), format_path(name, place.outer)
@@ -216,7 +215,7 @@ def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterato
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """Our recipe for a class: the registered one, else the one that the context manager would register."""
+    """The recipe for a class: the registered recipe, or the recipe that the context manager would register."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes
@@ -226,16 +225,15 @@ def recipe_for(cls: type) -> Recipe | None:
 
 
 def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
-    """Find an object that holds itself, directly or further down; a walk from there never ends.
+    """Find an object that contains itself, directly or nested; a walk over it never ends.
 
     >>> batch = {"x": [1]}
     >>> batch["x"].append(batch)
     >>> find_cycle(batch, "batch")
     ("batch['x'][1]", 'batch')
     """
-    # name: what it is called; the paths begin with it
-    # returns: the path at which an object stands that holds this very place, and the path of that object; `None` if
-    # there is none
+    # name: name of the root, with which paths begin
+    # returns: the path at which an object appears again inside itself, and its first path; `None` if there is no cycle
     for place in walk(tree, own_children):
         if place.outer is not None:
             return format_path(name, place.keys), format_path(name, place.outer)
@@ -243,18 +241,18 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
 
 
 def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
-    """Refuse an object that holds itself."""
-    # caller: the function that the user called, where the name alone does not state it
+    """Refuse an object that contains itself."""
+    # caller: the function that the user called; empty if the name states it
     cycle = find_cycle(tree, name)
     if cycle is not None:
         raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{format_cycle(*cycle)}\n    {cycle[0]} = None")
 
 
 def format_cycle(inner: str, outer: str) -> str:
-    """Say what is the matter with an object that holds itself, and what to do."""
+    """Describe the error of an object that contains itself, and its repair."""
     return (
-        f"{inner} is {outer} itself, so it has no end: torch flattens an object down to its leaves. Leave this "
-        "reference out of the children of its class, or set it to None before:"
+        f"{inner} is {outer} itself. Such a cycle cannot be flattened. Leave this reference out of the children of its "
+        "class, or set it to None first:"
     )
 
 

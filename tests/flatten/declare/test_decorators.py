@@ -404,12 +404,12 @@ def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local
         (lambda: register_pytree_node(Pair, flatten, lambda c: c), r"unflatten is called as f\(static, children\)"),
         (
             lambda: register_pytree_node(Pair, flatten, lambda children, context: Pair(*children)),
-            r"in the order of JAX, and its first parameter is 'children'",
+            "the order of JAX, but its first parameter is 'children'",
         ),
         (lambda: register_pytree_with_keys(Pair, None, unflatten), "flatten_with_keys must be a function"),
         (lambda: register_pytree_node_class(Pair), "the class has no method tree_flatten"),
         (lambda: register_pytree_with_keys_class(Pair), "the class has no method tree_flatten_with_keys"),
-        (lambda: register(Pair), "neither a dataclass nor"),
+        (lambda: register(Pair), "does not declare its fields"),
         (lambda: pytree_dataclass(3), "pytree_dataclass: expected a class"),
     ],
 )

@@ -55,4 +55,4 @@ def test_verbose_is_seen_where_no_logging_is_configured():
         "with register_flattening_functions(): pass\n"
     )
     found = fresh_process.run("-c", code)
-    assert (found.stdout, found.stderr.splitlines()) == ("", ["registered: nothing new", "let go: nothing"])
+    assert (found.stdout, found.stderr.splitlines()) == ("", ["registered: nothing new", "released: nothing"])

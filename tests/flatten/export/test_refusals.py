@@ -67,7 +67,7 @@ def registered():
 @pytest.mark.parametrize(
     ("make", "place"),
     [
-        (lambda x: Images(x + 1, [(x.shape[0], 3)]), r"Images\.sizes\[0\]\[0\], a size that varies"),
+        (lambda x: Images(x + 1, [(x.shape[0], 3)]), r"Images\.sizes\[0\]\[0\], a dynamic size"),
         (lambda x: ByHand(x + 1, x.shape[0]), r"of ByHand holds \S+ at static\['s'\]\[0\], a size that varies"),
     ],
 )  # fmt: skip

@@ -61,5 +61,5 @@ def test_what_cannot_hash_is_named():
     class Config:
         __hash__ = None
 
-    with pytest.raises(StaticDataError, match=r"Config.*which does not hash; JAX uses static data as the key"):
+    with pytest.raises(StaticDataError, match=r"Config.*which is not hashable; JAX uses static data as the key"):
         hashable([Config()])

@@ -273,9 +273,9 @@ def test_a_constructor_that_makes_other_items_is_refused(registered):
 )
 def test_a_class_whose_base_holds_more_is_refused(cls):
     """The factory of a defaultdict, the arguments of an exception, the text of a string, the bound of a deque."""
-    with pytest.raises(InvalidRegistrationError, match="whose content is not in its attributes"):
+    with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):
         functions_of(cls)
-    with pytest.raises(InvalidRegistrationError, match="whose content is not in its attributes"):
+    with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):
         functions_from_fields(cls, ["x"])
 
 

@@ -162,7 +162,7 @@ def test_a_key_that_torch_export_does_not_know_is_found():
     """`torch.export` stops at "Unknown KeyEntry" otherwise, far from the function that gave it."""
     recipe = recipe_for(flatten_with_keys=lambda bag: ([("first", child) for child in bag.children], bag.static))
     problem = problem_of(recipe, Bag([torch.zeros(1)]))
-    assert problem.startswith("Bag: f_flatten_with_keys gives the key 'first', which torch.export does not know")
+    assert problem.startswith("Bag: f_flatten_with_keys returns the key 'first', which torch.export does not know")
     assert "(GetAttrKey('first'), obj.first)" in problem
 
 

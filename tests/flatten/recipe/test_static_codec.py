@@ -219,7 +219,7 @@ def test_what_cannot_come_back_is_refused(value, wrap):
     with pytest.raises(StaticDataError) as caught:
         dump_static(wrap(value))
     assert f"Static data holds the {type(value).__name__} " in str(caught.value)
-    assert "Return it among the children if it may change between calls" in str(caught.value)
+    assert "If it changes between calls, return it among the children" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_what_nobody_can_find_by_its_name_is_refused():
 
 def test_a_configuration_of_another_library_is_refused_by_the_check():
     """What its `from_dict` does with the values of a file is not known."""
-    with pytest.raises(StaticDataError, match=r"Answers', which is no config that a file may name"):
+    with pytest.raises(StaticDataError, match=r"Answers', which is not a config that a file may use"):
         check_static(Answers([1, 2]), where="State.mode")
 
 
@@ -350,5 +350,5 @@ def test_data_of_a_newer_version_is_refused():
 def test_a_function_is_not_called_for_a_class(kind, monkeypatch):
     """A spec from elsewhere may name anything; only a class of the kind it says is called."""
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("it was called"))
-    with pytest.raises(StaticDataError, match=f"names 'os:system', which is no {kind} that a file may name"):
+    with pytest.raises(StaticDataError, match=f"names 'os:system', which is not a {kind} that a file may use"):
         load_static({f"!{kind}": ["os:system", "exit"]})

@@ -90,7 +90,7 @@ def test_a_known_library_without_the_module_is_named():
 )  # fmt: skip
 def test_no_other_module_is_imported(module):
     """Not even one of a library that is installed: some act when they are imported."""
-    with pytest.raises(NotRegisteredError, match="a file does not choose what is"):
+    with pytest.raises(NotRegisteredError, match="a file cannot cause an import"):
         load_trusted({"!class": f"{module}:Thing"})
     assert module not in sys.modules
 

@@ -49,7 +49,6 @@ OTHERS = {
     "SmoothedLoss": "roundpipe_runtime.huggingface",
     "RoundPipeTrainer": "roundpipe_runtime",
     "ReplicaBatchSampler": "roundpipe_runtime.distributed.replicas.sampler",
-    "DistributedPipeline": "roundpipe_runtime.distributed.stages.pipeline",
     "LongRows": "roundpipe_runtime.huggingface",
     "cut": "roundpipe_runtime.huggingface",
     "DynamoExporter": "transformers.exporters",

@@ -32,7 +32,6 @@ READERS = {
     "yobx_flatten/terminal/running.py": SYSTEM,
     "roundpipe_runtime/device/disk.py": SYSTEM,
     "roundpipe_runtime/distributed/ranks/alarm.py": SYSTEM,
-    "roundpipe_runtime/distributed/weights/shared_store.py": SYSTEM,
     "roundpipe_runtime/estimate/hardware.py": SYSTEM,
     "roundpipe_runtime/huggingface/trainer/saving_trainer.py": "files of a Trainer, which are pickles",
     "roundpipe_runtime/timeline/drawing.py": "a page of this package",

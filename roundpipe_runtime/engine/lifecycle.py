@@ -111,10 +111,6 @@ class RunLifecycle:
         self._runs: collections.Counter[RunType] = collections.Counter()
         self._shapes: dict[int, torch.Size] = {}  # by parameter identity: when the gradients were checked
 
-    def pin(self, pinned: PinnedModel | None) -> None:
-        """Set the pinned memory of the model; later runs keep it up to date."""
-        self._pinned = pinned
-
     # -- a run, from its inputs to its commit --------------------------------------------------------------------------
 
     def prepare_forward(

@@ -132,7 +132,6 @@ class PipelineOptions:
     replicas: int | None = None
     reduce_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
-    host_weights: Literal["own", "shared"] = "own"
     compile: bool | Mapping[str, object] = False
     large_tables: LargeTables = "auto"
     host: str = HOST_IN_MEMORY
@@ -155,8 +154,6 @@ class PipelineOptions:
         wire: Any = self.reduce_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
             raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
-        if self.host_weights not in ("own", "shared"):
-            raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
         check_compile_options(self.compile)
         check_large_tables(self.large_tables)
         if disk_folder(self.host) is not None and self.has_groups:
@@ -174,11 +171,6 @@ class PipelineOptions:
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")
-
-    @property
-    def shares_host_weights(self) -> bool:
-        """Whether processes share the parameters, which then stay where they are."""
-        return self.host_weights == "shared" and isinstance(self.mesh, DeviceMesh) and self.mesh.size() > 1
 
     @property
     def has_groups(self) -> bool:

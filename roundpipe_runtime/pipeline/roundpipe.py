@@ -63,8 +63,6 @@ class RoundPipe(OptimizedModel, SavedModel):
         reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
         gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
             in ``optim_dtype`` all the same. Default: ``optim_dtype``.
-        host_weights: ``"own"``: each process of a mesh has a copy of the weights; ``"shared"``: those of a machine have
-            one together, with the same numbers.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
             transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
         large_tables: how tables from 16 MiB on travel to a device. ``"auto"``: of an embedding, the rows that a
@@ -105,7 +103,6 @@ class RoundPipe(OptimizedModel, SavedModel):
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
-        host_weights: Literal["own", "shared"] = "own",
         compile: bool | Mapping[str, object] = False,
         large_tables: Literal["auto", "whole", "slices"] = "auto",
         host: str = HOST_IN_MEMORY,
@@ -124,7 +121,6 @@ class RoundPipe(OptimizedModel, SavedModel):
             replicas,
             reduce_dtype,
             gradient_dtype,
-            host_weights,
             compile,
             large_tables,
             host,
@@ -139,10 +135,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         check_copyable(model)
         if options.update != "masters" and options.optim_dtype is not None:
             widen(model.parameters(), options.optim_dtype)
-        shares = options.shares_host_weights
         folder = disk_folder(options.host)
-        stays = shares or folder is not None
-        pinned = PinnedModel(model, "off" if stays else options.pin_model, found)
+        pinned = PinnedModel(model, options.pin_model if folder is None else "off", found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
@@ -164,8 +158,6 @@ class RoundPipe(OptimizedModel, SavedModel):
             options.update,
         )
         self._rp_reading = read_model(model, layers)
-        if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
-            self._rp_engine.pin(PinnedModel(model, "register", found))
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""
@@ -371,7 +363,7 @@ def _rank_groups(options: PipelineOptions) -> RankGroups:
     from ..distributed.ranks.ranks import ranks_of
     from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
 
-    return RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype, options.host_weights)
+    return RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype)
 
 
 def _world_size() -> int:

@@ -122,7 +122,7 @@ OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by 
 # What is new stands behind all that is old, and in the table of that page.
 ADDED = {
     "RoundPipe": [
-        *("devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "host_weights", "compile"),
+        *("devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "compile"),
         *("large_tables", "host", "update"),
     ],
     "wrap_model_to_roundpipe": ["example", "check"],

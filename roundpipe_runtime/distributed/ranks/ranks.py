@@ -66,16 +66,6 @@ class Ranks:
         """Fill tensors in place with the values of other ranks."""
         # parts: for each tensor its parts, one per member, each contiguous; the own part is sent
 
-    def send(
-        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
-    ) -> None:
-        """Send tensors to ranks and receive others; between two ranks, both name them in the same order."""
-        # out: contiguous tensors to send, each with the rank that gets it
-        # into: contiguous tensors to fill, each with the rank that sends it
-
-    def barrier(self, channel: Channel) -> None:
-        """Wait until all ranks are here."""
-
     def shard_members(self) -> list[int]:
         """Return the ranks that hold the other shards of this rank's copy, in the order of the shards."""
         first = self.rank - self.rank % self.num_shards
@@ -139,33 +129,22 @@ class MeshRanks(Ranks):
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
         """Fill tensors in place with the values of other ranks."""
-        count, own = len(members), members.index(self.rank)
-        out, into = [], []
+        count, own, group = len(members), members.index(self.rank), self._group(channel)
+        ops = []
         for distance in range(1, count):
             to, source = (own + distance) % count, (own - distance) % count
-            out += [(part[own], members[to]) for part in parts]
-            into += [(part[source], members[source]) for part in parts]
-        self.send(out, into, channel)
-
-    def send(
-        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
-    ) -> None:
-        """Send tensors to ranks and receive others; between two ranks, both name them in the same order."""
-        group = self._group(channel)
-        ways = [(dist.isend, tensor, rank) for tensor, rank in out] + [
-            (dist.irecv, tensor, rank) for tensor, rank in into
-        ]
-        ops = [dist.P2POp(way, tensor, self._members[rank], group) for way, tensor, rank in ways if tensor.numel()]
-        self.sent[channel] += sum(tensor.nbytes for tensor, _ in out)
+            ways = [(dist.isend, part[own], to) for part in parts]
+            ways += [(dist.irecv, part[source], source) for part in parts]
+            ops += [
+                dist.P2POp(way, tensor, self._members[members[other]], group)
+                for way, tensor, other in ways
+                if tensor.numel()
+            ]
+        self.sent[channel] += (count - 1) * sum(part[own].nbytes for part in parts)
         if ops:
             with self._watched(channel):
                 for work in dist.batch_isend_irecv(ops):
                     work.wait()
-
-    def barrier(self, channel: Channel) -> None:
-        """Wait until all ranks are here."""
-        with self._watched(channel):
-            dist.barrier(group=self._group(channel))
 
     def close(self) -> None:
         """Stop listening to the other ranks."""

@@ -45,7 +45,6 @@ from ...optim.step import StepRunner
 from ..ranks.alarm import News
 from ..ranks.ranks import Ranks
 from ..weights.shards import RankStore, ShardedStore
-from ..weights.shared_store import SharedStore
 from ..weights.steps import RankSteps
 from .call import Opening, RankCall, Verdict, report_losses, total_contract
 from .reduction import Reduction, ReductionPlan, groups_of
@@ -56,7 +55,6 @@ class RankCalls(OneGroup[Engine]):
 
     # replicas: number of groups that a batch is cut into. Default: number of ranks.
     # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
-    # host_weights: `"shared"` if the ranks of a machine have one copy of the weights
 
     store: RankStore
 
@@ -65,7 +63,6 @@ class RankCalls(OneGroup[Engine]):
         ranks: Ranks,
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
-        host_weights: str = "own",
     ) -> None:
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.replicas = ranks.size if replicas is None else replicas
@@ -73,13 +70,6 @@ class RankCalls(OneGroup[Engine]):
             raise ConfigError(
                 f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some would have nothing to "
                 f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
-            )
-        self._host_weights = host_weights
-        self._shares = host_weights == "shared" and ranks.size > 1
-        if self._shares and ranks.num_shards == 1:
-            raise ConfigError(
-                'host_weights="shared" needs shards that are updated by one process each, but with this mesh every '
-                f'process updates all weights:\n    mesh = init_device_mesh("cpu", ({ranks.size},))'
             )
         self.is_first = ranks.rank == 0
         self._is_deferred = self._is_closed = False
@@ -102,7 +92,7 @@ class RankCalls(OneGroup[Engine]):
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         """Return the store of the model's parameters."""
-        kind = SharedStore if self._shares else ShardedStore if self.ranks.num_shards > 1 else RankStore
+        kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
         self.store = kind(model, optim_dtype, self.ranks)
         return self.store
 
@@ -117,7 +107,6 @@ class RankCalls(OneGroup[Engine]):
         stated = describe_model(
             model,
             replicas=self.replicas,
-            host_weights=self._host_weights,
             optim_dtype=self.store.optim_dtype,
             reduce_dtype=self.reduce_dtype,
             gradient_dtype=self.store.kept_dtype,
@@ -128,8 +117,6 @@ class RankCalls(OneGroup[Engine]):
         if error := ranks_disagree(self.ranks.exchange(stated)):
             raise error
         share_weights(model, self.ranks)
-        if isinstance(self.store, SharedStore):
-            self.store.share()
         self._worker = Worker("reduction")
 
     # -- a call ------------------------------------------------------------------------------------------------------
@@ -200,7 +187,6 @@ class RankCalls(OneGroup[Engine]):
         contents = scan(engine.layers)
         # An error here is sent in the exchange below and raised after it, as the other ranks wait for this one.
         with Outcome() as outcome:
-            self.store.check()
             parts, reduction = cut()
             parts = with_rows(parts)
             stated = describe_call(contents, config, call=name, step=engine.step, is_deferred=self._is_deferred)

@@ -45,9 +45,6 @@ class RankStore(ParameterStore):
         """Return the dtype of a group's gradient after its run: that of the sum over the groups."""
         return self.gradient_dtype(parameter)
 
-    def check(self) -> None:
-        """Check that all ranks see writes to the parameters."""
-
     def all_targets(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer gets, each once."""
         return [target for _, target in self.named()]
@@ -72,10 +69,6 @@ class ShardedStore(RankStore):
         if not is_cut(parameter):
             return whole.reshape(1) if whole.dim() == 0 else whole
         return shards(whole, self.ranks.num_shards)[self._number]
-
-    def has_own_rows(self, parameter: nn.Parameter) -> bool:
-        """Report whether the optimizer gets its own copy instead of the parameter."""
-        return self.gradient_dtype(parameter) != parameter.dtype
 
     def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if name not in self._shards:
@@ -205,15 +198,14 @@ class ShardedStore(RankStore):
 class Target:
     """The target of a parameter, and the parameter's version when both last agreed.
 
-    Where the optimizer works in the dtype of the parameter, the target is a view of its rows, unless other processes
-    read the parameter. Otherwise it is a master weight; that of a frozen parameter is a view of one NaN, which takes no
-    memory.
+    Where the optimizer works in the dtype of the parameter, the target is a view of its rows. Otherwise it is a master
+    weight; that of a frozen parameter is a view of one NaN, which takes no memory.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
         self._store = store
         self._dtype = store.gradient_dtype(parameter)
-        self._has_own_rows = store.has_own_rows(parameter)
+        self._has_own_rows = self._dtype != parameter.dtype
         self.is_master = False
         rows = self._rows(parameter)
         if self._has_own_rows:

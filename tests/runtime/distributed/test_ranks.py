@@ -24,7 +24,7 @@ OF_THREE = [
     "bfloat16 with masters",
     "accumulated on the rank",
     "lora, weights stay",
-    "weights shared, and stay",
+    "weights stay",
 ]
 NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 

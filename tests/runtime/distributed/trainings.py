@@ -115,12 +115,7 @@ CASES = {
     "accumulated": Case(model("llama"), accumulated=2),
     "accumulated on the rank": Case(model("llama"), accumulated=2, no_sync=True, groups=lambda size: size + 1),
     "asynchronous": Case(model("llama"), is_async=True),
-    "weights shared": Case(bfloat16, options={"optim_dtype": torch.float32, "host_weights": "shared"}, accumulated=2),
-    "weights shared, float32": Case(model("llama", tie_word_embeddings=True), options={"host_weights": "shared"}),
-    "weights shared, asynchronous": Case(model("llama"), options={"host_weights": "shared"}, is_async=True),
-    "weights shared, and stay": Case(
-        bfloat16, options={"optim_dtype": torch.float32, "host_weights": "shared"}, accumulated=2, keep="auto"
-    ),
+    "weights stay": Case(bfloat16, options={"optim_dtype": torch.float32}, accumulated=2, keep="auto"),
     # large enough not to travel whole; rows of a batch are few of the table's
     "tables in slices": Case(
         model("llama", vocab_size=140_000, tie_word_embeddings=True), options={"large_tables": "slices"}

@@ -1,1 +1,0 @@
-"""Ranks that hold successive stages of a model."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -133,7 +133,7 @@ class MeshRanks(Ranks):
         ops = []
         for distance in range(1, count):
             to, source = (own + distance) % count, (own - distance) % count
-            ways = [(dist.isend, part[own], to) for part in parts]
+            ways: list[tuple[Callable[..., Any], torch.Tensor, int]] = [(dist.isend, part[own], to) for part in parts]
             ways += [(dist.irecv, part[source], source) for part in parts]
             ops += [
                 dist.P2POp(way, tensor, self._members[members[other]], group)

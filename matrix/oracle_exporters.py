@@ -51,7 +51,9 @@ def _torch_onnx(folder: pathlib.Path, out: pathlib.Path) -> None:
     import torch
 
     model, inputs = load(folder), _inputs(folder)
-    model.config.use_cache = False
+    for module in model.modules():  # a decoder may have a configuration of its own
+        if hasattr(module, "config"):
+            module.config.use_cache = False
     lengths = {name: f"{'decoder_' * name.startswith('decoder')}sequence" for name in inputs}
     shapes = {name: {0: "batch", **({1: lengths[name]} if value.dim() == 2 else {})} for name, value in inputs.items()}
     torch.onnx.export(model, (), str(out / "model.onnx"), kwargs=inputs, dynamic_shapes=shapes, dynamo=True)

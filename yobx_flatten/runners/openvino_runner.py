@@ -127,7 +127,7 @@ def _signature(model: Any, path: pathlib.Path) -> Signature:
             None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()
         )
         inputs.append((port.get_any_name(), _TYPES[kind], sizes))
-    return Signature(inputs, [port.get_any_name() for port in model.outputs])
+    return Signature(inputs, [port.get_any_name() if port.names else f"{at}" for at, port in enumerate(model.outputs)])
 
 
 # A cache that is the state of an OpenVINO model, which the model writes in place.

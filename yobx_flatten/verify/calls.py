@@ -27,28 +27,11 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..runners.ports import Runner
 from ..trees.naming import leaf_names, plain_names
-from .file_side import BRANCH, DERIVED
+from .file_side import BRANCH, DERIVED, WINDOW, Call
 from .names import matched, place_of
 
 _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
 """Inputs that a file may do without: the module is then called without them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a module that a file stands for."""
-
-    what: str  # in words, for the report
-    module: torch.nn.Module
-    cases: Sequence[Case]  # the first is the example
-    inputs: Mapping[str, str]  # our name by the file's
-    leaves: Sequence[str]  # our names of all leaves, in order
-    remarks: Sequence[str] = ()
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether it continues with a cache."""
-        return any(place_of(name) for name in self.leaves)
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
@@ -80,9 +63,8 @@ def fitting(
     names, plain = leaf_names(inputs), plain_names(inputs)
     given = pytree.tree_leaves(inputs)
     found = matched(list(runner.ports), names, plain, stated, by_order=False)
-    merged = BRANCH in runner.ports
-    lacking = [name for name in runner.ports if name not in found and name not in DERIVED]
-    if merged:  # what the other branch reads
+    lacking = [name for name in runner.ports if name not in found and name not in DERIVED and not name.endswith(WINDOW)]
+    if BRANCH in runner.ports:  # what the other branch reads
         lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
     unread = [n for n, leaf in zip(names, given, strict=True) if isinstance(leaf, torch.Tensor)]
     if lacking or set(unread) - set(found.values()) - set(counted):

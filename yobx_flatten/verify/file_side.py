@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ReplayError
+from ..export.proof.eager_runs import Case
 from ..export.proof.exported_call import ByName
 from ..export.proof.replay import Padding
 from ..huggingface.cache_names import CACHE, PRESENT
@@ -24,25 +26,38 @@ DERIVED = (
     *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
 )
 """Inputs that follow from the others, where the call of the module has none of that name."""
+WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a layer, with transformers' exporters
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a module that a file stands for."""
+
+    what: str  # in words, for the report
+    module: torch.nn.Module
+    cases: Sequence[Case]  # the first is the example
+    inputs: Mapping[str, str]  # our name by the file's
+    leaves: Sequence[str]  # our names of all leaves, in order
+    remarks: Sequence[str] = ()
+
+    @property
+    def window(self) -> int:
+        """How many tokens the layers attend to; 0 for all."""
+        configs = (module.config for module in self.module.modules() if hasattr(module, "config"))
+        return next((getattr(config, "sliding_window", None) or 0 for config in configs), 0)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it continues with a cache."""
+        return any(place_of(name) for name in self.leaves)
 
 
 class FileSide(ByName):
     """A file of another exporter; see :class:`.exported_call.ByName`."""
 
-    # inputs, outputs: our name by the file's
-    # reads_cache: whether the module continues with a cache: a merged decoder runs that branch then
-
-    def __init__(
-        self,
-        runner: Runner,
-        leaves: Sequence[str],
-        inputs: Mapping[str, str],
-        outputs: Mapping[str, str],
-        *,
-        reads_cache: bool,
-    ) -> None:
-        super().__init__(runner, leaves)
-        self._inputs, self._outputs, self._reads_cache = inputs, outputs, reads_cache
+    def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
+        super().__init__(runner, call.leaves)
+        self._call, self._inputs, self._outputs = call, call.inputs, outputs
         self.other_types: dict[str, str] = {}  # outputs that the file returns in another type of floats
 
     def compare(
@@ -55,7 +70,7 @@ class FileSide(ByName):
             raise ReplayError(f"none of its outputs is known: it returns {', '.join(self._runner.outputs)}")
         found = dict(outputs)
         for name, leaf in kept:
-            found[name] = self._in_type(name, found[name], leaf)
+            found[name] = self._as_returned(name, found[name], leaf)
         return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,11 +81,15 @@ class FileSide(ByName):
             raise ReplayError(f"it takes {lost[0]} and does not return it: the next call has no cache")
         return super().feed_back(kwargs, outputs)
 
-    def _in_type(self, name: str, value: object, leaf: object) -> object:
-        """An output in the type that the module returns it in, where both are floats, or both integers."""
-        if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor) or value.dtype == leaf.dtype:
+    def _as_returned(self, name: str, value: object, leaf: object) -> object:
+        """An output in the module's type, if both are floats or both integers; the cache in the module's window."""
+        if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
             return value
-        if value.is_floating_point() != leaf.is_floating_point():
+        kept = self._call.window - 1  # a first cache may have all tokens: those before the window are not read again
+        is_first = not self._call.reads_cache and place_of(name) and leaf.dim() == value.dim() == 4
+        if is_first and 0 < kept == leaf.shape[2]:
+            value = value[:, :, -kept:]
+        if value.dtype == leaf.dtype or value.is_floating_point() != leaf.is_floating_point():
             return value
         if value.is_floating_point():
             self.other_types[name] = str(value.dtype).removeprefix("torch.")
@@ -83,7 +102,9 @@ class FileSide(ByName):
 
     def _fed(self, port: Port, inputs: Mapping[str, Any]) -> Any:
         leaf = self._inputs.get(port.name)
-        value = derived(port, inputs, reads_cache=self._reads_cache) if leaf is None else inputs[leaf]
+        if leaf is None and port.name.endswith(WINDOW):
+            return torch.full([size or 1 for size in port.shape], self._call.window)
+        value = derived(port, inputs, reads_cache=self._call.reads_cache) if leaf is None else inputs[leaf]
         is_data = isinstance(value, torch.Tensor) and port.dtype is not None
         return value.to(port.dtype).contiguous() if is_data else value
 

@@ -85,7 +85,7 @@ def matched(
             found[name] = leaf
     left = [name for name in graph if name not in found]
     free = [(name, also) for name, also in zip(names, plain, strict=True) if name not in found.values()]
-    spelled = [(name, *_ALIASES.get(name, ()), *spellings_of(also), also) for name, also in free]
+    spelled = [(n, *(a for a in _ALIASES.get(n, ()) if a not in names), *spellings_of(also), also) for n, also in free]
     for name, number in match(left, spelled).items():
         if by_order or name in spelled[number] or _like(name) in map(_like, spelled[number]):
             found[name] = free[number][0]

@@ -35,8 +35,8 @@ from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
 from ..runners.ports import Runner
 from ..trees.naming import output_names, plain_names
-from .calls import Call, calls_of, fitting
-from .file_side import BRANCH, FileSide
+from .calls import calls_of, fitting
+from .file_side import BRANCH, Call, FileSide
 from .names import matched
 from .report import FileReport, VerifiedFile
 
@@ -210,7 +210,7 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
     outputs = matched(list(runner.outputs), expected, plain_names(eager), stated, by_order=True)
     if BRANCH in runner.ports and call.reads_cache:  # by convention those of the first call are kept
         outputs = {theirs: name for theirs, name in outputs.items() if ".encoder." not in name}
-    side = FileSide(runner, call.leaves, call.inputs, outputs, reads_cache=call.reads_cache)
+    side = FileSide(runner, call, outputs)
     is_half = facts.dtype != "float32"
     yardstick = None if Yardstick.why_not(call.module) else Yardstick(call.module, call.leaves, is_half=is_half)
     report.yardstick, report.spare = (yardstick, None) if is_half else (None, yardstick)
@@ -228,12 +228,8 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
     missing = [name for name in expected if name not in outputs.values()]
     if missing:
         report.remark(f"not compared, as the file does not return them or they are not read: {', '.join(missing)}.")
-    return VerifiedFile(
-        call.what,
-        report,
-        names={**call.inputs, **outputs},
-        not_compared=[name for name in runner.outputs if name not in outputs],
-    )
+    unread = [name for name in runner.outputs if name not in outputs]
+    return VerifiedFile(call.what, report, names={**call.inputs, **outputs}, not_compared=unread)
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:

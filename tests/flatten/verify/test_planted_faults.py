@@ -15,6 +15,7 @@ from yobx_flatten.errors import InvalidArgumentError, UntrustedFileError
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.testing import assert_same_as_model
 from yobx_flatten.verify import verify_file
+from yobx_flatten.verify.names import matched
 
 WINDOW = 8
 
@@ -214,6 +215,15 @@ def test_conventions_of_names_are_known(convention, right, model, tmp_path):
     }
 
 
+@pytest.mark.parametrize("turned", [1, -1])
+def test_a_file_of_encoder_and_decoder_has_the_tokens_of_both(turned):
+    """A file of the decoder alone may call its tokens either name; next to the tokens of the encoder it may not."""
+    names = ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert matched(names, names[::turned], names[::turned], {}, by_order=False) == dict(zip(names, names, strict=True))
+    alone = ["input_ids"]
+    assert matched(["decoder_input_ids"], alone, alone, {}, by_order=False) == {"decoder_input_ids": "input_ids"}
+
+
 def test_unknown_names_need_a_mapping(right, model, tmp_path):
     """A file with unknown names is not judged; with a mapping it is."""
     proto = renamed(copied(right), {"input_ids": "words"})
@@ -303,3 +313,46 @@ def test_files_of_strangers_run_nothing(tmp_path):
                 entry.value = "../w.data"
     (tmp_path / "folder" / "linear.onnx").write_bytes(outside.SerializeToString())
     assert verify_file(tmp_path / "folder" / "linear.onnx", linear, cases=cases).ok is None
+
+
+def first_call(right_model, path):
+    """A prefill as the exporters of transformers write it: no mask, all tokens in its cache, its window an input."""
+    (piece,) = decoder_pieces(right_model, whole_cache=True, proof="none")
+    given = {name: value for name, value in piece.kwargs.items() if name in ("input_ids", "position_ids")}
+
+    class Prefill(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = right_model
+
+        def forward(self, input_ids, position_ids):
+            from transformers import DynamicCache
+
+            cache = DynamicCache()  # without the configuration: it keeps all tokens
+            scores = self.model(input_ids, position_ids=position_ids, past_key_values=cache).logits
+            return scores, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+    names = [f"cache.layers.{layer}.{kind}" for layer in range(2) for kind in ("keys", "values")]
+    given["position_ids"] = torch.arange(given["input_ids"].shape[1]).expand(len(given["input_ids"]), -1)
+    shapes = {name: dict.fromkeys((0, 1), torch.export.Dim.AUTO) for name in given}
+    how = {"output_names": ["logits", *names], "dynamic_shapes": shapes, "dynamo": True, "verbose": False}
+    torch.onnx.export(Prefill().eval(), (), path, kwargs=given, **how)
+    proto = onnx.load(path)
+    for layer in range(2):
+        window = f"cache.layers.{layer}._sliding_window_tensor"
+        proto.graph.input.append(helper.make_tensor_value_info(f"input.{window}", onnx.TensorProto.INT64, []))
+        proto.graph.output.append(helper.make_tensor_value_info(f"output.{window}", onnx.TensorProto.INT64, []))
+        proto.graph.node.append(helper.make_node("Identity", [f"input.{window}"], [f"output.{window}"]))
+    return proto
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+def test_a_first_call_with_its_window_as_an_input_is_judged(window, model, tmp_path):
+    """The exporters of transformers hand the window over; a file that has lost it is wrong past it, in its values."""
+    proto = first_call(small_mistral(window), tmp_path / "first.onnx")
+    report = verdict(proto, model, tmp_path)
+    (one,) = report.files.values()
+    assert report.ok is (window == WINDOW), str(report)
+    assert all(case.error is None for case in one.report.cases), str(report)
+    wrong = {case.case for case in one.report.failed()}
+    assert wrong == (set() if window else {"batch 2, length 11", "batch 4, length 20, 9 padded", "batch 3, length 13"})

@@ -70,6 +70,24 @@ def test_a_file_of_openvino_is_compared(decoder, tmp_path):
     assert verify_file(tmp_path / "openvino", small_mistral(window=None)).ok is False
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*TracerWarning")
+def test_a_module_that_openvino_converted_is_compared(tmp_path):
+    """Its outputs have no names."""
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    x = torch.randn(4, 3)
+    converted = openvino.convert_model(linear, example_input=x)
+    openvino.save_model(converted, tmp_path / "model.xml", compress_to_fp16=False)
+    cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
+    (one,) = verify_file(tmp_path / "model.xml", linear, cases=cases).files.values()
+    assert one.ok is True, str(one)
+    assert [case.case for case in one.report.cases] == ["the example", "seven rows"]
+    torch.nn.init.ones_(linear[0].weight)
+    assert verify_file(tmp_path / "model.xml", linear, cases=cases).ok is False
+
+
 def test_a_file_of_executorch_is_compared(tmp_path):
     """A program of ExecuTorch is right next to its model, and wrong next to another one."""
     pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")

@@ -64,8 +64,6 @@ def _transformers(folder: pathlib.Path, out: pathlib.Path) -> None:
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     model, exporter, inputs = load(folder), OnnxExporter(), _inputs(folder)
-    if model.can_generate():
-        inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     call = exporter.export_for_generation if model.can_generate() else exporter.export
     call(model, inputs, config=OnnxConfig(dynamic=True)).save_pretrained(str(out))
 

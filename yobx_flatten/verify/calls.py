@@ -24,29 +24,35 @@ from ..model_folder.pieces.one_call import plain_pieces
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
 from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces, encoder_input, input_name
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import TransformersModel
+from ..recipe.aliases import PyTree, TransformersModel
 from ..runners.ports import Runner
 from ..trees.naming import leaf_names, plain_names
 from .file_side import BRANCH, DERIVED, WINDOW, Call
-from .names import matched, place_of
+from .names import ALIASES, matched, place_of
 
 _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
 """Inputs that a file may do without: the module is then called without them."""
+
+_COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one of ones"}
+"""What the module is given that the file does without, if it may not be left out."""
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
     """Yield the calls of a model that a file may implement, likely ones first. The block must be open."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
-            made = [
-                dataclasses.replace(case, kwargs={n: leaf for n, leaf in case.kwargs.items() if n not in left})
-                for case in cases
-            ]
-            call = fitting(what, module, made, runner, stated, counted)
+            call = fitting(what, module, [_given(case, left, counted) for case in cases], runner, stated, counted)
             if call is not None:
                 notes = [f"the file takes no {', '.join(left)}: the model is called without."] if left else []
-                notes += [f"the file takes no {name}: the model gets those that the mask counts." for name in counted]
+                notes += [f"the file takes no {name}: the model gets {_COUNTED[name]}." for name in counted]
                 yield dataclasses.replace(call, remarks=(*call.remarks, *notes))
+
+
+def _given(case: Case, left: Sequence[str], counted: Sequence[str]) -> Case:
+    """A case with what a file takes, and a mask of ones where the model insists on one."""
+    given = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
+    given |= {name: torch.ones_like(given[name]) for name in counted if name.endswith("mask")}
+    return dataclasses.replace(case, kwargs=given)
 
 
 def fitting(
@@ -67,6 +73,8 @@ def fitting(
     if BRANCH in runner.ports:  # what the other branch reads
         lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
     unread = [n for n, leaf in zip(names, given, strict=True) if isinstance(leaf, torch.Tensor)]
+    if "encoder_hidden_states" in found.values():  # its keys and values follow from them
+        unread = [name for name in unread if ".encoder." not in name]
     if lacking or set(unread) - set(found.values()) - set(counted):
         return None
     sizes = _fixed(runner, found, names, cases, module)
@@ -98,8 +106,15 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
             yield "without a cache", model, _whole_texts(model)
         return
     if TASKS[task] is encoder_decoder_pieces:
-        for piece in _tried(encoder_decoder_pieces, model):
+        pieces = _tried(encoder_decoder_pieces, model)
+        for piece in pieces:
             yield piece.stem, piece.module, _cases_of(piece, 3)
+        if pieces:
+            _, first, following = pieces
+            read = [{"encoder_hidden_states": case.kwargs["encoder_hidden_states"]} for case in _cases_of(first, 1)]
+            pairs = zip(_cases_of(following, 3), read, strict=True)
+            both = [dataclasses.replace(case, kwargs={**case.kwargs, **more}) for case, more in pairs]
+            yield f"{following.stem} that is given the features too", _WithFeatures(following.module), both
         yield "encoder and decoder in one call", model, _whole_pairs(model)
         return
     for piece in _tried(pieces_for, model, task):
@@ -113,6 +128,20 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
             types = [{"token_type_ids": torch.zeros_like(case.kwargs["input_ids"])} for case in cases]
             pairs = zip(cases, types, strict=True)
             yield piece.stem, piece.module, [dataclasses.replace(c, kwargs={**c.kwargs, **more}) for c, more in pairs]
+
+
+class _WithFeatures(torch.nn.Module):
+    """A decoder with a cache that is also given what the encoder returned."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self, input_ids: PyTree, cache: PyTree, encoder_attention_mask: PyTree = None, encoder_hidden_states: PyTree = None
+    ) -> PyTree:
+        """Return what the decoder returns: its cache holds the keys and values of the features."""
+        return self.decoder(input_ids, cache, encoder_attention_mask)
 
 
 def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
@@ -191,12 +220,14 @@ def _left_out(
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return arguments of the module that the file does not accept, and counters that it may compute from the mask."""
     takes = inspect.signature(module.forward).parameters
-    unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in runner.ports]
+    read = {name for name in example.kwargs if {name, *ALIASES.get(name, ())} & set(runner.ports)}
+    unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in read]
     left = [name for name in unread if takes[name].default is not inspect.Parameter.empty]
-    if len(left) == len(unread):
-        yield tuple(left), ()
-    if "position_ids" in unread:
-        yield tuple(name for name in left if name != "position_ids"), ("position_ids",)
+    rest = [name for name in unread if name not in left]
+    if set(rest) <= set(_COUNTED):
+        yield tuple(left), tuple(rest)
+    if "position_ids" in left:
+        yield tuple(name for name in left if name != "position_ids"), (*rest, "position_ids")
 
 
 def _fixed(

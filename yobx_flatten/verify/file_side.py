@@ -43,8 +43,8 @@ class Call:
     @property
     def window(self) -> int:
         """How many tokens the layers attend to; 0 for all."""
-        configs = (module.config for module in self.module.modules() if hasattr(module, "config"))
-        return next((getattr(config, "sliding_window", None) or 0 for config in configs), 0)
+        configs = (getattr(module, "config", None) for module in self.module.modules())
+        return next(filter(None, (getattr(config, "sliding_window", None) for config in configs)), 0)
 
     @property
     def reads_cache(self) -> bool:

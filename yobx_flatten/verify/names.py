@@ -25,7 +25,7 @@ _FRONT = re.compile(rf"(?:new_|updated_|out_)?(?:{CACHE}?|present_key_values?|pa
 _KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}
 _SIDES = {"self": "decoder", "decoder": "decoder", "cross": "encoder", "encoder": "encoder"}
 
-_ALIASES: Mapping[str, tuple[str, ...]] = {
+ALIASES: Mapping[str, tuple[str, ...]] = {
     "input_ids": ("decoder_input_ids",),
     "encoder_hidden_states": ("encoder_outputs", "encoder_outputs.last_hidden_state", "encoder_last_hidden_state"),
     "encoder_attention_mask": ("attention_mask",),
@@ -85,12 +85,13 @@ def matched(
             found[name] = leaf
     left = [name for name in graph if name not in found]
     free = [(name, also) for name, also in zip(names, plain, strict=True) if name not in found.values()]
-    spelled = [(n, *(a for a in _ALIASES.get(n, ()) if a not in names), *spellings_of(also), also) for n, also in free]
+    spelled = [(n, *(a for a in ALIASES.get(n, ()) if a not in names), *spellings_of(also), also) for n, also in free]
     for name, number in match(left, spelled).items():
         if by_order or name in spelled[number] or _like(name) in map(_like, spelled[number]):
             found[name] = free[number][0]
-    if by_order and not found:
-        found = dict(zip(graph, names, strict=False))
+    if by_order and not found:  # a file that returns no cache returns the others
+        others = [name for name in names if not place_of(name)]
+        found = dict(zip(graph, names if len(graph) > len(others) else others, strict=False))
     return found
 
 

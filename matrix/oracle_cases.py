@@ -59,6 +59,8 @@ def make_checkpoint(name: str, folder: pathlib.Path) -> None:
     if name == "whisper":
         config.max_source_positions = 1500  # exporters write it for 30 seconds of sound
         config.encoder_attention_heads = config.decoder_attention_heads  # as every Whisper has them
+    if name == "phi3":
+        config.original_max_position_embeddings = config.max_position_embeddings  # another type of positions without
     torch.manual_seed(0)
     model = class_for(config)(config).eval()
     model.save_pretrained(folder)

@@ -1,16 +1,10 @@
-"""Which call of a model a file stands for, and cases of it in the sizes that the file takes.
-
-.. code-block:: text
-
-    model ──> calls that exporters write: with a cache, without, encoder, first and further tokens, one whole call
-                 └── the first whose leaves are all that the file takes ──> without what the file leaves out
-                                                                            in the sizes that the file fixes
-"""
+"""Which call of a model a file stands for, and cases of it in the sizes that the file takes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +12,12 @@ import torch
 
 from ..errors import FlattenError
 from ..export.proof.eager_runs import Case, clone
-from ..huggingface.cache_names import after_cache, cache_of
+from ..huggingface.cache_names import cache_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
-from ..model_folder.pieces.one_call import plain_pieces
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
-from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces, encoder_input, input_name
+from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree, TransformersModel
+from ..recipe.aliases import TransformersModel
 from ..runners.ports import Runner
 from ..trees.naming import leaf_names, plain_names
 from .file_side import BRANCH, DERIVED, WINDOW, Call
@@ -110,38 +103,19 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
         for piece in pieces:
             yield piece.stem, piece.module, _cases_of(piece, 3)
         if pieces:
-            _, first, following = pieces
-            read = [{"encoder_hidden_states": case.kwargs["encoder_hidden_states"]} for case in _cases_of(first, 1)]
-            pairs = zip(_cases_of(following, 3), read, strict=True)
-            both = [dataclasses.replace(case, kwargs={**case.kwargs, **more}) for case, more in pairs]
-            yield f"{following.stem} that is given the features too", _WithFeatures(following.module), both
-        yield "encoder and decoder in one call", model, _whole_pairs(model)
+            encoder, first, following = (_cases_of(piece, 1) for piece in pieces)
+            both = _with(encoder, first, "input_ids", "decoder_input_ids")
+            yield "encoder and decoder in one call", model, both
+            both = _with(following, first, "encoder_hidden_states", "encoder_hidden_states")
+            yield f"{pieces[2].stem}, given the features too", pieces[2].module, both
         return
     for piece in _tried(pieces_for, model, task):
-        yield piece.stem, piece.module, _cases_of(piece, 1)
-    if TASKS[task] is not plain_pieces:
-        return
-    takes = inspect.signature(model.forward).parameters
-    for piece in _tried(plain_pieces, model):
-        if "token_type_ids" in takes and "token_type_ids" not in piece.kwargs:
-            cases = _cases_of(piece, 1)
-            types = [{"token_type_ids": torch.zeros_like(case.kwargs["input_ids"])} for case in cases]
-            pairs = zip(cases, types, strict=True)
-            yield piece.stem, piece.module, [dataclasses.replace(c, kwargs={**c.kwargs, **more}) for c, more in pairs]
-
-
-class _WithFeatures(torch.nn.Module):
-    """A decoder with a cache that is also given what the encoder returned."""
-
-    def __init__(self, decoder: torch.nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(
-        self, input_ids: PyTree, cache: PyTree, encoder_attention_mask: PyTree = None, encoder_hidden_states: PyTree = None
-    ) -> PyTree:
-        """Return what the decoder returns: its cache holds the keys and values of the features."""
-        return self.decoder(input_ids, cache, encoder_attention_mask)
+        cases = _cases_of(piece, 1)
+        yield piece.stem, piece.module, cases
+        takes = inspect.signature(piece.module.forward).parameters
+        if "token_type_ids" in takes and "input_ids" in piece.kwargs and "token_type_ids" not in piece.kwargs:
+            zeros = [dataclasses.replace(c, kwargs={"types": torch.zeros_like(c.kwargs["input_ids"])}) for c in cases]
+            yield piece.stem, piece.module, _with(cases, zeros, "types", "token_type_ids")
 
 
 def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
@@ -159,13 +133,8 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 def _empty_cache(piece: Piece) -> list[Case]:
     """Return the first call of a generation with an empty cache; none for caches of other state."""
-    names, leaves = leaf_names(dict(piece.kwargs)), pytree.tree_leaves(dict(piece.kwargs))
-    held = [leaf for name, leaf in zip(names, leaves, strict=True) if after_cache(name) is not None]
-    cache = cache_of(piece.kwargs)
-    layers = getattr(cache, "layers", None)
-    if not held or any(leaf.dim() != 4 for leaf in held if isinstance(leaf, torch.Tensor)) or layers is None:
-        return []
-    if any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+    layers = getattr(cache_of(piece.kwargs), "layers", None)
+    if layers is None or any(type(layer).__name__ != "DynamicLayer" or layer.keys.dim() != 4 for layer in layers):
         return []
     new = piece.kwargs["input_ids"].shape[1]
     given = clone(dict(piece.kwargs))
@@ -190,26 +159,10 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
     return found
 
 
-@torch.no_grad()
-def _whole_pairs(model: TransformersModel) -> list[Case]:
-    """Calls of an encoder and a decoder together."""
-    reads = input_name(model)
-    found: list[Case] = []
-    for batch, source, length in ((2, 7, 5), (1, 9, 3), (3, 5, 8)):
-        generator = torch.Generator().manual_seed(batch)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        tokens = torch.randint(3, vocabulary, (batch, source + length), generator=generator)
-        given: dict[str, Any] = {}
-        if reads == "input_ids":
-            mask = torch.ones(batch, source, dtype=torch.int64)
-            mask[0, source - 2 :] = 0
-            given = {"input_ids": tokens[:, :source].contiguous(), "attention_mask": mask}
-        else:
-            given = {reads: encoder_input(model, batch, 400 * source)}
-        given["decoder_input_ids"] = tokens[:, source:].contiguous()
-        name = f"batch {batch}, source {source}, length {length}" if found else "the example"
-        found.append(Case(name, (), given))
-    return found
+def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
+    """Cases that are also given, by a name, what an argument of other cases of the same sizes is."""
+    pairs = zip(cases, others, strict=True)
+    return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
 
 
 # -- what a file leaves out, and the sizes that it fixes ---------------------------------------------------------------
@@ -234,19 +187,16 @@ def _fixed(
     runner: Runner, found: Mapping[str, str], names: Sequence[str], cases: Sequence[Case], module: torch.nn.Module
 ) -> dict[str, dict[int, int]]:
     """By leaf, the axes that differ between cases and that the file has fixed, with their sizes."""
-    shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+    taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for case in cases:
         for name, leaf in zip(names, pytree.tree_leaves(_arguments(module, case)), strict=False):
-            if isinstance(leaf, torch.Tensor):
-                shapes[name].append(tuple(leaf.shape))
-    sizes: dict[str, dict[int, int]] = {}
-    for port in runner.ports.values():
-        name = found.get(port.name, "")
-        for axis, size in enumerate(port.shape):
-            taken = {shape[axis] for shape in shapes.get(name, ()) if axis < len(shape)}
-            if size is not None and len(taken) > 1:
-                sizes.setdefault(name, {})[axis] = size
-    return sizes
+            for axis, size in enumerate(leaf.shape if isinstance(leaf, torch.Tensor) else ()):
+                taken[name, axis].add(size)
+    ports = [(found.get(port.name, ""), port.shape) for port in runner.ports.values()]
+    sizes = {
+        name: {at: n for at, n in enumerate(of) if n is not None and len(taken[name, at]) > 1} for name, of in ports
+    }
+    return {one: fixed for one, fixed in sizes.items() if fixed}
 
 
 def _in_sizes(case: Case, module: torch.nn.Module, names: Sequence[str], sizes: Mapping[str, dict[int, int]]) -> Case:

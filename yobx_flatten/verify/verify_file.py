@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import torch
 from ..core.compare import tolerance
 from ..declare.scopes import register_flattening_functions
 from ..errors import FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
+from ..errors.dependencies import is_installed
 from ..errors.failures import first_line
 from ..export.calls import export_onnx
 from ..export.onnx.compare_nodes import Compared, compare_nodes
@@ -33,6 +36,7 @@ from ..files.tensors import read_onnx
 from ..model_folder.source.find import find_model
 from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
+from ..runners.openvino_runner import read_model
 from ..runners.ports import Runner
 from ..trees.naming import output_names, plain_names
 from .calls import calls_of, fitting
@@ -43,8 +47,9 @@ from .report import FileReport, VerifiedFile
 _SUFFIXES = tuple(dict.fromkeys(suffixes[0] for suffixes in RUNTIMES.values()))
 _BITS = {"MatMulNBits": "int4", "GatherBlockQuantized": "int4", "DequantizeLinear": "int8"}
 _BITS |= dict.fromkeys(("MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "ConvInteger"), "int8")
-_EXPLAINED = 2**28
-"""Bytes of a file above which its nodes are not compared."""
+_BITS |= dict.fromkeys(("i8", "u8"), "int8") | dict.fromkeys(("i4", "u4", "nf4"), "int4")  # of OpenVINO's constants
+_FLOATS = {1: "float32", 10: "float16", 16: "bfloat16", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_EXPLAINED = 2**28  # bytes of a file above which its nodes are not compared
 
 
 def verify_file(
@@ -98,15 +103,13 @@ def verify_file(
             'cases=[Case("the example", args), Case("five rows", others)].'
         )
     found: dict[str, VerifiedFile] = {}
-    loaded: dict[str, torch.nn.Module] = {}
+    loaded = functools.cache(functools.partial(_in_type, base))
     for file in _files(place):
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         if on_file is not None:
             on_file(name)
         facts = _Facts.of(file)
-        if facts.dtype not in loaded:
-            loaded[facts.dtype] = _in_type(base, facts.dtype)
-        found[name] = _verified(file, facts, loaded[facts.dtype], given, names or {}, trust, explain)
+        found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, trust, explain)
     return FileReport(place, found)
 
 
@@ -124,24 +127,29 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What an ONNX file states without being run."""
+    """What a file states of its weights without being run."""
 
     dtype: str = "float32"  # of its weights
     quantized: str = ""  # `"int8"` or `"int4"` where weights are stored in fewer bits
 
     @classmethod
     def of(cls, file: pathlib.Path) -> _Facts:
-        if file.suffix != ".onnx":
-            return cls()
-        model = read_onnx(file, failure=ForeignFileError)
-        graph = model.graph
-        kinds = {_BITS[node.op_type] for node in graph.node if node.op_type in _BITS}
-        sizes: dict[str, int] = {}
-        for tensor in graph.initializer:
-            kind = {1: "float32", 10: "float16", 16: "bfloat16"}.get(tensor.data_type, "")
-            sizes[kind] = sizes.get(kind, 0) + int(torch.tensor(list(tensor.dims)).prod())
-        largest = max((size, kind) for kind, size in {"float32": 0, **sizes}.items() if kind)[1]
-        return cls(largest, min(kinds, default=""))  # "int4" is the coarser
+        held: list[tuple[int | str, Sequence[int]]] = []  # type and shape of each constant
+        marks: list[str] = []  # of weights in fewer bits
+        if file.suffix == ".onnx":
+            graph = read_onnx(file, failure=ForeignFileError).graph
+            held = [(tensor.data_type, tensor.dims) for tensor in graph.initializer]
+            marks = [node.op_type for node in graph.node]
+        elif file.suffix == ".xml" and is_installed("openvino"):
+            ports = [one.output(0) for one in read_model(file).get_ops() if one.get_type_name() == "Constant"]
+            held = [(port.get_element_type().get_type_name(), port.get_shape()) for port in ports]
+            marks = [str(kind) for kind, shape in held if len(shape) > 1]
+        sizes = {"float32": 0}
+        for kind, shape in held:
+            if kind in _FLOATS:
+                sizes[_FLOATS[kind]] = sizes.get(_FLOATS[kind], 0) + math.prod(shape)
+        kinds = {_BITS[mark] for mark in marks if mark in _BITS}
+        return cls(max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default=""))  # "int4" is the coarser
 
 
 def _in_type(model: Any, dtype: str) -> torch.nn.Module:
@@ -151,6 +159,16 @@ def _in_type(model: Any, dtype: str) -> torch.nn.Module:
     if dtype == "float32" or getattr(model, "dtype", None) == getattr(torch, dtype):
         return model
     return copy.deepcopy(model).to(getattr(torch, dtype))
+
+
+def _as_weights(case: Case, dtype: torch.dtype) -> Case:
+    """A case of the caller with floats of the type that the weights of a file have."""
+
+    def typed(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    args, kwargs = pytree.tree_map(typed, (tuple(case.args), dict(case.kwargs)))
+    return dataclasses.replace(case, args=args, kwargs=kwargs)
 
 
 def _verified(
@@ -169,8 +187,9 @@ def _verified(
     best: dict[bool, tuple[VerifiedFile, Call]] = {}  # a merged decoder has two branches, and each has to be right
     merged = BRANCH in runner.ports and cases is None
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        own = None if cases is None else fitting("the call", model, cases, runner, stated)
-        for call in calls_of(model, runner, stated) if cases is None else filter(None, [own]):
+        typed = [_as_weights(case, getattr(torch, facts.dtype)) for case in cases or ()]
+        own = [fitting("the call", model, typed, runner, stated)] if typed else []
+        for call in calls_of(model, runner, stated) if cases is None else filter(None, own):
             branch = merged and call.reads_cache
             if branch in best and best[branch][0].ok:
                 continue

@@ -224,6 +224,32 @@ def test_a_file_of_encoder_and_decoder_has_the_tokens_of_both(turned):
     assert matched(["decoder_input_ids"], alone, alone, {}, by_order=False) == {"decoder_input_ids": "input_ids"}
 
 
+def test_outputs_without_names_are_not_taken_for_a_cache():
+    """A call of an encoder and a decoder without a cache returns the scores, and what the encoder returned."""
+    leaves = ["logits", *(f"present.0.decoder.{kind}" for kind in ("key", "value")), "encoder_last_hidden_state"]
+    found = matched(["linear_9", "layer_norm_2"], leaves, leaves, {}, by_order=True)
+    assert found == {"linear_9": "logits", "layer_norm_2": "encoder_last_hidden_state"}
+    every = [f"output_{place}" for place in range(4)]
+    assert matched(every, leaves, leaves, {}, by_order=True) == dict(zip(every, leaves, strict=True))
+
+
+def test_weights_in_half_precision_are_judged_as_such(tmp_path):
+    """A file in float16 is compared with the model in float16, also on inputs of the caller in float32."""
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    x = torch.randn(4, 3)
+    half = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).half().eval()
+    half.load_state_dict(linear.state_dict())
+    torch.onnx.export(half, (x.half(),), tmp_path / "half.onnx", verbose=False)
+    cases = [Case("the example", (x,))]
+    (one,) = verify_file(tmp_path / "half.onnx", linear, cases=cases).files.values()
+    assert one.ok is True, str(one)
+    assert one.report.tolerance == 6e-2
+    with torch.no_grad():
+        linear[0].weight[1, 1] += 0.02
+    assert verify_file(tmp_path / "half.onnx", linear, cases=cases).ok is False
+
+
 def test_unknown_names_need_a_mapping(right, model, tmp_path):
     """A file with unknown names is not judged; with a mapping it is."""
     proto = renamed(copied(right), {"input_ids": "words"})

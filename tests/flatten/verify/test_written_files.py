@@ -72,19 +72,22 @@ def test_a_file_of_openvino_is_compared(decoder, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*TracerWarning")
-def test_a_module_that_openvino_converted_is_compared(tmp_path):
-    """Its outputs have no names."""
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_module_that_openvino_converted_is_compared(compressed, tmp_path):
+    """Its outputs have no names, and by default its weights are those of the model in float16."""
     openvino = pytest.importorskip("openvino")
     torch.manual_seed(0)
     linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
     x = torch.randn(4, 3)
     converted = openvino.convert_model(linear, example_input=x)
-    openvino.save_model(converted, tmp_path / "model.xml", compress_to_fp16=False)
+    openvino.save_model(converted, tmp_path / "model.xml", compress_to_fp16=compressed)
     cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
     (one,) = verify_file(tmp_path / "model.xml", linear, cases=cases).files.values()
     assert one.ok is True, str(one)
     assert [case.case for case in one.report.cases] == ["the example", "seven rows"]
-    torch.nn.init.ones_(linear[0].weight)
+    assert one.report.tolerance == (6e-2 if compressed else 1e-4)
+    with torch.no_grad():
+        linear[0].weight[1, 1] += 0.02
     assert verify_file(tmp_path / "model.xml", linear, cases=cases).ok is False
 
 

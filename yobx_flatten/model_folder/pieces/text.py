@@ -27,13 +27,7 @@ from ...export.proof.eager_runs import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
-from ...huggingface.decoders import (
-    SlidingDecoder,
-    StateDecoder,
-    counts_by_itself,
-    has_states_alone,
-    why_not_sliding,
-)
+from ...huggingface.decoders import SlidingDecoder, StateDecoder, counts_by_itself, has_states_alone, why_not_sliding
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
@@ -204,8 +198,10 @@ class FirstDecoder(_Decoder):
 class NextDecoder(_Decoder):
     """Every later call: reads the encoder's keys, and returns the decoder's own keys only."""
 
-    def forward(self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None) -> dict[str, Any]:
-        """Return the scores and the decoder's own keys and values."""
+    def forward(
+        self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
+    ) -> dict[str, Any]:
+        """Return the scores and the decoder's own keys and values; the encoder's are in the cache."""
         keys = features_of(cache)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)

@@ -11,10 +11,9 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
+from ..errors import InvalidArgumentError, MissingDependencyError, describe_class
 from ..errors.dependencies import require
-from ..errors.failures import first_line, result_or
-from ..runners.onnx_session import open_session
+from ..errors.failures import first_line
 from .model_facts import ModelFacts
 
 WeightBits = Literal["int8", "int4", "keep"]
@@ -191,12 +190,6 @@ def choose_quantization(
         _check_tool(chosen, runtime, caller)
         return chosen
     _library()
-    reason = _why_not_run(chosen.bits)
-    if reason is not None:
-        raise MissingDependencyError(
-            f"{caller}: quantize={chosen.weights!r} needs the operator MatMulNBits with {chosen.bits} bits, which "
-            f"the installed onnxruntime does not run ({reason}):\n    pip install --upgrade onnxruntime"
-        )
     return chosen
 
 
@@ -268,39 +261,3 @@ def _without_handlers() -> Iterator[None]:
         root.setLevel(level)
         # or it prints a line for every weight where the application logs
         logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
-
-
-@functools.cache
-def _why_not_run(bits: int) -> str | None:
-    """Run a file with one operator; return why onnxruntime cannot run it, or ``None`` if it can."""
-    import numpy
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    weight = numpy.linspace(-1, 1, 32 * 16, dtype=numpy.float32).reshape(32, 16)
-    parts = Quantization("int4" if bits == 4 else "int8").quantize(weight)
-    names = ["bits", "scales", "zero_points"]
-    node = helper.make_node(
-        "MatMulNBits", ["x", *names], ["y"], domain="com.microsoft", K=32, N=16, bits=bits, block_size=32
-    )
-    graph = helper.make_graph(
-        [node],
-        "probe",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 32])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 16])],
-        [numpy_helper.from_array(part, name) for part, name in zip(parts, names, strict=True)],
-    )
-    versions = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
-    probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
-    given = numpy.eye(1, 32, dtype=numpy.float32)
-
-    def computed() -> str | None:
-        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"x": given})[0]
-        wrong = float(numpy.abs(found - weight[:1]).max())
-        return None if wrong < 0.1 else f"its result is off by {wrong:.1g}"
-
-    def refused(error: Exception) -> str | None:
-        stated = error.__cause__ or error if isinstance(error, FlattenError) else error
-        return first_line(stated)[:200]
-
-    return result_or(computed, refused)  # onnxruntime has no base class for its errors

@@ -12,8 +12,6 @@ import torch
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
-from yobx_flatten.export.onnx import attempts
-from yobx_flatten.export.onnx import attempts as onnx_attempts
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,37 +216,11 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
     assert remark.startswith("opset 23, attention in one operator was left out: the example: logits differs by")
 
 
-def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path, monkeypatch):
+def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
     """Where no attempt holds, the error reports the cases of the last one, and no file is left."""
-    monkeypatch.setattr(onnx_attempts, "attention_opset", lambda: 23)
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))  # torch and onnxruntime round apart
     with pytest.raises(ReplayError) as caught:
         export_onnx(module, (torch.linspace(-2, 2, 2048).reshape(32, 64),), path=tmp_path / "a.onnx", tolerance=0.0)
 
     assert [case.runtime for case in caught.value.report.cases] == [*["torch.export"] * 3, "onnxruntime"]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("difference", [1e-2, float("inf"), float("nan")])
-def test_an_onnxruntime_that_computes_attention_wrong_gets_the_exporters_choice(difference, monkeypatch):
-    """The probe decides by numbers; what it found is kept for the process."""
-    monkeypatch.setattr(attempts, "_difference", lambda: difference)
-    attempts.attention_opset.cache_clear()
-    try:
-        assert attempts.attention_opset() is None
-    finally:
-        attempts.attention_opset.cache_clear()
-
-
-def test_an_onnxruntime_without_the_operator_gets_the_exporters_choice(monkeypatch):
-    """An error of the probe is an answer."""
-
-    def fails():
-        raise RuntimeError("Opset 23 is under development and support for this is limited.")
-
-    monkeypatch.setattr(attempts, "_difference", fails)
-    attempts.attention_opset.cache_clear()
-    try:
-        assert attempts.attention_opset() is None
-    finally:
-        attempts.attention_opset.cache_clear()

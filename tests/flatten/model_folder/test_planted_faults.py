@@ -14,7 +14,7 @@ from yobx_flatten import export_folder
 from yobx_flatten.errors import FlattenError
 from yobx_flatten.export.onnx import attempts
 from yobx_flatten.export.onnx import file as onnx_file
-from yobx_flatten.export.onnx.attempts import attention_opset
+from yobx_flatten.export.onnx.attempts import ATTENTION_OPSET
 from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_the_standard_proof_finds(fault, tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnx_file.UnprovenFile, "save", faulty)
     # without simpler operators, which are tried where the fastest fail, and have no window to be lost
-    fused = attempts._Attempt(attention_opset(), fuse=True, share=True)
+    fused = attempts._Attempt(ATTENTION_OPSET, fuse=True, share=True)
     monkeypatch.setattr(attempts, "_attempts", lambda _: [fused])
     how = {"optimize": "onnxruntime", "proof": "standard", "overwrite": True}
     if fault == "none":

@@ -17,8 +17,6 @@ from typing import Any
 import numpy
 
 from ...errors import InvalidArgumentError
-from ...errors.failures import result_or
-from ...runners.onnx_session import open_session
 from ..proof.report import ExportReport
 from ..quantization import Quantization
 from ..quantized_answers import Bits, Role
@@ -165,15 +163,14 @@ def _quantized_table(
 ) -> StoredMatrix | None:
     """Store an embedding table as its own integers or in 8 bits; ``None`` if it is not quantized."""
     grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
-    is_kept = grid is not None and gathers_blocks(grid.bits, grid.block_size)
     matrix = None
-    if grid is not None and is_kept:
+    if grid is not None:
         matrix = keep_integers(graph, value, grid, transposed=True)
-    elif quantization.weights != "keep" and size >= _TABLE and gathers_blocks(8, 32):
+    elif quantization.weights != "keep" and size >= _TABLE:
         matrix = round_table(graph, value)
         found.tables += matrix is not None
     if matrix is not None:
-        found.add(value, matrix.nbytes, grid.bits if grid is not None and is_kept else None)
+        found.add(value, matrix.nbytes, None if grid is None else grid.bits)
     return matrix
 
 
@@ -404,8 +401,6 @@ def share_table(value: Any, stored: StoredMatrix) -> bool:
     readers = [use.node for use in value.uses()]
     if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False
-    if not gathers_blocks(stored.bits, stored.block_size):
-        return False
     for node in readers:
         take_rows(node, stored)
     return True
@@ -428,46 +423,6 @@ def _is_gathered(value: Any) -> bool:
         for use in value.uses()
     )
     return plain and not value.is_graph_output()
-
-
-@functools.cache
-def gathers_blocks(bits: int, block_size: int) -> bool:
-    """Return whether onnxruntime gathers rows of such blocks right, found with a small table."""
-    import numpy
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    table = numpy.linspace(-1, 1, 6 * 2 * block_size, dtype=numpy.float32).reshape(6, -1)
-    made = Quantization("int4" if bits == 4 else "int8", block_size=block_size).quantize(
-        numpy.ascontiguousarray(table.T)
-    )
-    names = ["bits", "scales", "points"]
-    node = helper.make_node(
-        "GatherBlockQuantized",
-        ["bits", "rows", "scales", "points"],
-        ["y"],
-        domain="com.microsoft",
-        bits=bits,
-        block_size=block_size,
-        gather_axis=0,
-        quantize_axis=1,
-    )
-    graph = helper.make_graph(
-        [node],
-        "probe",
-        [helper.make_tensor_value_info("rows", TensorProto.INT64, [3])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 2 * block_size])],
-        [numpy_helper.from_array(part.reshape(6, -1), name) for part, name in zip(made, names, strict=True)],
-    )
-    versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    probe: onnx.ModelProto = helper.make_model(graph, opset_imports=versions, ir_version=10)
-    rows = numpy.array([5, 0, 3])
-
-    def difference() -> float:
-        found = open_session(probe.SerializeToString(), caller="quantize").run(None, {"rows": rows})[0]
-        return float(numpy.abs(found - table[rows]).max())
-
-    return result_or(difference, lambda error: math.inf) < 0.1  # onnxruntime has no base class for its errors
 
 
 # Round matrices to 8 bits: whole steps from -127 to 127 of a scale for each block, and no zero points.

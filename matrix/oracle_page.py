@@ -36,7 +36,9 @@ calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-f
 
 A file is called wrong only if two computations agree on that: the model in float32 and the model in float64. The file
 differs from each of them by more than ten times what they differ from each other. An exporter may state the difference:
-mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window.
+mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window. A file without the
+head of its checkpoint (BERT and RoBERTa of mobius-onnx) is compared with the model without its head. Files of
+onnxruntime-genai are also run in its own runtime, which gives them a cache of the largest length.
 
 {small}
 
@@ -136,6 +138,10 @@ def _reason(name: str, exporter: str, results: Results) -> str:
             f"; {apart['float32']:.1e} from float32, {apart['float64']:.1e} from float64, which are "
             f"{apart['between']:.1e} apart"
         )
+    if "own_runtime" in result:
+        shown += f"; in its own runtime, with one row, up to {result['own_runtime']:.1e} from the model"
+    if result.get("without_head"):
+        shown += "; next to the model without its head"
     where = f"`{result['file']}`, " if "file" in result else ""
     why = textwrap.shorten(cleaned(result.get("why", "")), 240, placeholder=" ...")
     return f"- {exporter}, `{name}`: {verdict} ({where}{why}{shown})"

@@ -211,7 +211,7 @@ def _exported(exporter: str, place: pathlib.Path) -> dict[str, Any]:
     if answer.exists():
         return dict(json.loads(answer.read_text("utf-8")))
     ended = f"its process ended with {process.exitcode}"
-    why = f"it needs more than {SECONDS} seconds of the processor" if process.exitcode in (-9, -24) else ended
+    why = f"it needs more than {SECONDS} CPU seconds" if process.exitcode in (-9, -24) else ended
     return {"versions": {}, "state": "not written", "why": why}
 
 

@@ -99,7 +99,7 @@ def here(tmp_path, monkeypatch):
         (lambda: verify_folder("a.txt"), r"a\.txt is a file\. Name the folder"),
         (
             lambda: record_calls(Doubles(), to="a.txt").__enter__(),
-            "a file, and calls are written to a folder",
+            "a file, but calls are written to a folder",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Compare found values with expected values: the difference, and whether rounding explains it.
 
-The one comparison of both packages, with the one table of what rounding explains. Two leaves are as far apart as their
-worst element is; what no number can say, another shape, another type, ``None`` for a tensor, is an error.
+Both packages use this comparison and this table of tolerances. The difference of two leaves is that of their worst
+element; a different shape or type, or ``None`` for a tensor, is an error.
 
 =============  =====================================  ==================  ===========  ===========  ===================
 kind           measured as                            float32, float64    float16      bfloat16     source
@@ -14,12 +14,12 @@ kind           measured as                            float32, float64    float1
 ``rows``       the largest, to the largest expected   1e-3                3e-2         1.5e-1       6
 =============  =====================================  ==================  ===========  ===========  ===================
 
-1. Other kernels in other orders: what 316 model types of random weights stay below, each layer adding its rounding.
-2. The same kernels in other places, such as a cut model: 8 roundings in 32 bits and more.
+1. Different kernels in different orders: 316 model types with random weights stay below; each layer adds rounding.
+2. The same kernels in other places, such as a split model: 8 roundings in 32 bits and more.
 3. Gradients of a parameter that is used several times are added in another order.
 4. The same terms added in another order and other groups: losses of parts of a batch.
 5. The same kernels on the same numbers, next to each other in one file.
-6. Some rows through all layers in one piece and in parts: other kernels, whose rounding each layer makes larger.
+6. Some rows computed together and in parts, through all layers: different kernels, whose rounding each layer amplifies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..private_names.of_torch import pytree
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
-"""The types of weights of which it is known what a file may differ by."""
+"""Weight types with a known tolerance for files."""
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -55,11 +55,11 @@ class Comparison(NamedTuple):
     allowed: float
 
     def __bool__(self) -> bool:
-        return self.difference <= self.allowed  # NaN is not
+        return self.difference <= self.allowed  # false for NaN
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two leaves as their kind of comparison is measured.
+    """Compare two leaves by the measure and tolerance of a kind.
 
     >>> bool(compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file"))
     True
@@ -116,9 +116,9 @@ def largest_difference(expected: object, found: object) -> float:
     >>> largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j]))
     2.0
     """
-    # expected: a leaf. A number has no type of its own, so a tensor without axes may be found in its place.
-    # returns: the largest absolute difference of real and imaginary parts, infinite where one of them is NaN and the
-    # other is not. Integers are compared exactly, whatever their size.
+    # expected: a leaf. A Python number has no dtype, so it may be compared with a 0-d tensor.
+    # returns: the largest absolute difference of real and imaginary parts, infinite if only one of the two is NaN.
+    # Integers are compared exactly, whatever their size.
     if is_text(expected) or is_text(found):
         return _same_text(expected, found)
     if isinstance(expected, _NUMBERS) and isinstance(found, _NUMBERS):
@@ -169,7 +169,7 @@ def share_of_nan(expected: object) -> float | None:
 
 
 def is_text(value: object) -> bool:
-    """Return whether a leaf is text, or an array of it."""
+    """Return whether a leaf is text or an array of text."""
     if isinstance(value, (str, torch.Tensor)):
         return isinstance(value, str)
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")
@@ -221,12 +221,12 @@ def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     try:
         differ = one != other
         left, right = one.double(), other.double()
-    except (RuntimeError, NotImplementedError):  # types of less than 8 bits have no arithmetic: bit by bit
+    except (RuntimeError, NotImplementedError):  # types of less than 8 bits have no arithmetic: compare bits
         return 0.0 if torch.equal(one.view(torch.uint8), other.view(torch.uint8)) else math.inf
     differ &= ~(left.isnan() & right.isnan())
     if not differ.any():
         return 0.0
-    worst = (left - right).abs()[differ].max().item()  # inf - inf is nan, and no difference
+    worst = (left - right).abs()[differ].max().item()  # inf - inf is nan, but the two are equal
     if worst != worst:
         return math.inf
     # 64-bit integers that a double cannot distinguish differ by 1 at least

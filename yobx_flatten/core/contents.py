@@ -11,8 +11,8 @@ descriptor, and the items of the built-in containers by the functions of the bui
         def size(self): ...             never called
 
 Not entered: classes, modules of Python, functions and methods (so neither closures nor globals), weak references,
-generators, frames. A ``torch.nn.Module`` is looked into like any object, and so is a ``functools.partial``: its
-arguments are data.
+generators, frames. A ``torch.nn.Module`` is entered like any object, and so is a ``functools.partial``, whose arguments
+are data.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _by_position(cls: Any) -> _Items:
 
 
 def _of_a_set(cls: Any) -> _Items:
-    iterate = cls.__iter__  # an item of a set has no path in Python; the number states which one it is
+    iterate = cls.__iter__  # an item of a set has no path in Python; a number identifies it
     return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
 
 
@@ -155,7 +155,7 @@ def size_in_bytes(tensor: Any) -> int:
     """The size of a tensor or an array, without shared elements; 0 if it is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
-            with DisableTorchFunctionSubclass():  # a subclass can answer with code of its own
+            with DisableTorchFunctionSubclass():  # a subclass may run its own code
                 return int(torch.Tensor.numel(tensor) * torch.Tensor.element_size(tensor))
         numpy = sys.modules.get("numpy")
         if numpy is not None and issubclass(type(tensor), numpy.ndarray):

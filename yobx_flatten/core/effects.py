@@ -1,20 +1,19 @@
 """Find the side effects of a call, and undo them.
 
-A call has outputs and *effects*: a tensor written in place, a list that got longer, an attribute that was set, a
-variable of a closure that was bound anew. :class:`Snapshot` notes, before the call, which object is where; it copies
-nothing::
+A call has outputs and *effects*: a tensor written in place, a list that was extended, an attribute that was set, a
+variable of a closure that was rebound. :class:`Snapshot` records, before the call, the objects by place, not copies::
 
     before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
     result = module(*args)
     before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
 
-:func:`undisturbed` takes the same walk, with copies of what can be written, and leaves everything as it was.
+:func:`undisturbed` uses the same walk, copies the values that a call can write, and restores them.
 
-The walk enters what a call can reach: containers, attributes and slots, modules, partials and bound methods, variables
-that a function closes over, its defaults, and what code outside of installed libraries reads of its globals and
-classes. An optimizer is not entered: its state is twice as large as the model, and a step in another thread may write
-it. The walk reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object has one
-place, the first on the way from the roots, breadth first.
+The walk enters all objects that a call can reach: containers, attributes and slots, modules, partials and bound
+methods, closure variables of a function, its defaults, and the globals and classes that code outside of installed
+libraries reads. Optimizers are not entered: their state is twice as large as the model, and a step in another thread
+may write it. The walk reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object
+has one place, the first that a breadth-first walk from the roots finds.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
-# A container of more items is compared by the identity of its items, which are not entered: rows of a data set.
+# Items of larger containers, such as rows of a data set, are compared by identity and not entered.
 _MANY_ITEMS = 10_000
 
-# The walk ends here: an object that holds a trainer holds everything.
+# The walk stops here: an object that holds a trainer reaches everything.
 _MANY_OBJECTS = 200_000
 
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
@@ -55,8 +54,9 @@ _REMEMBERING = type(functools.cache(len))
 class Effects(dict[str, Effect]):
     """Changes that a call made, by key path; empty, so false, if there are none.
 
-    ``objects`` has, by the same key paths, the object before and the object after the call; for ``"written"``, where
-    both are the same tensor, ``"grown"`` containers and removed or new entries, ``None`` stands for what is not there.
+    ``objects`` has, by the same key paths, the object before and the object after the call; ``None`` stands for an
+    absent object: after ``"written"``, where both are the same tensor, for ``"grown"`` containers, and for removed or
+    new entries.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Effects(dict[str, Effect]):
 
 
 class Snapshot:
-    """Which object was where before a call: identities, versions and storages; no copies."""
+    """The objects at each place before a call: identities, versions and storages; no copies."""
 
     def __init__(self, holders: list[_Holder], contents: list[_Content]) -> None:
         self._holders, self._contents = holders, contents
@@ -118,12 +118,12 @@ def undisturbed(
 ) -> Iterator[Snapshot]:
     """Undo all changes that the block makes to the roots, also after an exception.
 
-    The same objects are in the same places, with the same values and versions. So are the generators of random numbers
-    of torch, NumPy and Python. Results that share memory with a root change with it: take copies of them inside.
+    Objects, values and versions are restored, and so are the random generators of torch, NumPy and Python. Results that
+    share memory with a root are also reset: copy them inside the block.
     """
-    # seed: what random numbers begin with in the block; by default the block draws what comes next
-    # parameters: those that the call writes to; none by default. Others are shared, as they are large and hardly any
-    # call writes to them; they keep what was written.
+    # seed: seed of random numbers in the block; by default the generators continue
+    # parameters: the parameters that the call writes; none by default. Other parameters are not copied, since they are
+    # large and rarely written; a write to them stays.
     # returns: a context manager; inside, the snapshot from before the block
     before, shared = Snapshot.of(**roots), Snapshot.of(**shared_generators())
     before.keep_values(parameters)
@@ -198,7 +198,7 @@ class _Walk:
         if layout.attributes is not None:
             held = layout.attributes(obj)
             if issubclass(type(obj), torch.nn.Module):
-                # named as users name them, so not as entries of these three attributes
+                # by their path in the module, not as entries of these three attributes
                 children = [held[name] for name in ("_parameters", "_buffers", "_modules") if name in held]
                 self._seen.update(map(id, children))
                 self._buffers.update(map(id, held.get("_buffers", {}).values()))
@@ -243,7 +243,7 @@ class _Walk:
 
 
 def _is_pipeline(kind: type) -> bool:
-    """Whether an object is a part of a pipeline, such as its threads and devices: runs are undone by themselves."""
+    """Whether an object is a part of a pipeline, such as its threads and devices; a pipeline undoes its runs itself."""
     return kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
 
 
@@ -272,7 +272,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
 
 
-# -- what holds objects ------------------------------------------------------------------------------------------------
+# -- holders of objects ------------------------------------------------------------------------------------------------
 
 
 class _Way:
@@ -290,7 +290,7 @@ class _Way:
 
 
 class _Ordered(_Way):
-    """An ``OrderedDict``, which keeps its order apart from the dict that it is."""
+    """An ``OrderedDict``, which stores its order separately."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict(collections.OrderedDict.items(owner)) if owner else {}
@@ -309,7 +309,7 @@ class _Attributes(_Way):
 
 
 class _Children(_Attributes):
-    """Parameters, buffers or submodules of a module, where they are not attributes: those of a list have numbers."""
+    """Parameters, buffers or submodules of a module that are not attributes: those of a list have numbers."""
 
     def spell(self, key: Any) -> str:
         return f"[{key}]" if isinstance(key, str) and key.isdigit() else super().spell(key)
@@ -373,7 +373,7 @@ class _Slots(_Way):
         now = self.read(owner)
         for name, read in self._slots:
             descriptor: Any = read.__self__  # type: ignore[attr-defined] # of the slot
-            with contextlib.suppress(AttributeError, TypeError):  # read only, as those of a partial
+            with contextlib.suppress(AttributeError, TypeError):  # read only, like those of a partial
                 if name in before and now.get(name, owner) is not before[name]:
                     descriptor.__set__(owner, before[name])
                 elif name in now and name not in before:
@@ -499,17 +499,17 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _is_longer(one: object, other: object) -> bool:
-    """Return whether a tensor replaces one that was shorter along one axis, as a growing cache does."""
+    """Return whether a tensor replaces a tensor that was shorter along one axis, like in a growing cache."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dim() != other.dim():
         return False
     differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
     return len(differ) == 1 and differ[0][1] > differ[0][0]
 
 
-# -- what has values -------------------------------------------------------------------------------------------------
+# -- objects with values ---------------------------------------------------------------------------------------------
 
 
-# Returns what changes with each write: the values, and of tensors what leaves a trace.
+# Returns a mark that changes with each write: the values, or a tensor's version and memory.
 _Reader: TypeAlias = Callable[[Any], object]
 
 
@@ -534,7 +534,7 @@ class _Content:
     def keep(self, copied: dict[object, Any]) -> None:
         self._restore = result_or(
             lambda: _restoring(self.obj, self._before, self.grad, copied),
-            lambda error: None,  # a tensor without memory of its own, such as one of a trace
+            lambda error: None,  # a tensor without memory, such as in a trace
         )
 
     def restore(self) -> None:
@@ -598,7 +598,7 @@ def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[obje
         return functools.partial(obj.setstate, obj.getstate())
     if isinstance(obj, _REMEMBERING):
         misses = obj.cache_info().misses
-        # of what a trace made it remember, tensors have no data
+        # tensors that a trace stored here have no data
         return lambda: obj.cache_clear() if obj.cache_info().misses != misses else None
     if hasattr(obj, "bit_generator"):
         return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
@@ -611,9 +611,9 @@ def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[obje
 def _restoring_tensor(
     tensor: torch.Tensor, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]
 ) -> Callable[[], object]:
-    # The memory as a whole: so views of each other, and elements that share a place, are as they were.
+    # All memory of the storage, so that views and shared elements are restored.
     storage, alias = tensor.untyped_storage(), tensor.detach()
-    if storage.device.type == "meta":  # without data, as a tensor of a trace
+    if storage.device.type == "meta":  # without data, like a tensor of a trace
         return lambda: None
     if (key := (storage.data_ptr(), storage.nbytes())) not in copied:
         copied[key] = storage.clone()
@@ -625,7 +625,7 @@ def _restoring_tensor(
                 tensor.data = alias
             if storage.nbytes() != values.nbytes():
                 storage.resize_(values.nbytes())
-            if not torch.equal(_bytes_of(storage), _bytes_of(values)):  # memory of a file may not be written to
+            if not torch.equal(_bytes_of(storage), _bytes_of(values)):  # memory mapped from a file may be read-only
                 storage.copy_(values)
             if tensor.is_leaf and tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)

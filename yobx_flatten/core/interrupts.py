@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What `signal` wraps: its own functions turn every number into a name, which takes ten times as long.
+# The C module below `signal`, whose wrappers convert every number to an enum and take ten times as long.
 import _signal  # type: ignore[import-not-found,unused-ignore]  # the stubs do not have it
 import signal
 import threading
@@ -14,14 +14,12 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 
 class DeferredSignals:
-    """Context manager that defers the handlers of signals; those that are due are called at its end.
+    """Context manager that defers signal handlers until its end.
 
-    Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, what ends a
-    process in order. For the time of the block another handler stands instead of each one that Python would call.
-    In other threads nothing is to be done.
+    Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, SIGTERM. In
+    the block, a recording handler replaces each Python handler. Other threads need none.
 
-    An interruption at the end of the block raises after its last line. Code that must do all or nothing then undoes its
-    work::
+    A deferred handler raises after the last line of the block. Code that must do all or nothing then undoes its work::
 
         try:
             with DeferredSignals():
@@ -47,7 +45,7 @@ class DeferredSignals:
                 if callable(handler):
                     self._before[number] = handler
                     _signal.signal(number, self._take)
-        except BaseException:  # of a handler that is not replaced yet
+        except BaseException:  # raised by a handler that is not replaced yet
             self._put_back()
             raise
 
@@ -57,7 +55,7 @@ class DeferredSignals:
     def __exit__(self, *exception: object) -> None:
         try:
             self._put_back()
-        except BaseException:  # of a handler that is back already
+        except BaseException:  # raised by a handler that is restored already
             self._put_back()
             raise
         finally:
@@ -79,8 +77,8 @@ class DeferredSignals:
 class Undoing:
     """Context manager that restores a state at its end; signals wait until the state is restored.
 
-    Ctrl-C may arrive before the first line of the end. So it is entered twice, and the outer end calls the function if
-    the inner one did not::
+    Ctrl-C may arrive before the first line of the exit. So it is entered twice, and the outer exit calls the function
+    if the inner exit did not::
 
         with (undoing := Undoing(restore)), undoing:
             change()

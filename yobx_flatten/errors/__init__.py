@@ -36,15 +36,15 @@ __all__ = [
 class FlattenError(Exception):
     """Base class of the errors of this package.
 
-    Those about a model, its caches and its programs also derive from ``VersionDependentError``: where a newer version
-    of a library is installed than any that was tried, their text ends with a line that names it.
+    Errors about a model, its caches and its programs also derive from ``VersionDependentError``: if a library is
+    installed in a newer version than the newest tested, their text ends with a line that names it.
     """
 
 
 class ReplacedFunctionWarning(UserWarning):
     """A function that traces replace has unexpected parameters, so the original is traced.
 
-    What is exported is compared with the model as always, so the comparison decides.
+    The exported program is compared with the model as always, which shows whether this matters.
     """
 
 
@@ -113,7 +113,7 @@ class RecordError(VersionDependentError, FlattenError, ValueError):
 
 
 class StoredFileError(FlattenError, ValueError):
-    """A file does not give back the nested values that it should hold."""
+    """The nested values in a file cannot be read."""
 
 
 class DamagedFileError(StoredFileError):
@@ -133,7 +133,7 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
-    """A file cannot generate: it is missing, is not made for generation, or fails while it runs."""
+    """A file cannot be used for generation: it is missing, has other inputs or outputs, or fails while it runs."""
 
 
 class NoRoomError(FlattenError, OSError):
@@ -157,7 +157,7 @@ def describe_class(obj: object) -> str:
     if obj is None:
         return "None"
     name = type(obj).__name__
-    # the message must come out, whatever a user's __repr__ raises
+    # a user's __repr__ can raise anything; the message must still appear
     return result_or(lambda: _shown(name, obj), lambda error: f"a {name}, whose __repr__ raises {type(error).__name__}")
 
 

@@ -21,14 +21,14 @@ def is_installed(library: str) -> bool:
     """
     try:
         return importlib.util.find_spec(library) is not None
-    except ImportError:  # from another library's import hook
+    except ImportError:  # raised by another library's import hook
         return False
 
 
 def install_line(extra: str) -> str:
     """Return the command that adds an extra to the installed package, from its original source."""
     checkout = pathlib.Path(__file__).resolve().parents[2]
-    if (checkout / "pyproject.toml").is_file():  # the package is read from its repository
+    if (checkout / "pyproject.toml").is_file():  # the package runs from a checkout
         return f"pip install -e '{checkout}[{extra}]'"
     source = "yobx-flatten"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -51,7 +51,7 @@ def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
     yobx_flatten.errors.MissingDependencyError: a picture needs no_such_library, which is not installed:
         pip install no_such_library
     """
-    # extra: extra of this package that installs them, several with commas; `None` if they are installed by name
+    # extra: extra of this package that installs the libraries, several with commas; `None` to install them by name
     missing = [library for library in libraries if not is_installed(library)]
     if missing:
         line = f"pip install {' '.join(missing)}" if extra is None else install_line(extra)

@@ -1,6 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
-These are the only places that catch any error. Elsewhere an ``except`` names the expected ones.
+Only this file catches every class of error. Elsewhere an ``except`` names the expected classes.
 ``verbose=`` raises the level of the logger ``yobx_flatten`` for one call and its thread.
 """
 
@@ -23,7 +23,7 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
     >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
     ('3', -1)
     """
-    # otherwise: returns the result for an error; it states why no error has to come out
+    # otherwise: returns the result for an error; its caller explains why the error may be dropped
     try:
         return run()
     except Exception as error:  # reported by the caller, in the result
@@ -40,13 +40,13 @@ def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exce
     ValueError: not a number: invalid literal for int() with base 10: 'three'
     """
     # error_of: returns the new error; `None` for the original error
-    # own: classes that come out as they are
+    # own: classes that are not converted
     try:
         yield
     except own:
         raise
     except BaseException as error:  # it is the cause of the new error
-        # a panic of a library in Rust is no `Exception`, and its class cannot be imported; Ctrl-C is neither
+        # a panic of a Rust library is not an `Exception`, and its class cannot be imported; Ctrl-C is not caught
         is_failure = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
         found = error_of(cast("Exception", error)) if is_failure else None
         if found is None:
@@ -67,7 +67,7 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
     # note_for: returns the note; empty for none
     try:
         yield
-    except Exception as error:  # its text is not ours, so it is unchanged
+    except Exception as error:  # an error of other code keeps its text
         note = note_for(error)
         if note:
             error.add_note(note)
@@ -91,7 +91,7 @@ def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's message that is not blank; the name of its class if there is none.
+    r"""Return the first line of an error's message that is not blank; if all are blank, its class name.
 
     >>> first_line(ValueError("\n  cannot open model.onnx \nat line 3")), first_line(KeyboardInterrupt())
     ('cannot open model.onnx', 'KeyboardInterrupt')
@@ -125,8 +125,8 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     | ...yers.0     9 MB
     | head       12.5 MB
     """
-    # rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
-    # can end early with a sentence.
+    # rows: the cells of each row; the first row can be a header. The last cell of a row is never padded, so a row can
+    # end early with a sentence.
     # align: one sign per column, `"<"` for the left and `">"` for the right. Default: all to the left.
     # indent: prefix of every line; two spaces by default
     # width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
@@ -150,7 +150,7 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
 STEP = {"step": True}
 
 _LOGGER = logging.getLogger("yobx_flatten")
-# The level from which the caller wants to hear, whatever that of the logger is: all threads share the logger.
+# The level for this call, whatever the logger's level, which all threads share.
 _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verbose", default=sys.maxsize)
 
 

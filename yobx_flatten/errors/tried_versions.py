@@ -1,6 +1,6 @@
 """Name the newest tested versions of libraries in errors, if a newer version is installed.
 
-A test compares them with ``constraints.txt`` and `make newest`; CONTRIBUTING.md ("Renewing the versions") is the way.
+A test compares them with ``constraints.txt`` and `make newest`; CONTRIBUTING.md ("Renewing the versions") explains it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import dataclasses
 from .failures import noted_on_failure
 
 NEWEST_TRIED = {"torch": "2.15.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
-"""By library: the newest version with which everything was tried."""
+"""The newest version of each library with which all tests were run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Untried:
-    """A library that is installed in a newer version than any that was tried."""
+    """A library whose installed version is newer than the newest tested version."""
 
     library: str
     installed: str
@@ -27,11 +27,11 @@ class Untried:
 
 
 def untried_versions() -> list[Untried]:
-    """Return the libraries that are installed in a newer version than any that was tried. Nothing is imported.
+    """Return the libraries whose installed version is newer than the newest tested version. Nothing is imported.
 
-    A build of a version is that version: ``2.13.0+cpu`` is 2.13.0.
+    Build suffixes are ignored: ``2.13.0+cpu`` is 2.13.0.
     """
-    import importlib.metadata  # a tenth of a second, in which Ctrl-C would end in a stack trace
+    import importlib.metadata  # takes a tenth of a second, in which Ctrl-C would print a stack trace
 
     from packaging.version import InvalidVersion, Version
 
@@ -66,7 +66,7 @@ class VersionDependentError(Exception):
 
 
 def without_cause(error: BaseException) -> str:
-    """Return the text of an error without the line on versions, for a text that holds it as a part.
+    """Return the text of an error without the line on versions, to embed it in another text.
 
     >>> without_cause(ValueError("no such thing"))
     'no such thing'
@@ -76,7 +76,7 @@ def without_cause(error: BaseException) -> str:
 
 
 def naming_untried_versions() -> contextlib.AbstractContextManager[None]:
-    """Add the line as a note to an error of another library that leaves the block: its text is not ours."""
+    """Add the line as a note to an error of another library, whose text is not changed."""
 
     def note_for(error: Exception) -> str:
         line = possible_cause()

@@ -1,1 +1,1 @@
-"""Write files and folders whole or not at all, and read them as untrusted."""
+"""Write files and folders atomically, and read files as untrusted."""

@@ -1,4 +1,4 @@
-"""Open files of strangers, and read JSON of a stated form; errors name the place in the document."""
+"""Open untrusted files, and read JSON of a given type; errors name the place in the document."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..errors.failures import first_line, raised_as, undone_on_failure
 
 T = TypeVar("T")
 
-# everything that stands next to weights, is read as text or by a tokenizer, and may be copied
+# limit for files next to weights that are read as text or by a tokenizer, and may be copied
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-_LARGEST = 2**30  # bytes; a timeline of days has less, and a tokenizer of 260,000 words 35 million
+_LARGEST = 2**30  # bytes; a timeline of several days has less, a tokenizer of 260,000 words has 35 million
 # how transformers 5 writes numbers that JSON does not have: {"__float__": "Infinity"}
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -28,20 +28,20 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """Turn errors of other libraries' readers, and wrong types, into one error.
 
-    Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
-    errors of many classes for data that do not fit together.
+    The types in a document are checked first. This handles other errors: safetensors, protobuf and torch raise many
+    classes for inconsistent data.
     """
 
     def damaged(error: BaseException) -> Exception:
         return failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).")
 
-    # too little memory is not the fault of a file
+    # lack of memory is not an error of the file
     return raised_as(damaged, FlattenError, OSError, MemoryError, *own)
 
 
 def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
     """Open a file that a user or another file names, in one step with the check of :func:`check_regular`."""
-    # without a wait for the writer of a pipe; what is not a regular file is closed before it is read
+    # without waiting for the writer of a pipe; a file that is not regular is closed before a read
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with undone_on_failure(lambda: os.close(number)):
         _check(os.fstat(number), path, failure, most)
@@ -72,9 +72,10 @@ def read_document(
     kind: str = "",
 ) -> T:
     """Read a file of JSON."""
-    # form: what it holds: a dataclass, whose fields have types, or a type such as `dict[str, float]`
-    # finite: whether `Infinity` and `NaN` are refused, which configurations of transformers may hold
-    # kind: what a file is that a user names; one that does not begin as JSON is another kind, and not damaged
+    # form: the expected type: a dataclass, or a type such as `dict[str, float]`
+    # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
+    # kind: the expected kind of a user's file; a file that does not begin like JSON is reported as another kind, not as
+    # damaged
     text = read_bytes(path, failure=failure)
     if kind and text.strip() and text.lstrip()[:1] not in b"{[":
         raise failure(f"{path} is not a {kind}.{remedy and ' '}{remedy}")
@@ -82,7 +83,7 @@ def read_document(
 
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
-    """Read a configuration as transformers does: infinite numbers and NaN may be in it, as numbers or with a tag."""
+    """Read a configuration as transformers does: infinite numbers and NaN are accepted, as numbers or with a tag."""
     # to change such a file and write it again, `read_document` leaves tags as they are
     return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=_untagged)
 
@@ -98,7 +99,7 @@ def parse_document(
 ) -> T:
     """Parse JSON as :func:`read_document` does.
 
-    What is nested deeper than Python calls itself is refused.
+    Nesting beyond Python's recursion limit is refused.
     """
     # finite: whether `Infinity` and `NaN` are refused
     how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
@@ -111,14 +112,14 @@ def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exceptio
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        # Python's parser, as texts may hold half a character ("\\ud800"), which msgspec refuses
+        # Python's parser, since texts may contain half a character ("\\ud800"), which msgspec refuses
         return msgspec.convert(json.loads(text, **how), form)
     except RecursionError:
         what = "it is nested too deeply"
     except msgspec.MsgspecError as error:
         what = str(error)
-    except ValueError as error:  # no JSON, no text, or a number that is none
-        if text and text.lstrip()[:1] not in ("{", "[", b"{", b"["):  # it never was a document
+    except ValueError as error:  # invalid JSON, invalid text, or an invalid number
+        if text and text.lstrip()[:1] not in ("{", "[", b"{", b"["):  # not a JSON document
             raise failure(f"{where} is not a JSON file: it begins with {text[:8]!r}.{remedy and ' '}{remedy}") from None
         what = f"it is not JSON ({error})" if text else "it is empty"
     raise failure(f"{where} is damaged: {what}.{remedy and ' '}{remedy}")
@@ -139,14 +140,14 @@ def _untagged(entries: dict[str, Any]) -> Any:
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
     """Return the path of a file that a document names, in the folder of the document or below."""
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
-    # a backslash or a drive leads elsewhere on Windows, and no system has a zero in a name
+    # a backslash or a drive leads elsewhere on Windows, and no file name contains a zero byte
     if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):
         raise failure(f"{folder} names the file {name!r}, which is not in the folder.")
     path = folder.joinpath(*parts)
     try:
         check_regular(path, failure)
     except (FileNotFoundError, NotADirectoryError):
-        raise failure(f"{folder} names the file {name!r}, which is not there.") from None
+        raise failure(f"{folder} names the file {name!r}, which does not exist.") from None
     return path
 
 
@@ -167,15 +168,15 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
     # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
     if not real.is_relative_to(root) and real.parent != root.parent.parent / "blobs":
         raise failure(
-            f"{path} is a link to {real}, which is outside of the folder, and its contents could be copied into what "
-            "is written. Replace the link by the file itself, or remove it."
+            f"{path} is a link to {real}, which is outside of the folder. Its contents could be copied into the "
+            "export. Replace the link by the file itself, or remove it."
         )
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
-    """Refuse what is not a file on a disk: a folder, a device without an end, a pipe without a writer.
+    """Refuse anything but a regular file: a folder, an endless device, a pipe without a writer.
 
-    Links to files are followed, as the caches of hubs are made of them.
+    Links to files are followed, since the Hub's cache consists of links.
     """
     # most: the largest number of bytes; any by default
     _check(os.stat(path), path, failure, most)

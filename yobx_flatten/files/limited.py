@@ -1,4 +1,4 @@
-"""Run code that a file chooses (a chat template, a pattern) in a process with limits on time and memory.
+"""Run code from a file (a chat template, a pattern) in a process with limits on time and memory.
 
 ::
 
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CPU_SECONDS = 3
-_SECONDS = 30.0  # for a machine that has other work
+_SECONDS = 30.0  # a deadline for busy machines
 _MEMORY = 2**30  # bytes in addition to those of the caller
 _MOST = 2**26  # bytes of a result
 
@@ -49,7 +49,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function whose calls have limits. Its effects stay in its process; results and errors come back as copies."""
+    """A function whose calls have limits. Its effects stay in its process; results and errors are copies."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()
@@ -81,7 +81,8 @@ class _Child:
         self.owner = os.getpid()
         self._connection, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            # of Python and of JAX on threads, whose locks a fork copies: a template or a pattern needs none of theirs
+            # warnings of Python and JAX about threads, whose locks a fork copies: templates and patterns use none of
+            # these locks
             warnings.simplefilter("ignore")
             number = os.fork()
         if not number:
@@ -94,11 +95,11 @@ class _Child:
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):
-                answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())  # of our own process
+                answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())  # raised by our own process
                 return answer
         except (EOFError, ConnectionError):
             pass
-        except BaseException:  # also Ctrl-C: the answer to this call would be taken for that to the next
+        except BaseException:  # also Ctrl-C: the answer to this call would be read as the answer to the next call
             self.end()
             raise
         self.end()
@@ -107,7 +108,7 @@ class _Child:
 
 def _end(owner: int, number: int, connection: Connection) -> None:
     if os.getpid() != owner:
-        return  # a fork of the caller, which has no such process
+        return  # a fork of the caller, which does not own the process
     connection.close()
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(number, signal.SIGKILL)
@@ -118,12 +119,12 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     """Answer calls until the caller is gone, and never return."""
     try:
         gc.freeze()  # the caller's objects are not collected here
-        # files of the caller would stay open, and locked, as long as this process lives
+        # otherwise files of the caller would stay open, and locked, while this process lives
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, 2**16)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C does
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a fork
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has no other threads
         _limit_memory()
         while True:
             args, kwargs = connection.recv()
@@ -142,7 +143,7 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
 
 
 def _copyable(error: Exception) -> Exception:
-    """The error, or its text where a copy of it cannot be made."""
+    """The error, or its text if the error cannot be copied."""
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(error))
         return error
@@ -153,7 +154,7 @@ def _limit_memory() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # only Linux states what a process has
+    with contextlib.suppress(OSError, ValueError):  # only Linux reports the memory of a process
         with open("/proc/self/statm", encoding="ascii") as file:
             held = int(file.read().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)

@@ -2,7 +2,7 @@
 
 ::
 
-    runs/model.onnx                          complete: what has this name always is
+    runs/model.onnx                          always complete
     runs/.model.onnx.writing-x7_k2/          what one process writes
         lock/held                            locked as long as that process lives
         new/                                 what is written
@@ -10,8 +10,8 @@
         stale                                names of files that the target no longer refers to then
         old/                                 the folder that had the name before, for the time of two renames
 
-A process that is killed leaves the hidden folder and no lock. The next one that writes to the same name, or opens it,
-finishes what was complete and removes the rest.
+A killed process leaves the hidden folder without a lock. The next process that writes or opens the same name finishes a
+complete write and removes the rest.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..errors.failures import undone_on_failure
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-_LOCK = "lock/held"  # filelock makes the folder above its file anew, and that must not be the hidden one
+_LOCK = "lock/held"  # filelock creates the parent folder of its file, and must not recreate the hidden folder
 _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 
 
 @contextlib.contextmanager
 def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield an empty hidden folder on the disk of the target, which is gone afterwards."""
-    # target: the file or folder that is written. What other processes left of it is settled first.
+    """Yield an empty hidden folder on the disk of the target, and remove it afterwards."""
+    # target: the file or folder to write. Leftovers of other processes are handled first.
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
     folder, lock = _locked_folder(target)
@@ -58,10 +58,10 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
     """Refuse a file or folder that cannot be written, before a long computation.
 
-    A folder is made where the target, or the nearest that is there above it, stands, and taken away again: permissions
-    alone state nothing of a disk that is read-only.
+    A folder is created in the target's folder, or in the nearest existing folder above, and removed: permissions do not
+    show a read-only disk.
     """
-    # in_parent: check the folder that holds it, where it is made under another name first
+    # in_parent: check the parent folder, where the target is first written under a hidden name
     import psutil
 
     path = pathlib.Path(target)
@@ -70,9 +70,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
     if in_parent and os.fspath(path.resolve()) in {part.mountpoint for part in psutil.disk_partitions(all=True)}:
-        raise OSError(
-            errno.EBUSY, "it is a mount point, which no other folder can replace. Name a folder in it", str(path)
-        )
+        raise OSError(errno.EBUSY, "it is a mount point, which cannot be replaced. Name a folder in it", str(path))
     try:
         pathlib.Path(tempfile.mkdtemp(prefix=".trial-", dir=there)).rmdir()
     except OSError as error:
@@ -82,7 +80,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Return the path of a file's data: ``NAME.data`` for the first file of a name, then a new name each time.
 
-    So a reader that finds a file finds its data, and not those of the file before or after it.
+    So a reader of a file finds the data of that file, not of an earlier or later file.
     """
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
@@ -91,7 +89,7 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def is_data_of(name: str, target: pathlib.Path) -> bool:
-    """Whether a name is one that :func:`data_path` gives to data of a file."""
+    """Whether :func:`data_path` can return this name."""
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
 
 
@@ -99,7 +97,7 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield a path to write to; the file appears at the end of the block, complete, or not at all."""
     target = pathlib.Path(path)
-    if target.exists() and not target.is_file():  # /dev/stdout, a pipe: no name to give, and a folder is refused
+    if target.exists() and not target.is_file():  # /dev/stdout and pipes are written directly; a folder is refused
         yield target
         return
     with scratch_for(target) as folder:
@@ -142,7 +140,7 @@ def hold(folder: pathlib.Path) -> Callable[[], None] | None:
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
     """Rename files into place: the target last; then remove stale files."""
-    # target: the file; others get their places next to it
+    # target: the file; other files are moved next to it
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
         (new.parent / name).write_text("\n".join(files), encoding="utf-8")
@@ -155,14 +153,14 @@ def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str
                 moved.append(name)
             flush()
             os.replace(new / target.name, target)
-        # it is the new one now: what goes wrong from here on needs no error
+        # the new file is in place: later failures need no error
         with contextlib.suppress(OSError):
             flush()
     _unlink(target.parent, stale)
 
 
 def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
-    """Give a folder its name, instead of a folder of that name."""
+    """Rename a folder to its final name, replacing a folder of that name."""
     flush_tree(new.parent)
     old = new.parent / _OLD
     with opened_folder(target.parent) as flush:
@@ -186,12 +184,12 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Finish or remove unfinished files and folders of killed processes; skip those that are being written."""
+    """Finish or remove leftovers of killed processes; skip files that are being written."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)
         except OSError:
-            continue  # a disk that is read-only, or too few descriptors: the next one settles it
+            continue  # a read-only disk, or too few descriptors: the next process handles it
         if lock is None:
             continue  # another process writes there
         try:
@@ -212,8 +210,8 @@ def is_folder(path: pathlib.Path) -> bool:
         hidden = [left / _OLD for left in _left_of(path) if (left / _OLD).is_dir()]
         if hidden and not path.exists():
             raise StoredFileError(
-                f"A process is replacing {path}, or was killed while it did so{reason}. Its former contents are in "
-                f"{hidden[0]}."
+                f"A process is replacing {path}, or was killed during the replacement{reason}. The former contents are "
+                f"in {hidden[0]}."
             )
     return path.is_dir()
 
@@ -225,21 +223,21 @@ def _left_of(target: pathlib.Path) -> list[pathlib.Path]:
 
 def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
     new, old = left / _NEW, left / _OLD
-    if old.is_dir() and not target.exists():  # it was about to be replaced by one that is complete
+    if old.is_dir() and not target.exists():  # its complete replacement is ready
         os.replace(new if new.is_dir() else old, target)
-    # of a file, what was moved before it is of no use without it; and where it was moved, what it replaces is
+    # data that was moved before its file is useless without the file; after the move, the replaced data is useless
     names = left / (_OTHERS if (new / target.name).exists() else _STALE)
     listed = names.read_text(encoding="utf-8", errors="replace").split("\n") if names.is_file() else []
-    # a list of a stranger removes nothing but such data
+    # an untrusted list can remove only such data
     _unlink(target.parent, [name for name in listed if is_data_of(name, target) and not (new / name).exists()])
 
 
 def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
     """Remove a hidden folder while holding its lock, so that no other process writes to it."""
-    if os.name == "nt":  # an open file cannot be removed there
+    if os.name == "nt":  # Windows cannot remove an open file
         lock.release()
-    # The lock goes last: as soon as its file is gone another one can be made and held, and who holds it may read what
-    # is there, and write.
+    # The lock is removed last: without its file, another process can create and hold a new lock, and then read and
+    # write here.
     above = folder / pathlib.PurePath(_LOCK).parts[0]
     with contextlib.suppress(OSError):
         for path in [*folder.iterdir()]:
@@ -248,7 +246,7 @@ def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
             elif path != above:
                 path.unlink(missing_ok=True)
     shutil.rmtree(above, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty: another thread or process has it now
+    with contextlib.suppress(OSError):  # not empty: another thread or process uses it now
         folder.rmdir()
 
 
@@ -256,7 +254,7 @@ def _give_back(old: pathlib.Path, target: pathlib.Path, why: OSError) -> None:
     try:
         os.replace(old, target)
     except OSError:
-        found = f"what was in {target} is in {old} until {target.name} is written or opened the next time"
+        found = f"the former contents of {target} are in {old} until {target.name} is written or opened again"
         raise OSError(why.errno, f"{why.strerror}; {found}") from why
 
 
@@ -278,11 +276,11 @@ def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
                 lock.release()
             else:
                 return folder, lock
-        # another process took it for a leftover before it had its lock
+        # another process removed it as a leftover before it was locked
 
 
 def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
-    """The lock of a hidden folder, acquired; ``None`` where another process has it, or the folder is gone."""
+    """Acquire the lock of a hidden folder; ``None`` if another process holds it or the folder is gone."""
     import filelock
 
     lock = filelock.FileLock(folder / _LOCK, timeout=0, thread_local=False, is_singleton=False)
@@ -290,7 +288,7 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
         lock.acquire()
     except filelock.Timeout:
         return None
-    except (FileNotFoundError, FileExistsError):  # another process removes it, which took it for a leftover
+    except (FileNotFoundError, FileExistsError):  # another process is removing it as a leftover
         return None
     if (folder / _LOCK).exists():
         return lock
@@ -301,15 +299,15 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
 def flush_tree(folder: pathlib.Path) -> None:
     """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder.
 
-    Libraries that write through a temporary file, as safetensors does, leave one that only its owner may read.
+    Libraries that write through a temporary file, like safetensors, leave a file that only its owner may read.
     """
-    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
+    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # the contents of a folder before the folder
         if path.is_symlink():
             continue
         if path.is_dir():
             flush_folder(path)
         else:
-            # Windows flushes only what is opened for writing, and a file may be read-only, as its source was
+            # Windows flushes only files that are open for writing, and a copied file may be read-only
             if os.name != "nt" and stat.S_IMODE(path.stat().st_mode) == 0o600:
                 path.chmod(path.parent.stat().st_mode & 0o666)
             number = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -326,7 +324,7 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 
 class opened_folder(contextlib.AbstractContextManager["opened_folder"]):  # noqa: N801 # used like a function
-    """A folder whose names can be flushed later, when no file can be opened any more."""
+    """A folder whose names can be flushed later, even if no more files can be opened."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         # Windows opens no folders

@@ -1,4 +1,4 @@
-"""Write a file of tensors, with errors of the system; read one of a stranger, and the weights next to an ONNX file."""
+"""Write tensor files with errors of the system, and read untrusted tensor files and ONNX files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[
     from safetensors import SafetensorError, safe_open
 
     with open_regular(path, failure=failure) as file:
-        if file.read(9)[8:] not in (b"{", b""):  # eight bytes with a length stand before the JSON
+        if file.read(9)[8:] not in (b"{", b""):  # the JSON follows eight bytes with its length
             raise failure(f"{path} is not a file of safetensors.")
     try:
         with safe_open(path, framework="pt") as opened:
@@ -45,7 +45,7 @@ def read_tensors(path: pathlib.Path, *, failure: type[Exception]) -> dict[str, t
 def write_tensor_file(
     path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors that share no memory; raise an OSError where that fails."""
+    """Write tensors that share no memory; raise an OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -60,8 +60,8 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file whose writes never fail; what failed is raised at the end."""
-    # torch's writer of archives would end the process: its destructor also writes, where C++ allows no error
+    """Yield a new file whose writes never fail; the first error is raised at the end."""
+    # an error in torch's archive writer would end the process: its C++ destructor also writes
     with _Lenient(path, "wb") as file:
         try:
             yield file
@@ -80,7 +80,7 @@ class _Lenient(io.FileIO):
         try:
             while self.failure is None and len(left):
                 left = left[super().write(left) :]
-        except BaseException as error:  # Ctrl-C in here would also end the process
+        except BaseException as error:  # Ctrl-C in this function would also end the process
             self.failure = error
         return len(data)
 
@@ -98,8 +98,8 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
-    """Return the names of files of data that an ONNX file refers to, if they are as this package gives them."""
-    # path: the file; one that is not there, or no ONNX file, refers to nothing
+    """Return the names of data files that an ONNX file refers to, if they match the names of this package."""
+    # path: the file; a missing file, or a file that is not ONNX, refers to nothing
     if not path.is_file():
         return set()
     try:

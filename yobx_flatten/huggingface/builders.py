@@ -23,14 +23,14 @@ def make_dynamic_cache(
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
-            (batch, heads, length, head size), or of two or three dimensions where they are only placeholders.
+            (batch, heads, length, head size), or of two or three dimensions for placeholders.
         cls_layers: the layers' classes, or their names; one for all, or one per layer. ``DynamicLayer`` by default.
-        cls_kwargs: arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``. A window that is
-            not given is as long as the keys.
+        cls_kwargs: arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``. The default window
+            is the length of the keys.
 
     Returns:
-        The cache. Its sliding layers have seen as many tokens as a full layer of the same cache holds, or as many as
-        they hold where no layer is full.
+        The cache. Its sliding layers count the tokens of a full layer of the same cache, or their own tokens if no
+        layer is full.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -72,11 +72,11 @@ def make_static_cache(
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
             (batch, heads, length, head size).
-        max_cache_len: number of tokens a layer has room for; by default as many as the first keys hold. Keys of that
-            length are used as they are, shorter ones are copied into zeros.
+        max_cache_len: capacity of a layer in tokens; by default the length of the first keys. Keys of that length are
+            used directly, shorter keys are copied into zeros.
         cls_layers: the layers' classes, or their names; one for all, or one per layer. ``StaticLayer`` by default.
         cls_kwargs: other arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``.
-        length: number of tokens seen so far; by default as many as the first keys hold.
+        length: number of tokens seen so far; by default the length of the first keys.
 
     Returns:
         The cache, ready to continue at position ``length``.
@@ -202,7 +202,7 @@ def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
         return tensor
     if tensor.shape[-2] > room:
         raise CacheStructureError(
-            f"make_static_cache: the keys hold {tensor.shape[-2]} tokens, and the layer has room for {room}. Pass "
+            f"make_static_cache: the keys hold {tensor.shape[-2]} tokens, but the layer has room for {room}. Pass "
             "fewer tokens, or a larger max_cache_len (and window)."
         )
     padded = tensor.new_zeros((*tensor.shape[:-2], room, tensor.shape[-1]))

@@ -1,8 +1,8 @@
 """The names of a model's cache: as an argument, as an entry of an output, and in exported files.
 
-transformers has called the argument ``past_key_values`` (models with attention), ``cache_params`` (models with states
-alone) and, from 5.24 on, ``cache`` for all. Which of them a function takes is read off its signature, and which one an
-output has off the output, never off a version number: a model outside of transformers may keep an older word.
+transformers named the argument ``past_key_values`` (models with attention) and ``cache_params`` (models with states
+only); since 5.24 the name is ``cache``. The name is read from a function's signature or from an output, never from a
+version number: models outside of transformers may keep an older name.
 
 .. code-block:: text
 
@@ -31,7 +31,7 @@ CACHE = "past_key_values"
 PRESENT = "present"
 """Prefix of the names of a file's cache outputs, the cache inputs of the next call."""
 
-# Newest first. The first is a usual word, so it counts only where the type or the value shows a cache.
+# Newest first. The first is a common word, so it counts only if the type or the value is a cache.
 _USUAL = "cache"
 _WORDS = (_USUAL, CACHE, "cache_params")
 
@@ -56,7 +56,7 @@ def is_cache(value: object) -> bool:
 
 def tokens_in(cache: TransformersCache) -> int | None:
     """Return the number of tokens that a cache has seen; ``None`` if not known."""
-    # caches without attention raise what they like
+    # caches without attention raise various errors
     return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
 
 
@@ -66,7 +66,7 @@ def has_read(cache: TransformersCache) -> bool:
 
 
 def _has_state(layer: CacheLayer) -> bool:
-    """Whether a layer without attention has seen a token: it keeps flags, and no count."""
+    """Whether a layer without attention has seen a token; such layers have flags instead of a count."""
     flags = getattr(layer, "has_previous_state", False)
     return flags is True or (isinstance(flags, Mapping) and True in flags.values())
 
@@ -77,11 +77,11 @@ def name_in(values: object) -> str | None:
     >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
     ('cache_params', None)
     """
-    # values: a mapping by name, or an output of a model; anything else has no such entry. An entry that is `None`
-    # counts: it is where the cache would be.
+    # values: a mapping by name, or an output of a model; anything else has no cache entry. An entry that is `None` also
+    # counts.
     if not isinstance(values, Mapping):
         return None
-    # the keys themselves: an output of transformers 5.24 also answers to the older words
+    # the keys only: an output of transformers 5.24 also has attributes with the older names
     names = set(values.keys())
     for word in _WORDS:
         if word in names and (word != _USUAL or values[word] is None or is_cache(values[word])):
@@ -111,14 +111,14 @@ def argument_of(function: Callable[..., Any]) -> str | None:
     >>> argument_of(forward)
     'past_key_values'
     """
-    # returns: its name. `None` where no parameter has a known word or the type of a cache.
+    # returns: the name of the parameter; `None` if no parameter has a known name or the type of a cache
     parameters = _parameters(function)
     if parameters is None:
         return None
     for word in _WORDS:
         if word in parameters and (word != _USUAL or _may_be_a_cache(parameters[word])):
             return word
-    # a word of a later version
+    # a name from a later version
     typed = [name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
     return typed[0] if len(typed) == 1 else None
 
@@ -131,16 +131,16 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
-    """Return whether a parameter named like a cache may be one by its annotation; without annotation it may.
+    """Return whether the annotation of a parameter allows a cache; true without annotation.
 
-    Thirty forwards of transformers 5.24 (RoBERTa's) still state what caches were once: tuples and lists of tensors.
+    Thirty forwards of transformers 5.24 (RoBERTa's) still have the former types of caches: tuples and lists of tensors.
     """
     stated = str(parameter.annotation)
     return parameter.annotation is parameter.empty or "Cache" in stated or _TENSORS.search(stated) is not None
 
 
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the name that a function has for it.
+    """Return keyword arguments with the cache under the function's parameter name.
 
     >>> def forward(input_ids, cache: "Cache"): ...
     >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
@@ -158,7 +158,8 @@ def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
     """
-    # names: names of arguments. Where the cache's name is one of them, or none is a word for it, nothing changes.
+    # names: names of arguments. If the cache's name is among them, or if none of them is a name of a cache, nothing
+    # changes.
     given, wanted = name_in(kwargs), next((word for word in _WORDS if word in names), None)
     if given is None or wanted is None or given in names:
         return dict(kwargs)
@@ -181,7 +182,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name of an input or output entry in files, with one word for the cache.
+    """Return the name of an input or output entry in files, with a single name for the cache.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
@@ -201,7 +202,7 @@ def spellings_of(path: str) -> list[str]:
 
 
 def after_cache(name: str) -> str | None:
-    """Return what follows the word for the cache in the name of a file's input; ``None`` for any other input.
+    """Return the suffix after the cache's name in the name of a file's input; ``None`` for any other input.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

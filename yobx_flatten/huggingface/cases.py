@@ -17,7 +17,7 @@ from .decoders import has_states_alone, new_dynamic_cache
 from .layer_weights import device_of_inputs
 from .position_switch import switch_of
 
-# in addition to the cache
+# besides the cache
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
@@ -78,10 +78,10 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     if "encoder_outputs" in kwargs and not _encoder_reads_tokens(model):
         return f"its encoder reads {model.main_input_name}"
     if not {"input_ids", "decoder_input_ids"} & set(kwargs):
-        return "the inputs hold no input_ids"
+        return "the inputs contain no input_ids"
     cache = cache_of(kwargs)
     if type(cache).__name__ == "QuantizedCache" and not _is_fp8(cache):
-        return "an empty cache with the quantisation of this one is not made here"
+        return "an empty quantized cache of this kind cannot be made"
     known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), name_in(kwargs)}
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
@@ -92,9 +92,9 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
     """Return which input must be passed for reproducible results, or ``None``.
 
-    Layers of PaliGemma are not causal (``use_bidirectional_attention``) and leave that to the mask, which token types
-    make. Without them transformers drops the mask where it takes it for the causal one that SDPA applies by itself, and
-    the layers then see what comes after; with ``attn_implementation="eager"``, with padding, or in a trace it is kept.
+    Layers of PaliGemma are not causal (``use_bidirectional_attention``): the mask, which is made from token types, is.
+    Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then see later
+    tokens; with ``attn_implementation="eager"``, with padding, or in a trace the mask is kept.
     """
     if kwargs.get("token_type_ids") is not None or not hasattr(model, "config") or kwargs.get("input_ids") is None:
         return None
@@ -104,17 +104,17 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     if not getattr(text, "use_bidirectional_attention", None):
         return None
     return (
-        f"{type(model).__qualname__} was given no token_type_ids: its attention is not causal by itself, and "
-        "transformers drops the mask in some calls and keeps it in others, so that the eager results differ between "
-        "them. Pass token_type_ids (0 for the prefix, 1 for what is generated)."
+        f"{type(model).__qualname__} was called without token_type_ids. Its attention is causal only with a mask, "
+        "which transformers drops in some calls, so that eager results differ between calls. Pass token_type_ids (0 "
+        "for the prefix, 1 for generated tokens)."
     )
 
 
 def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[DecodeSizes], str | None]:
-    """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row."""
-    # cache: that of the example; a static one has room for some tokens only
-    # where positions change with the length (longrope, dynamic), two more sizes pass that length
-    # returns: the sizes, and a remark when a window, or the length where positions change, is too long to be passed
+    """Choose difficult sizes: below, at and beyond the smallest window, one and several tokens, a padded row."""
+    # cache: the example's cache; a static cache has limited room
+    # if positions change at some length (longrope, dynamic), two more sizes exceed that length
+    # returns: the sizes, and a remark if a window, or the length at which positions change, is too long to exceed
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     static = [one for one in getattr(cache, "layers", ()) if hasattr(one, "max_cache_len") and not one.is_sliding]
@@ -122,11 +122,11 @@ def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[
     window = window if isinstance(window, int) and window >= 3 else None
     remark = None
     if window is not None and 2 * window + 8 > min(_LONGEST, room):
-        remark = f"The sliding window of {window} was not passed: that takes more than {min(_LONGEST, room)} tokens."
+        remark = f"No case exceeds the sliding window of {window}: that takes more than {min(_LONGEST, room)} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
     if switch is not None and switch + 8 > _LONGEST:
-        passed = f"The length of {switch} at which the angles of positions change was not passed."
+        passed = f"No case exceeds the length of {switch}, at which the angles of positions change."
         remark = passed if remark is None else f"{remark} {passed}"
     elif switch is not None and switch > 4:
         across = [DecodeSizes(1, switch - 2, 1), DecodeSizes(2, switch + 3, 2, padding=3)]
@@ -199,7 +199,7 @@ def decode_inputs(
             made = _inputs_of_decoder(model, sizes, like, tokens, mask)
     if cache_is is not None:
         made = {name: contiguous(value) for name, value in made.items()}
-    # what is not a tensor (use_cache=True, ...) is the caller's
+    # values that are not tensors (use_cache=True, ...) are the caller's
     return {name: made.get(name, value) for name, value in like.items()}
 
 
@@ -222,11 +222,11 @@ def _given_or_random(
 
 
 def _check_decodes(model: TransformersModel) -> None:
-    """Refuse a model that no inputs of a decode call are made for."""
+    """Refuse a model for which inputs of a decode call cannot be made."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
             f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make its inputs yourself, "
-            'and other sizes to check:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
+            'and pass cases of other sizes:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
         )
     if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
         raise InvalidArgumentError(
@@ -237,7 +237,7 @@ def _check_decodes(model: TransformersModel) -> None:
 
 
 def _check_fills(sizes: DecodeSizes, cache_is: str | None) -> None:
-    """Refuse to fill a cache with nothing."""
+    """Refuse to fill a cache with no tokens."""
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
             f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
@@ -285,7 +285,7 @@ def _inputs_of_decoder(
     empty = _fresh_cache(model, like.get(cache_is))
     filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
     if cache_of(filled) is None:
-        # generate() always hands one over, and some models make none of their own (Granite4Vision)
+        # generate() always passes a cache, and some models make none themselves (Granite4Vision)
         empty = new_dynamic_cache(model.config.get_text_config(decoder=True))
         filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
     made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
@@ -298,11 +298,11 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
-    if not {"input_ids", "decoder_input_ids"} & set(kwargs):  # which embeddings come next is not known
+    if not {"input_ids", "decoder_input_ids"} & set(kwargs):  # the next embeddings are unknown
         return None
-    if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not take a filled one
+    if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not accept a filled cache
         return None
-    # a model can keep a second cache, as the encoder's of one that hears while it is spoken to
+    # a model can have a second cache, such as the encoder's cache of a streaming speech model
     returned = {name: outputs.get(name) for name in kwargs}
     following = {
         name: returned[name] if type(returned[name]) is type(given) and not isinstance(given, torch.Tensor) else given
@@ -312,7 +312,7 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int
     encoder_decoder = "decoder_input_ids" in kwargs
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]
-    if outputs.get("logits") is not None:  # of a module that returns something else, the vocabulary is not known
+    if outputs.get("logits") is not None:  # for a module with other outputs, the vocabulary is unknown
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(0, outputs["logits"].shape[-1], ids.shape, generator=generator)
         following[ids_name] = drawn.to(ids.device)
@@ -334,12 +334,12 @@ def _usual_inputs(model: TransformersModel, encoder_decoder: bool) -> tuple[str,
     cache_is = argument_of(forward_of(model)) or installed_name()
     if encoder_decoder:
         return "decoder_input_ids", "encoder_outputs", "attention_mask", cache_is
-    # models without attention take a mask of the new tokens only, and have no use for one while they decode
+    # models without attention accept a mask of the new tokens only, and need none for decoding
     return ("input_ids", cache_is) if has_states_alone(model) else ("input_ids", "attention_mask", cache_is)
 
 
 def slides(config: TransformersConfig) -> bool:
-    """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only."""
+    """Return whether a model of this configuration makes a cache with a sliding layer."""
     return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
 
 
@@ -374,17 +374,17 @@ def _is_fp8(cache: TransformersCache) -> bool:
 def contiguous(value: PyTree) -> PyTree:
     """Return a contiguous tensor; tensors inside containers are replaced in place.
 
-    A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
-    that was compiled for one of the two reads the other one wrongly.
+    A slice (``ids[:, 5:]``, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
+    kind of strides reads the other kind wrongly.
     """
-    # value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. What is held twice stays one
+    # value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. A repeated tensor stays one
     # tensor.
     return _contiguous(value, {})
 
 
 def _contiguous(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
     if id(value) not in done:
-        done[id(value)] = value, value  # kept, so that its id is not used again; and an end, where it holds itself
+        done[id(value)] = value, value  # stored, so that its id is not reused, and so that a cycle ends
         done[id(value)] = value, _whole(value, done)
     return done[id(value)][1]
 

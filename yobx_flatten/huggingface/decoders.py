@@ -1,11 +1,11 @@
-"""Wrap a decoder whose layers all slide, or hold a state, so that it has the inputs that generation tools feed.
+"""Wrap a decoder with only sliding layers, or only states, so that it has the inputs that generation tools pass.
 
 .. code-block:: text
 
     the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
     this module   input_ids, attention_mask, position_ids, keys and values of each layer
 
-How many tokens were seen is the length of the mask without the new tokens.
+The number of tokens seen is the length of the mask minus the new tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
+    """Return whether a cache has a counter among its leaves: all of its layers slide, and one is filled."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -44,7 +44,7 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a model whose cache has a counter cannot be fed without it; ``None`` when it can."""
+    """Return why a model cannot run without its cache's counter as input; ``None`` if it can."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
     lacking += ["cache"] if argument_of(model.forward) is None else []
@@ -63,8 +63,8 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
 class SlidingDecoder(torch.nn.Module):
     """A decoder with only sliding layers, without the counter input, which other tools do not pass."""
 
-    # kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is not a
-    # tensor is handed to the model at each call.
+    # kwargs: example keyword arguments of the model. The classes and windows of the cache's layers are kept, and values
+    # that are not tensors are passed to the model at each call.
 
     def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SlidingDecoder(torch.nn.Module):
 
     @property
     def kept(self) -> dict[str, int]:
-        """The most tokens that each input of the cache holds: the new token itself is part of the window."""
+        """The capacity of each cache input in tokens: the new token is also part of the window."""
         return {
             f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
             for layer, window in enumerate(self.windows)
@@ -87,8 +87,8 @@ class SlidingDecoder(torch.nn.Module):
 
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Make inputs of this module from those of the model."""
-        # kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
-        # the model counts them, from the number of tokens seen on.
+        # kwargs: the arguments of the model. Without a mask there is no padding; default positions continue from the
+        # number of tokens seen, as in the model.
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
         batch, new = ids.shape[:2]
         past = cache.layers[0].cumulative_length
@@ -118,7 +118,7 @@ class SlidingDecoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
     ) -> dict[str, Any]:
-        """Return the scores, the model's other outputs, and the keys and values to keep."""
+        """Return the logits, the model's other outputs, and the keys and values to keep."""
         pairs = [(layer["key"], layer["value"]) for layer in cache]
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
         for layer in filled.layers:
@@ -142,7 +142,7 @@ class SlidingDecoder(torch.nn.Module):
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: the kept cache, as many random tokens, a longer mask.
 
-        Tokens with codes next to them (Kyutai's speech to text) stay: each codebook has its own vocabulary.
+        Tokens with audio codes (Kyutai's speech to text) are unchanged: each codebook has its own vocabulary.
         """
         ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
         generator = torch.Generator().manual_seed(seed)
@@ -160,14 +160,14 @@ def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:
     return {"key": layer.keys, "value": layer.values}
 
 
-# Wrap a decoder that has only states, so that it has the inputs of decoders with attention.
+# Wrap a decoder that has only states, with the inputs of decoders with attention.
 #
 #     the model     input_ids, mask of the new tokens, cache
 #     this module   input_ids, mask of all tokens, cache
 
 
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
-    """Return an empty ``DynamicCache`` with the layers that a configuration asks for."""
+    """Return an empty ``DynamicCache`` with the layers of a configuration."""
     from transformers.cache_utils import DynamicCache
 
     takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
@@ -177,8 +177,8 @@ def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
 def has_states_alone(model: TransformersModel) -> bool:
     """Return whether the cache of a model contains states only, and no keys and values.
 
-    The kinds of its layers state it. A model with its own cache class (xLSTM, and Mamba before transformers 5)
-    is one if that class counts no tokens.
+    The layer types decide. For a model with its own cache class (xLSTM, and Mamba before transformers 5), it is true if
+    that class counts no tokens.
     """
     name = argument_of(forward_of(model))
     if name is None:
@@ -211,7 +211,7 @@ class StateDecoder(torch.nn.Module):
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters
-        # before 5.23 a state leaves the mask out
+        # before 5.23 a call with a state ignores the mask
         masks = {"attention_mask", "logits_to_keep"} <= set(takes) and hasattr(Cache, "get_recurrent_state")
         return masks and has_states_alone(model)
 
@@ -227,8 +227,8 @@ class StateDecoder(torch.nn.Module):
         use_cache: bool = True,
         logits_to_keep: int = 0,
     ) -> dict[str, Any]:
-        """Return the scores and the cache."""
-        # Not mask[:, -new:]: a slice asks whether it begins at 0, and the answer is fixed in the program.
+        """Return the logits and the cache."""
+        # Not mask[:, -new:]: a slice checks whether it begins at 0, which adds a guard to the program.
         new = input_ids.shape[1]
         last = torch.arange(new, device=input_ids.device) + (attention_mask.shape[1] - new)
         found = self.model(

@@ -1,8 +1,8 @@
 """Flatten outputs of diffusers: one child per field that is set; the field names are static.
 
-diffusers registers its outputs with torch without keys, so that an exported program cannot name what it returns.
-Recipes here add the keys. Names and static parts are stored as diffusers' registration stores them: a program that was
-saved inside the block loads outside, and the other way round.
+diffusers registers its outputs with torch without keys, so that an exported program cannot name its outputs. Recipes
+here add the keys. Names and static parts are stored as diffusers' registration stores them: a program that was saved
+inside the block loads outside, and vice versa.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def diffusers_recipes(module: str | None = None) -> list[Recipe]:
 
 
 class DiffusersSupport:
-    """Trace support for diffusers: a trace needs none, and a load imports the classes that programs name."""
+    """Trace support for diffusers: nothing for a trace, and imports of named classes for a load."""
 
     modules = "diffusers"
 

@@ -1,10 +1,10 @@
-"""Hold the weights of a layer in memory only while it is called.
+"""Keep the weights of a layer in memory only during its call.
 
 .. code-block:: text
 
     checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
 
-Between the calls a weight is on ``meta``. Readers of this package read a file; those of accelerate are its own hooks.
+Between the calls a weight is on ``meta``. Readers of this package read a file; those of accelerate use its hooks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _LayerWeights:
         self._calls += 1
         if self._calls > 1:
             return
-        read: dict[int, torch.nn.Parameter] = {}  # what is tied stays tied
+        read: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
         for name, reader in self.readers.items():
             owner, _, own = name.rpartition(".")
             held = layer.get_submodule(owner)._parameters
@@ -67,7 +67,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
     """Make the layers of a module load their weights when they are called.
 
-    A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module brings its own parameters.
+    A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module loads its own parameters.
     """
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
@@ -79,7 +79,7 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
 
 
 def _layer_of(module: torch.nn.Module, name: str) -> str:
-    """The name of the module whose call brings a parameter."""
+    """The name of the module whose call loads a parameter."""
     parts = name.split(".")[:-1]
     containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
     in_container = False
@@ -114,7 +114,7 @@ def largest_layer(module: torch.nn.Module) -> int:
 
 
 def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return readers of the weights that accelerate brings when a layer is called, by name."""
+    """Return readers of the weights that accelerate loads when a layer is called, by name."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
@@ -128,8 +128,8 @@ def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
 
 
 def device_of_inputs(module: torch.nn.Module) -> torch.device:
-    """Return the device that the inputs of a module belong on: that of its weights while it is called."""
-    first: torch.Tensor = next(module.parameters())  # not of get_input_embeddings(): some models have several, or none
+    """Return the device for the inputs of a module: that of its weights during a call."""
+    first: torch.Tensor = next(module.parameters())  # not get_input_embeddings(): some models have several, or none
     if not first.is_meta or not (streamed_readers(module) or offloaded_readers(module)):
         return first.device
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
@@ -138,7 +138,7 @@ def device_of_inputs(module: torch.nn.Module) -> torch.device:
 
 
 def _each(hook: _Hook) -> tuple[_Hook, ...]:
-    """A hook of accelerate, and those that it is made of."""
+    """A hook of accelerate, and the hooks that it contains."""
     return (hook, *getattr(hook, "hooks", ()))
 
 
@@ -159,7 +159,7 @@ def paused(module: torch.nn.Module) -> Iterator[None]:
             from accelerate.hooks import ModelHook
 
             for part in hooked:
-                part._hf_hook = ModelHook()  # what accelerate's forward calls
+                part._hf_hook = ModelHook()  # the function that accelerate's forward calls
         yield
     finally:
         for part, hook in zip(hooked, before, strict=True):

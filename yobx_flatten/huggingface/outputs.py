@@ -12,19 +12,19 @@ plain dataclasses         every field              ``.token_embeds``          th
 *Fields that are* ``None``: a ``ModelOutput`` leaves them out, so two outputs with different fields set are two
 structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
 
-*What is dropped*: what a tokenizer stores in a ``BatchEncoding`` in addition to the tensors: the ``Encoding`` objects
-of fast tokenizers, which hold the text of one batch and cannot be stored, and ``n_sequences``, which only serves to
-read them. No model reads either, and one program takes a batch from any tokenizer, or one built by hand. A rebuilt
-``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original keeps them.
+*Dropped data*: the data of a tokenizer in a ``BatchEncoding`` besides the tensors: the ``Encoding`` objects of fast
+tokenizers, which contain the text of one batch and cannot be stored, and ``n_sequences``, which is only used to read
+them. No model reads either, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
+``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original still can.
 
-What a ``BatchFeature`` holds in addition to tensors (sizes, names) are also leaves: ``torch.export`` treats numbers and
-strings as part of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the processor.
+Other values of a ``BatchFeature`` (sizes, names) are also leaves: ``torch.export`` treats numbers and strings as part
+of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the processor.
 
-transformers registers every ``ModelOutput`` itself, once, when the class is made; a registration that is removed would
-be gone for the rest of the process. Where its registration is right (it names the fields), it stays; versions before
-5.17 register without keys, and there :mod:`.support` adds them while the context manager is open.
-Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has its own stored name, and a fresh process that
-loads a program would not find the class that belongs to it.
+transformers registers every ``ModelOutput`` itself, once, when the class is created; a removed registration would be
+lost for the rest of the process. A correct registration (with the names of the fields) stays; versions before 5.17
+register without keys, which :mod:`.support` adds while the context manager is open. Then only ``BaseModelOutput`` gets
+a recipe of this package: a recipe has its own stored name, and a new process that loads a program could not find the
+class of that name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ModelClasses:
     def __call__(self) -> list[type]:
         """Return them, in the order of the imports."""
         if self._modules_then != len(sys.modules):  # blocks are entered often, models imported rarely
-            # In one step: while a list of the items is made, memory may be collected, and another thread may import.
+            # In one step: during a copy of the items, garbage collection may run, and another thread may import.
             imported = sys.modules.copy()
             modules = [item for item in imported.items() if item[0].startswith("transformers.models.")]
             for name, module in modules:
@@ -133,7 +133,7 @@ def unflatten_base_model_output(
 def output_recipes(remedy: str) -> dict[type, Recipe | None]:
     """Recipes of the outputs and containers of transformers that are defined so far."""
     recipes: dict[type, Recipe | None] = {}
-    # not imported, no instance of it: nothing to register, and importing it would register 70 classes permanently
+    # if it is not imported, it has no instances, and an import would register 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
     if modeling_outputs is not None:
         recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output, remedy)
@@ -156,7 +156,7 @@ _CONTAINERS = {
     "transformers.tokenization_utils_base": "BatchEncoding",
     "transformers.feature_extraction_utils": "BatchFeature",
 }
-# a tokenizer's notes
+# data of a tokenizer
 _DROPPED = ("_encodings", "_n_sequences")
 
 _Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -165,7 +165,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
     """The recipe of a class, ``None`` if another library has registered it with keys."""
-    # each is read once, and the node first: other threads write the recipe before the node, and take the node away
+    # read each once, the node first: other threads write the recipe before the node, and remove the node
     in_force = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)
     is_ours = recipe is not None and in_force is not None and in_force.flatten_fn is recipe.flatten
@@ -204,7 +204,7 @@ def _container(cls: type) -> _Functions:
         return [(MappingKey(key), value) for key, value in zip(static[0], values, strict=True)], static
 
     def unflatten(values: Iterable[Any], static: list[Any], output_type: type | None = None) -> ModelOutput:
-        obj: Any = object.__new__(cls)  # the constructor may convert what it is given
+        obj: Any = object.__new__(cls)  # the constructor may convert its arguments
         data = dict(zip(static[0], values, strict=True))
         obj.__dict__.update({"data": data, **dropped, **static[1]})
         return obj

@@ -25,7 +25,7 @@ def switch_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Settings of the rotary angles, which differ between layers in some models."""
+    """Settings of the rotary embeddings, which differ between layers in some models."""
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
         if isinstance(found, Mapping):
@@ -43,10 +43,10 @@ def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
-    """Return whether a model, when its text passes the switch, drops its cache and reads everything again.
+    """Return whether a model drops its cache and recomputes all tokens when the text exceeds the switch.
 
-    Phi-3 does, since its keys were turned by the short factors. It is asked for the inputs of three calls: the last one
-    before the switch, the one that passes it, and the one after that.
+    Phi-3 does, since its keys were rotated with the short factors. The model's own inputs for three calls show it: the
+    last call before the switch, the call that exceeds it, and the next call.
     """
     try:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
@@ -67,7 +67,7 @@ def _reads(model: TransformersModel, length: int) -> str:
     cache, ids = DynamicCache(), torch.zeros(1, length, dtype=torch.int64)
     keys = torch.zeros(1, 1, length - 1, 1)
     cache.update(keys, keys, 0)
-    # a model hands on to the general one what it does not read itself
+    # a model passes arguments that it does not read to the general method
     loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)
     asked = {name for loop in loops for name in inspect.signature(loop).parameters}
     cache_is = argument_of(model.forward) or installed_name()

@@ -23,12 +23,12 @@ from .outputs import ModelClasses, classes_of, output_recipes, output_recipes_of
 
 # Flatten every other cache: subclasses of ``Cache``, and caches that do not inherit it.
 #
-# A subclass is flattened as its parent is; attributes of its own follow an entry ``cache=...`` that states how to
+# A subclass is flattened like its parent; its additional attributes follow an entry ``cache=...`` that describes how to
 # rebuild them. A class that is not a ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is flattened by its
 # attributes.
 
 
-# What every cache has; the rest is the subclass's own.
+# Attributes of every cache; others belong to the subclass.
 _STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
 _OWN = "cache="
 
@@ -59,7 +59,7 @@ _RECIPES: dict[type, Recipe] = {}
 def _recipe_of_cache(cls: type, remedy: str) -> Recipe | None:
     """The recipe of a class, ``None`` for a class that its author registered with torch."""
     theirs = cls.__module__.split(".")[0] == "transformers"
-    # each is read once, and the node first: other threads write the recipe before the node, and take the node away
+    # read each once, the node first: other threads write the recipe before the node, and remove the node
     node = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)
     if not theirs and node is not None and (recipe is None or node.flatten_fn is not recipe.flatten):
@@ -133,7 +133,8 @@ def _builder_of(name: str) -> StateBuilder:
     return StateBuilder(read_template(name.removeprefix(_OWN)))
 
 
-# -- no Cache at all -------------------------------------------------------------------------------------------------
+# -- caches that are not a Cache
+# -------------------------------------------------------------------------------------------------
 
 
 def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
@@ -158,7 +159,7 @@ def _with_keys(flatten: Flatten) -> FlattenWithKeys:
     return flatten_with_keys
 
 
-# -- which classes there are -----------------------------------------------------------------------------------------
+# -- the classes -----------------------------------------------------------------------------------------
 
 
 def _is_plain_cache(cls: type) -> bool:
@@ -169,14 +170,14 @@ def _is_plain_cache(cls: type) -> bool:
     return not bases & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "Module", "PreTrainedConfig"}
 
 
-_PLAIN_CACHES = ModelClasses(_is_plain_cache)  # of imported models, that do not inherit `Cache`
+_PLAIN_CACHES = ModelClasses(_is_plain_cache)  # classes of imported models that do not inherit `Cache`
 
 
 _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
 
 class _ByClass(dict[str, str]):
-    """A dict by full class name that also answers for the classes themselves, without importing them."""
+    """A dict by full class name that also accepts the classes as keys, without importing them."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, (str, type)) and super().__contains__(_full_name(key))
@@ -199,11 +200,11 @@ _COUNTED = (
 WRONG_REGISTRATIONS = _ByClass(
     {
         "transformers.cache_utils.DynamicCache": (
-            "transformers' executorch registration rebuilds caches through `update`, which copies every tensor, and "
-            f"forgets how many tokens a sliding layer has seen; {_COUNTED}"
+            "transformers' executorch registration rebuilds caches through `update`, which copies every tensor and "
+            "loses the number of tokens that a sliding layer has seen; {_COUNTED}"
         ),
         "transformers.cache_utils.StaticCache": _COUNTED,
-        "transformers.cache_utils.EncoderDecoderCache": f"several forget `is_updated`; {_COUNTED}",
+        "transformers.cache_utils.EncoderDecoderCache": f"several lose `is_updated`; {_COUNTED}",
         "transformers.modeling_outputs.BaseModelOutput": "transformers before 5.17 registers it without keys",
     }
 )

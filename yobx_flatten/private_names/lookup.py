@@ -1,4 +1,4 @@
-"""Look up a private name on first use, and name it in the error of a release without it."""
+"""Look up a private name of a library on first use; the error names it if a release lacks it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Private", "lookup_in"]
 
 
 class Private(NamedTuple):
-    """The place of a private name in another library."""
+    """The location of a private name in another library."""
 
     module: str
-    name: str  # its name there, with dots for an attribute of a class
+    name: str  # its name in the module, with dots for an attribute of a class
     instead: str  # replacement for releases without the name
 
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module that hands out private names of a library."""
-    # names: where each name stands, by the name that is handed out
+    """Make the ``__getattr__`` of a module that provides private names of a library."""
+    # names: the location of each name, by the provided name
     # returns: the function; it raises `AttributeError` for any other name, and `ImportError` with the version, the
     # place and what to use instead where a release has not got the name
 
@@ -31,14 +31,14 @@ def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any
         try:
             found: Any = importlib.import_module(private.module)
             for part in private.name.split("."):
-                if not hasattr(found, part):  # a module that nothing has imported yet
+                if not hasattr(found, part):  # a module that is not imported yet
                     importlib.import_module(f"{found.__name__}.{part}")
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"{library} {importlib.metadata.version(library)} has no {private.module}.{private.name}, which this "
-                f"project uses. Install a version that was tried (yobx-flatten env), or change "
-                f"yobx_flatten/private_names: {private.instead}."
+                "project uses. Install a tested version (see yobx-flatten env), or change yobx_flatten/private_names: "
+                f"{private.instead}."
             ) from error
         return found
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import _push_mode as push_mode
     from torch.utils._sympy.functions import FloorDiv, Max, Min
 
-    # modules and tables that count as untyped
+    # modules and tables without types for mypy
     decompositions: Any
     dynamo_config: Any
     fx_config: Any
@@ -113,7 +113,7 @@ __all__ = [
 ]
 
 # -- the pytree ------------------------------------------------------------------------------------------------------
-# Gone: torch.utils.pytree, torch's public module, which from 2.13 on has functions and no tables.
+# If gone: torch.utils.pytree, torch's public module, which has functions but no tables since 2.13.
 
 NODE_REGISTRY_LOCK = pytree._NODE_REGISTRY_LOCK
 get_node_type = pytree._get_node_type
@@ -139,7 +139,7 @@ def cxx_pytree_pending() -> list[Any]:
     return pytree._cxx_pytree_pending_imports
 
 
-# -- tensors and what sees each operator -------------------------------------------------------------------------------
+# -- tensors and modes that see each operator ------------------------------------------------------------------------
 # Gone: torch.overrides and torch.utils._python_dispatch have the modes; a wrapper subclass has no public constructor.
 
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -207,7 +207,7 @@ def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set how often a tensor counts as written, after its values were put back. Gone: it counts every write."""
+    """Set the version counter of a tensor after its values were restored. If gone: it counts every write."""
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is not None:
         setter((tensor,), (version,))
@@ -262,7 +262,7 @@ def aot_load(path: str) -> Any:
     return importlib.import_module("torch._inductor").aoti_load_package(path)
 
 
-# -- names that come when they are used --------------------------------------------------------------------------------
+# -- names that are imported on use --------------------------------------------------------------------------------
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
 _OVERRIDES, _ENTERED = "torch.overrides", "nothing: modes are only entered and left"

@@ -41,7 +41,7 @@ class Axes:
     # the sizes under each name, by the index of the call
     sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
     relations: list[str] = dataclasses.field(default_factory=list)  # how the names are related: `total = past + new`
-    # what was taken for granted, since the calls do not show it
+    # assumptions, which the calls neither confirm nor contradict
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
@@ -55,7 +55,7 @@ def read_axes(calls: Sequence[Call]) -> Axes:
     reading.read_declared()
     reading.match_known()
     reading.find_batch()
-    reading.match_known()  # what is known of the batch now reaches calls without a cache
+    reading.match_known()  # the batch size found above also applies to calls without a cache
     reading.name_the_rest()
     reading.relate()
     reading.remark()
@@ -69,7 +69,7 @@ class _AxisReading:
         self.calls, self.axes = calls, Axes()
         self.places: dict[Place, _Sizes] = {}
         self.declared: dict[Place, str] = {}
-        self.fixed: set[Place] = set()  # what a registration speaks of, and does not let vary
+        self.fixed: set[Place] = set()  # sizes that a registration declares fixed
         self.counts: set[str] = set()  # paths of integers and of tensors of integers
         for call in calls:
             for fact in call.facts():
@@ -82,8 +82,7 @@ class _AxisReading:
                 if fact.dtype is None or not (fact.dtype.is_floating_point or fact.dtype.is_complex):
                     self.counts.add(fact.path)
 
-    # -- what the cache, and registrations, state
-    # ------------------------------------------------------------------------
+    # -- what the cache, and registrations, state --------------------------------------------------------------------
 
     def read_declared(self) -> None:
         known = self.axes.sizes
@@ -151,7 +150,7 @@ class _AxisReading:
     # -- what is left --------------------------------------------------------------------------------------------------
 
     def find_batch(self) -> None:
-        """Find the batch size without a cache: the size that all, or most, axes 0 have."""
+        """Find the batch size without a cache: the most common size of axis 0."""
         first = {place: sizes for place, sizes in self.places.items() if place[1] == 0 and place not in self.fixed}
         if "batch" in self.axes.sizes or not first:
             return
@@ -180,7 +179,7 @@ class _AxisReading:
         for place, sizes in self.places.items():
             if place not in self.axes.names and place not in self.fixed and len(set(sizes.values())) > 1:
                 self.axes.names[place] = self.group("n", sizes)
-        for place, sizes in self.places.items():  # a mask that only the first call has is as long as its tokens
+        for place, sizes in self.places.items():  # a mask that only the first call has is as long as that call's tokens
             if place[0] in self.counts and place[1] is not None and not {place} & {*self.axes.names, *self.fixed}:
                 fits = [name for name in self.axes.sizes if self.varies(name) and _equal(sizes, self.axes.sizes[name])]
                 if fits and max(sizes.values()) > 1:
@@ -258,7 +257,7 @@ def _format(sizes: Iterable[int]) -> str:
 # Choose an example among recorded calls of a phase, and the dynamic shapes for it.
 
 
-_GROWING = ("batch", "past", "total", "kept", "source")  # sizes that a call with 1 of them is an example of any of
+_GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a valid example for these sizes
 
 
 def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
@@ -272,11 +271,11 @@ def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
-    """The places of these calls whose size is to vary.
+    """The places whose size varies in these calls.
 
-    A number of new tokens that is 1 in every call of the phase stays 1: that is what a program for decoding is given.
-    A model that counts no past has no name for that number, so a size that is 1 here and more elsewhere also stays 1:
-    some models take another way with several tokens. An axis of size 0 in every call is one that holds nothing yet.
+    A number of new tokens that is 1 in every call of the phase stays 1, as in decoding. A model that counts no past has
+    no name for that number, so a size that is 1 here and larger elsewhere also stays 1: some models branch on it. An
+    axis that is 0 in every call is empty so far.
     """
     # sizes: sizes that the caller named; they vary
     paths = {fact.path for fact in calls[0].facts()}
@@ -303,7 +302,7 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
     call = min(calls, key=unfit)
     wanted = {name: max(2, axes.sizes[name].get(call.index, 2)) for name in names}
     wanted = {**wanted, **sizes}
-    if "past" in sizes:  # a sliding layer keeps no more than there was
+    if "past" in sizes:  # a sliding layer keeps at most the tokens seen
         kept = [name for name in wanted if name.startswith("kept")]
         wanted.update({name: min(sizes["past"], max(axes.sizes[name].values())) for name in kept})
     if "total" in wanted and "total" not in sizes and call.past is not None and call.new is not None:
@@ -323,7 +322,7 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """``Dim.AUTO`` where a size varies, in the form that torch wants."""
+    """``Dim.AUTO`` for sizes that vary, as torch requires."""
     # sizes: sizes that the caller named; they vary
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))

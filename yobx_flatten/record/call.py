@@ -30,7 +30,7 @@ class Call:
             ``"forward"`` (there is no cache).
         past: number of tokens the cache had seen before the call, ``None`` without a cache.
         new: number of tokens the cache saw in the call.
-        error: class and text of what the call raised; empty for a call that returned.
+        error: class and text of the exception of the call; empty for a call that returned.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Callee:
         """All arguments by name, in the order of the parameters; ``None`` if the method does not accept them."""
         try:
             bound = self.signature.bind(*args, **kwargs)
-        except TypeError:  # the call itself will state it
+        except TypeError:  # the call itself raises the error
             return None
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -206,8 +206,8 @@ class _Recorded(torch.nn.Module):
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
     """Make a module that can be exported.
 
-    torch.export writes no dynamic shapes for what ends in ``**kwargs``, and Hugging Face models take half of their
-    arguments there; so ``forward`` of this one names them all.
+    torch.export has no dynamic shapes for ``**kwargs``, where Hugging Face models receive half of their arguments, so
+    ``forward`` of this module names all arguments.
     """
     # names: parameters that `forward` of the module has
     names = tuple(names)
@@ -216,7 +216,7 @@ def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]
         return self._call(args, kwargs)
 
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # what inspect reads first
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it first
     cls = type(type(callee.owner).__name__, (_Recorded,), {"forward": forward})
     module: torch.nn.Module = cls(callee, names, constants)
     return module
@@ -256,11 +256,11 @@ class Snapshot:
         return cls(facts, spec, lambda: kept)
 
     def leaves(self) -> Sequence[Any]:
-        """The copied leaves themselves: not to be changed."""
+        """The copied leaves themselves; do not change them."""
         return self._load()
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Make a new object of the copy, its tensors where they were."""
+        """Make a new object from the copy, with tensors on their original devices."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -292,7 +292,7 @@ def _fact(place: Place) -> Fact:
 
 def _copy(leaf: object, device: torch.device | None) -> object:
     if isinstance(leaf, torch.Tensor):
-        # copy=True: a tensor that is on the device already would come back itself
+        # copy=True: without it, a tensor on the same device would not be copied
         return leaf.detach().to(device=leaf.device if device is None else device, copy=True)
     numpy = sys.modules.get("numpy")
     return leaf.copy() if numpy is not None and isinstance(leaf, numpy.ndarray) else leaf

@@ -108,8 +108,7 @@ class RecordedCalls(Sequence[Call]):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
         return self._calls[which]
 
-    # -- what they state
-    # -------------------------------------------------------------------------------------------------
+    # -- phases and axes # -------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
         """The calls by phase: calls of one phase have one structure, and one program serves them.
@@ -121,11 +120,11 @@ class RecordedCalls(Sequence[Call]):
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
 
     def axes(self) -> Axes:
-        """The axes that vary, their names, and how the names are related: read from all calls, of every phase."""
+        """The axes that vary, their names, and the relations of the names, read from all calls of all phases."""
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
-        """Return a table of the arguments, of the sizes that vary, and of those that vary together."""
+        """Return a table of the arguments, the sizes that vary, and the sizes that vary together."""
         return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
 
     __str__ = report
@@ -134,7 +133,7 @@ class RecordedCalls(Sequence[Call]):
         sizes = ", ".join(f"{name}: {len(calls)}" for name, calls in self.phases().items())
         return f"<{len(self)} calls of {self._callee.label}{f' ({sizes})' if sizes else ''}>"
 
-    # -- what an export needs ------------------------------------------------------------------------------------------
+    # -- inputs of an export ------------------------------------------------------------------------------------------
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
         """The arguments without tensors that never changed. :attr:`module` passes them; a program has no such inputs.
@@ -153,8 +152,8 @@ class RecordedCalls(Sequence[Call]):
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """The inputs of a recorded call without the constants, to export :meth:`module` with.
 
-        Of the calls of the phase, the smallest is chosen in which as many of the varying sizes as possible are 2 or
-        more, since ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
+        Of the calls of the phase, the smallest call is chosen in which the most varying sizes are 2 or more, since
+        ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -200,7 +199,7 @@ class RecordedCalls(Sequence[Call]):
         part = self._one(phase)
         if self._callee.owner is None:
             raise RecordError(
-                "Which object was recorded is not stored. Name it:\n"
+                "The recorded object is not stored in the folder. Pass it:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
         constants = constants_of(part._calls)
@@ -350,7 +349,7 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     named = values.get(name_in(values) or "")
     if named is not None and not isinstance(named, torch.Tensor):
         return named
-    # a model outside of transformers may have any word for it
+    # a model outside of transformers may use any name
     return next((value for value in values.values() if is_cache(value)), None)
 
 
@@ -387,9 +386,9 @@ def _alike(one: Call, other: Call) -> bool:
 def _same_leaf(one: Fact, other: Fact) -> bool:
     if one.is_tensor or other.is_tensor:
         return one.dtype is other.dtype and len(one.shape) == len(other.shape)
-    if type(one.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one of them
+    if type(one.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one branch
         return same_value(one, other)
-    return type(one.value) is type(other.value)  # a number may vary, and is an input then
+    return type(one.value) is type(other.value)  # a number that varies is an input
 
 
 def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
@@ -472,7 +471,7 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
         message = " ".join(str(error).split())
         return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
 
-    return result_or(compared, stopped)  # whatever the program raises is the result of this call
+    return result_or(compared, stopped)  # any exception of the program is the result of this call
 
 
 def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
@@ -491,7 +490,7 @@ def _arguments_of_replay(
     positional, named = program.call_spec.in_spec.children()
     missing = [name for name in named.context if name not in inputs]
     if missing:
-        raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program takes")
+        raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program requires")
     kwargs = {name: inputs[name] for name in named.context}
     rest = {name: value for name, value in inputs.items() if name not in kwargs and name not in constants}
     args, unused = tuple(rest.values())[: positional.num_children], list(rest)[positional.num_children :]

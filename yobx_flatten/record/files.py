@@ -36,7 +36,7 @@ def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
     if path.is_file():
-        raise RecordError(f"{path} is a file, and calls are written to a folder:\n    record_calls(model, to=FOLDER)")
+        raise RecordError(f"{path} is a file, but calls are written to a folder:\n    record_calls(model, to=FOLDER)")
     path.mkdir(parents=True, exist_ok=True)
     if call_files(path):
         raise RecordError(f"{path} holds recorded calls already. Name another folder:\n    record_calls(model, to=...)")
@@ -112,7 +112,7 @@ def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> pytree.TreeSpec:
     check_spec(part["spec"])
     try:
         return pytree.treespec_loads(part["spec"])
-    except NotImplementedError as error:  # torch's word for a class that is not registered
+    except NotImplementedError as error:  # torch's error for a class that is not registered
         raise RecordError(f"{path}: {error} Register the classes of the arguments before you load the calls.") from None
 
 
@@ -120,7 +120,7 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     from safetensors.torch import _TYPES
 
     tensor = tensor.cpu().contiguous()
-    # a dtype that the format lacks is stored as bytes; the facts have the original dtype
+    # a dtype that the format lacks is stored as bytes; the metadata has the original dtype
     return tensor if tensor.dtype in _TYPES.values() else tensor.reshape(-1).view(torch.uint8)
 
 

@@ -37,11 +37,11 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records the calls of a module, or of a method: copies of the inputs and the outputs.
 
-    Inputs are copied before the call, since it can fill the cache that it is given; outputs after it.
+    Inputs are copied before the call, which can fill its cache; outputs are copied after the call.
     :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
-    the object is as it was found, also after an exception. Recordings can be nested, and calls can come from any
-    thread; calls that a trace makes are not recorded. A call that raises is kept in :attr:`RecordedCalls.failed`, with
-    its inputs and its error, which comes out unchanged.
+    the object is restored, also after an exception. Recordings can be nested, and calls can come from any thread; calls
+    inside a trace are not recorded. A call that raises is kept in :attr:`RecordedCalls.failed`, with its inputs and its
+    error, which is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
@@ -90,7 +90,7 @@ class _Begun:
 
 
 class _Recorder:
-    """Makes a record of each call it is shown."""
+    """Makes a record of each observed call."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Recorder:
             self.calls._add(call)
 
     def record_of(self, begun: _Begun, result: PyTree) -> Call:
-        # transformers fills the cache that it is given; a call without one can make one
+        # transformers fills the cache of a call; a call without a cache can make one
         made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
         seen = None if made is None else tokens_in(made)
         past, kind = begun.past, begun.kind
@@ -214,7 +214,7 @@ class _Interception:
 
         @functools.wraps(function)
         def watched(owner: object, *args: Any, **kwargs: Any) -> Any:
-            if owner is not self.owner:  # a deep copy of the object, made meanwhile
+            if owner is not self.owner:  # a deep copy of the object, made while it was watched
                 return function(owner, *args, **kwargs)
             return self._call(original, args, kwargs)
 
@@ -222,7 +222,7 @@ class _Interception:
         return types.MethodType(watched, self.owner)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # a trace calls with placeholders; what it calls is not a call of the model
+        # calls inside a trace have placeholders and are not recorded
         if torch.compiler.is_compiling() or not self.watchers:
             return original(*args, **kwargs)
         with contextlib.ExitStack() as failed:
@@ -249,7 +249,7 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 @contextlib.contextmanager
 def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
-    """Show every call of ``owner.name`` to a watcher. Several can watch, and leave in any order."""
+    """Show every call of ``owner.name`` to a watcher. Several watchers can start and stop in any order."""
     key = (id(owner), name)
     with LOCK:
         found = _IN_FORCE.get(key)

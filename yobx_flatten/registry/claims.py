@@ -32,7 +32,7 @@ from .patches import LOCK
 from .torch_cpp import TorchCpp
 from .torch_python import TorchFx, TorchPython
 
-TORCH = ("torch",)  # what the documented functions reach when nothing else is asked for
+TORCH = ("torch",)  # the libraries that the documented functions use by default
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class Registry:
             return None if slot is None else slot.recipe
 
     def remedy(self, cls: type) -> str | None:
-        """Return the line that registers a class that we have ever registered, for error messages; else ``None``."""
+        """Return the line that registers a class again, for messages; ``None`` if it was never registered here."""
         with self._lock:
             for library in self._libraries:
                 if (library, cls) in self._slots:
@@ -82,14 +82,14 @@ class Registry:
             return self._retired.get(cls)
 
     def registered_base(self, cls: type) -> type | None:
-        """Return the nearest base that the user registered, which does not make a node of the class itself."""
+        """Return the nearest registered base class; its registration does not apply to subclasses."""
         with self._lock:
             held = {key[1] for key, slot in self._slots.items() if slot.by_user}
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
         """Check a user's choice of libraries."""
-        # backends: names, or `"all"` for every library there is: one that is not installed is not notified
+        # backends: names, or `"all"` for every known library; missing libraries are skipped
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -115,7 +115,7 @@ class Registry:
             if slot.by_user:
                 return None
             for backend in self._libraries[library]:
-                if backend.read(recipe.cls) is None:  # taken away, such as by torch's own deregistration
+                if backend.read(recipe.cls) is None:  # removed by other code, such as torch's own deregistration
                     backend.write(slot.recipe)
             claim = Claim(slot.recipe, False, TORCH)
             slot.claims.append(claim)
@@ -124,7 +124,8 @@ class Registry:
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
         """Claim a class for the user who called :func:`~yobx_flatten.register_class_flattening`.
 
-        A library that holds the class already, by us with the same functions or by others, is left as it is.
+        A library that already has the class, from this package with the same functions or from other code, is
+        unchanged.
         """
         with self._lock:
             free, refused = [], None
@@ -146,7 +147,7 @@ class Registry:
                 self._release(library, claim)
 
     def release_user(self, cls: type) -> None:
-        """Give up all that the user claims of a class."""
+        """Release all of the user's claims on a class."""
         with self._lock:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
             claims = [claim for slot in slots for claim in slot.claims if claim.by_user]
@@ -161,7 +162,7 @@ class Registry:
         slot = self._slots.get((library, cls))
         known = self._libraries[library][0].read(cls) is not None
         if slot is not None and slot.by_user and not known:
-            self._release(library, slot.claims[0])  # torch's own deregistration took it away
+            self._release(library, slot.claims[0])  # torch's own deregistration removed it
             slot = None
         return slot, known
 
@@ -204,8 +205,8 @@ class Registry:
         holders = ", ".join(backend.name for backend in tables if backend.read(cls) is not None)
         if holders:
             return (
-                f"{start} was registered by other code (in {holders}), not through register_class_flattening, and "
-                "is left as it is."
+                f"{start} was registered by other code (in {holders}), not through register_class_flattening. It stays "
+                "registered."
             )
         return f"{start} is not registered. Register it first:\n    register_class_flattening({cls.__qualname__}, ...)"
 
@@ -239,15 +240,15 @@ REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": 
 class Backend(Protocol):
     """One library's table of classes.
 
-    ``read`` returns whatever the library holds for a class, as an opaque value that compares by identity of the
-    functions, or ``None`` when it holds nothing. ``restore`` brings exactly that back. Each call either does all of its
-    work or raises before it changed anything.
+    ``read`` returns the library's entry for a class, as an opaque value that compares by identity of the functions, or
+    ``None`` without an entry. ``restore`` brings that entry back. Each call either does all of its work, or raises and
+    changes nothing.
     """
 
     name: str
 
     def read(self, cls: type) -> Any:
-        """Return all that the library holds for ``cls``, or ``None``."""
+        """Return the library's entry for ``cls``, or ``None``."""
 
     def write(self, recipe: Recipe) -> None:
         """Register the recipe, replacing the current registration."""

@@ -27,7 +27,7 @@ NAMESPACE = "yobx_flatten"
 
 
 class Optree:
-    """optree's namespace ``"yobx_flatten"``; before optree is imported, what waits for it."""
+    """optree's namespace ``"yobx_flatten"``; before optree is imported, a list of waiting recipes."""
 
     name = "optree"
 
@@ -154,7 +154,7 @@ _THEIRS = "registered with JAX by other code"
 
 
 class Jax:
-    """The pytree registry of JAX; before JAX is imported, what waits for it."""
+    """The pytree registry of JAX; before JAX is imported, a list of waiting recipes."""
 
     name = "jax"
 
@@ -163,7 +163,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # permanently, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return our registered or waiting recipe, a mark for another library's class, or ``None``."""
+        """Return this package's registered or waiting recipe, a mark for another library's class, or ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)
@@ -177,9 +177,9 @@ class Jax:
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Remove the recipe; JAX uses the last one.
+        """Remove the recipe; JAX continues to use the last recipe.
 
-        A class is only claimed where nothing of ours was found, and what others registered cannot be replaced.
+        A class is claimed only if this package had no entry, and entries of other code cannot be replaced.
         """
         with self.waiting.lock:
             if not self.waiting.library_is_there():
@@ -254,7 +254,7 @@ def _is_node(cls: type) -> bool:
     tree_util = sys.modules["jax"].tree_util
     if hasattr(tree_util, "is_tree_node"):
         return bool(tree_util.is_tree_node(cls))
-    # older versions have no public way to ask
+    # older versions have no public function for this
     return cls in sys.modules["jax._src.tree_util"]._registry
 
 
@@ -271,11 +271,11 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """Recipes that a library gets when it is imported."""
+    """Recipes to register with a library when it is imported."""
 
-    # deliver: gives the library one recipe; called while `lock` is held
-    # lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the last
-    # line of what it does then, so that an import in another thread comes before or after, not in between.
+    # deliver: registers one recipe with the library; called while `lock` is held
+    # lock: guards the waiting recipes. A backend holds it from its check of the library until its change is done, so
+    # that an import in another thread comes before or after.
 
     def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
         self._library, self._deliver = library, deliver
@@ -285,9 +285,9 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library can be notified right now; whatever waited for it is delivered first.
+        """Return whether the library is imported; waiting recipes are delivered first.
 
-        Imports nothing, and does not wait for an import: that could wait for a thread which waits for our lock.
+        This neither imports the library nor waits for its import, since the importing thread may wait for our lock.
         """
         with self.lock:
             if not self._there:
@@ -331,9 +331,9 @@ class Waiting:
             self._hook.remove()
             recipes, self._recipes = self._recipes, {}
             for recipe in recipes.values():
-                # another library's import must not fail because of us
+                # an error here must not break another library's import
                 result_or(functools.partial(self._deliver, recipe), functools.partial(_refused, module, recipe))
 
 
 def _refused(module: ModuleType, recipe: Recipe, error: Exception) -> None:
-    logger.error("%s did not take %s", module.__name__, recipe.cls, exc_info=error)
+    logger.error("%s did not accept %s", module.__name__, recipe.cls, exc_info=error)

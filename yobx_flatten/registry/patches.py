@@ -21,8 +21,7 @@ _MISSING = object()
 class AttributePatch:
     """An attribute or dict entry that is replaced while it has at least one holder.
 
-    Holders may come and go in any order, from any thread. If other code replaced the attribute after us, that
-    replacement stays.
+    Holders may acquire and release it in any order, from any thread. A replacement that other code made later is kept.
     """
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:
@@ -41,7 +40,7 @@ class AttributePatch:
             self._holders += 1
 
     def release(self) -> None:
-        """Restore the original, if no other holder wants the replacement."""
+        """Restore the original, unless another holder needs the replacement."""
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
@@ -70,7 +69,7 @@ _TRACES = _Traces()
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """Inform the patches of a trace that this thread traces, and no other does."""
+    """Mark this thread as tracing, for patches that apply to tracing threads only."""
     _TRACES.count += 1
     try:
         yield
@@ -87,7 +86,7 @@ class TracePatch(AttributePatch):
 
     @property
     def is_current(self) -> bool:
-        """Whether the patch is held, or the present function was made from it: others also replace functions."""
+        """Whether the patch is applied, or the current function wraps it: other code also replaces functions."""
         return self._holders > 0 or self._entries.get(self._name) is self._original
 
 
@@ -98,14 +97,14 @@ def _in_traces(original: Any, version: Any) -> Any:
     def asked(*args: Any, **kwargs: Any) -> Any:
         return (version if _TRACES.count else original)(*args, **kwargs)
 
-    # a class has no attributes that a function could take over
+    # `wraps` cannot copy attributes of a class
     return functools.update_wrapper(asked, original, updated=("__dict__",) if type(original) is FunctionType else ())
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
     """Calls a function right after a module was imported for the first time.
 
-    Spares importing a large module (``torch.export._trace`` brings all of dynamo) only to be ready for it.
+    Avoids importing a large module early (``torch.export._trace`` imports all of dynamo).
     """
 
     def __init__(self, wanted: Callable[[str], bool], action: Callable[[ModuleType], None]) -> None:
@@ -118,14 +117,14 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def remove(self) -> None:
         """Stop waiting."""
-        # a new list: an import of another thread goes through the old one, and would miss the finder after the removed
+        # a new list: an import in another thread iterates over the old one, and would skip the next finder
         with LOCK:
             sys.meta_path = [finder for finder in sys.meta_path.copy() if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module as the others do, and add the action to its loader."""
+        """Find the module by the other finders, and add the action to its loader."""
         if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:
@@ -133,7 +132,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                # Python asks the first hook only: it acts for all that wait for this module
+                # Python calls the first hook only: it acts for all hooks of this module
                 hooks = [hook for hook in sys.meta_path if isinstance(hook, ImportHook) and hook._wanted(fullname)]
                 _act_after(spec.loader, [hook._action for hook in hooks])
                 return spec
@@ -153,7 +152,7 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
 
 
 class ImportedPatch:
-    """A patch of a module that may not be imported yet, and is not imported for this."""
+    """A patch of a module that may not be imported yet; the patch does not import it."""
 
     # make: makes the patch; `None` while the module does not define the target yet
 
@@ -169,7 +168,7 @@ class ImportedPatch:
             self._wanted = True
             self._hook.install()
             being_imported = self._module in sys.modules
-        if being_imported:  # wait for another thread that may be at it; not under our lock, which its import may need
+        if being_imported:  # wait for a thread that may import it; not under our lock, which the import may need
             self._on_import(importlib.import_module(self._module))
 
     def release(self) -> None:
@@ -191,12 +190,11 @@ class ImportedPatch:
 
 # The global lock, which a fork waits for.
 #
-# A child process has the thread that forked and no other. A lock that another thread held at that moment would never be
-# released in the child, and the state that it guards would stay half done. So a thread that forks takes the lock first,
-# and both processes have a free lock and a whole state. One lock for all, because a fork can only wait for several in
-# one order. The lock is held for a few lines at a time: no import and no code of a user runs under it, since these
-# could wait for a thread that waits for the lock.
+# A forked child has only the forking thread. A lock that another thread held would never be released in the child, and
+# its state would stay incomplete. So a fork acquires the lock first, and both processes have a free lock and a complete
+# state. There is one lock, because a fork would need a fixed order for several. The lock is held for a few lines only:
+# no import and no code of a user runs under it, since these could wait for a thread that waits for the lock.
 LOCK = threading.RLock()
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where processes are made otherwise
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)

@@ -1,8 +1,8 @@
 """Register classes with ``torch.utils._cxx_pytree``: optree's ``"torch"`` namespace and its pending list.
 
 ``torch.compile`` and dynamo import it, usually long after a class was registered. Until then torch keeps the
-registrations in a pending list, which its own deregistration does not touch: a class taken away comes back, and one
-registered twice makes every later ``torch.compile`` of the process fail.
+registrations in a pending list, which its own deregistration ignores: a removed class comes back, and a class
+registered twice makes every later ``torch.compile`` in the process fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Pending(NamedTuple):
 
 
 class TorchCpp:
-    """optree's "torch" namespace when it is imported, torch's pending list before."""
+    """optree's "torch" namespace, or torch's pending list before optree is imported."""
 
     name = "torch_cpp"
 
@@ -91,7 +91,7 @@ class TorchCpp:
 
 
 def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
-    # torch's own function: it turns the arguments of `unflatten` round, as optree wants them
+    # torch's own function, which swaps the arguments of `unflatten` for optree
     sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
 
 
@@ -111,7 +111,7 @@ def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
 
 def registered(namespace: str, cls: type) -> Any:
     """Return optree's entry for a class in one namespace, or ``None``; optree must be imported."""
-    # there is no public way to ask for one namespace without the global one
+    # no public function reads one namespace without the global one
     return _table().get((namespace, cls))
 
 

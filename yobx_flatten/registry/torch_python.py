@@ -1,8 +1,8 @@
 """Register classes with ``torch.utils._pytree``, which ``torch.export`` uses, and with ``torch.fx._pytree``.
 
-torch's own ``_deregister_pytree_node`` is not enough to go back: it raises ``KeyError`` half-way when two classes were
-registered without a serialised name (they share one key), and it cannot bring an earlier registration back. So the four
-tables are read and written here, and nowhere else.
+torch's own ``_deregister_pytree_node`` cannot undo a registration: it raises ``KeyError`` half-way when two classes
+have no serialized name (they share one key), and it cannot restore an earlier registration. So this file, and no other,
+reads and writes the four tables.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TorchPython:
             name = _free_name(recipe)
             dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
             if cls not in pytree.SUPPORTED_NODES:
-                # torch's function also refuses what cannot be a node at all (opaque types)
+                # torch's function also refuses types that can never be a node (opaque types)
                 register_python_node(
                     cls,
                     recipe.flatten,
@@ -57,7 +57,7 @@ class TorchPython:
                     flatten_with_keys_fn=recipe.flatten_with_keys,
                 )
             else:
-                # assigned in place: the class keeps its position in the tables, so that going back is exact
+                # assigned in place: the class keeps its position in the tables, so that undo is exact
                 pytree.SUPPORTED_NODES[cls] = pytree.NodeDef(
                     cls, recipe.flatten, recipe.unflatten, recipe.flatten_with_keys
                 )
@@ -75,7 +75,7 @@ class TorchPython:
             serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
             name = None if serial is None else serial.serialized_type_name
             name_found = None if found is None or found.serial is None else found.serial.serialized_type_name
-            # a name that both have stays where it is, so that the order of the table does not change either
+            # a shared name stays in place, so that the order of the table does not change
             names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
             if name is not None and name != name_found and names.get(name) is cls:
                 del names[name]
@@ -88,7 +88,7 @@ class TorchPython:
                     pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
                 else:
                     pytree.SUPPORTED_SERIALIZED_TYPES[cls] = found.serial
-                    # setdefault: all classes without a name share one key, the last one to come owns it
+                    # setdefault: all classes without a name share one key, which the last class owns
                     pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.setdefault(found.serial.serialized_type_name, cls)
                 if found.constant:
                     pytree.CONSTANT_NODES.add(cls)
@@ -105,7 +105,7 @@ def _free_name(recipe: Recipe) -> str:
 
 
 def _forget_loaded_specs() -> None:
-    # `treespec_loads` caches by text, and would answer with the class that had the name before
+    # `treespec_loads` caches by text, and would return the former class of this name
     pytree.treespec_loads.cache_clear()
 
 
@@ -116,7 +116,7 @@ _MISSING = object()
 #
 # Without a rule here fx falls back to the Python pytree and compares whole specs. Another library's rule
 # (transformers' executorch registration has one for `DynamicCache`) would silently flatten our programs' inputs in
-# another order; so ours is registered together with the rest, and reports where an input differs.
+# another order; so this rule is registered together with the other tables, and reports where an input differs.
 
 
 class _FoundRules(NamedTuple):

@@ -1,6 +1,6 @@
 """``MiniOnnxBuilder`` and the two functions between nested inputs and an ``onnx.ModelProto``.
 
-They make and read what :mod:`.nested` stores, in memory.
+They make and read the files of :mod:`.nested` in memory.
 """
 
 from __future__ import annotations
@@ -176,12 +176,12 @@ def create_input_tensors_from_onnx_model(
     Args:
         proto: the ``onnx.ModelProto``, or the path of a file.
         device: device of the tensors; ``"cpu"`` by default.
-        engine: what reads the values. ``"onnx"``, the default, reads the stored data and needs no other library;
+        engine: the reader of the values. ``"onnx"``, the default, reads the stored data;
             ``"onnxruntime"``, or ``"ReferenceEvaluator"`` for ``onnx.reference``, runs the model and takes its outputs.
         sep: separator of the :class:`MiniOnnxBuilder` that made it, for an engine that runs the model.
 
     Returns:
-        What :func:`create_onnx_model_from_input_tensors` was given.
+        The inputs that were passed to :func:`create_onnx_model_from_input_tensors`.
 
     Raises:
         StoredFileError: see :func:`load_nested`.
@@ -235,10 +235,10 @@ class RunOutputs:
 
     # path: the file it is from; `None` for a model in memory
     # engine: `"onnxruntime"` or `"ReferenceEvaluator"`
-    # sep: what stands between the name of a dict and `keys` or `values`, see `builder.MiniOnnxBuilder`
+    # sep: separator between the name of a dict and `keys` or `values`, see `builder.MiniOnnxBuilder`
 
     def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
-        # onnx-diagnostic calls its own evaluator, which runs what the reference of ONNX runs, the second
+        # the second name is onnx-diagnostic's evaluator, which runs the same operators as ONNX's reference
         if engine not in (*_ENGINES, "ExtendedReferenceEvaluator"):
             raise InvalidArgumentError(
                 f"create_input_tensors_from_onnx_model: engine must be one of {', '.join(map(repr, _ENGINES))}, found "
@@ -267,7 +267,7 @@ class RunOutputs:
         """Refuse an output of another shape."""
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
-            raise DamagedFileError(f"The model returns no {record['name']!r} of shape {dims}.")
+            raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
         """Copy the bytes of an output to memory; outputs that the graph cast to float32 are cast back."""

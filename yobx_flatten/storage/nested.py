@@ -28,8 +28,8 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     """Store nested values in an ONNX file, with their structure, static data and types.
 
     onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
-    pickled. Tensors are written one after the other, from where they are; in addition to the values, memory is needed
-    for one tensor that is not contiguous, or not on the host.
+    pickled. Tensors are written one at a time, without a copy of all values; a tensor that is not contiguous, or not on
+    the host, is copied.
 
     Args:
         path: the file to write; its folder is created if it does not exist. The file appears when it is complete.
@@ -71,14 +71,15 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[Any] | None = None) -> Any:
     """Read a value that :func:`save_nested` stored.
 
-    Classes must be registered, and their modules imported, before: a file does not choose what is imported, except for
-    modules of torch, NumPy, transformers and diffusers. onnxruntime is not needed.
+    Classes must be registered, and their modules imported, before: a file can cause an import only of modules of torch,
+    NumPy, transformers and diffusers. onnxruntime is not needed.
 
     Args:
         path: the file. A second file that belongs to it must be next to it.
         device: device of the tensors; ``"cpu"`` by default.
-        expected: class of the whole value, ``dict`` or ``dict[str, torch.Tensor]`` for example: another value is
-            refused, and a type checker knows the result. Items are not checked. ``None``, the default, takes any value.
+        expected: class of the whole value, ``dict`` or ``dict[str, torch.Tensor]`` for example: another class is
+            refused, and a type checker knows the result's class. Items are not checked. ``None``, the default, takes
+            any value.
 
     Returns:
         The values, bitwise identical to those that were stored.
@@ -102,8 +103,8 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
         return found
     name = type(found).__name__
     raise InvalidArgumentError(
-        f"load_nested: {os.fspath(path)} holds a {describe_class(type(found))}, and not what expected= names. Name its "
-        f"class:\n    load_nested({os.fspath(path)!r}, expected={name})"
+        f"load_nested: {os.fspath(path)} contains a {describe_class(type(found))}, not the class in expected=. Pass "
+        f"the class of the value:\n    load_nested({os.fspath(path)!r}, expected={name})"
     )
 
 
@@ -111,7 +112,7 @@ def read(
     given: str | os.PathLike[str] | onnx.ModelProto, function: str, *, device: Device, content: str | None
 ) -> PyTree:
     """Read a file, or a model in memory, from its initializers."""
-    # content: what it should hold; `None` for whatever it is
+    # content: the expected kind of content; `None` for any
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
     structure = structure_of(model, name, content)
@@ -128,9 +129,9 @@ _KNOWN_VERSION = 1
 
 
 def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
-    """Read a file without its external data, or take a model as it is."""
+    """Read a file without its external data; return a model unchanged."""
     onnx = require_onnx(function)
-    from google.protobuf.message import DecodeError  # which onnx brings along
+    from google.protobuf.message import DecodeError  # a dependency of onnx
 
     if isinstance(given, onnx.ModelProto):
         return given, None
@@ -149,14 +150,14 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
 
 
 def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
-    """Return the structure that a model's metadata hold, once they are checked."""
-    # content: what it should hold; `None` for whatever it is
-    # protobuf gives bytes for a text that is none
+    """Check a model's metadata, and return the structure stored in it."""
+    # content: the expected kind of content; `None` for any
+    # protobuf returns bytes for invalid text
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":
         raise ForeignFileError(
-            f"{name} holds no nested values: the key {FORMAT!r} is not among its metadata. It is a model, or was "
-            "written by another program; save_nested and save_case write such files."
+            f"{name} contains no nested values: its metadata has no key {FORMAT!r}. It is a model, or another program "
+            "wrote it. Files of nested values are written by save_nested and save_case."
         )
     if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
         raise ForeignFileError(
@@ -168,9 +169,9 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
         raise ForeignFileError(f"{name} holds {found.get(CONTENT)!r}, not {content!r}. Read it with {function}.")
     text = found.get(STRUCTURE, "")
     if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
-        raise DamagedFileError(f"{name} is damaged: its structure is not the one that was written.")
+        raise DamagedFileError(f"{name} is damaged: the checksum of its structure is wrong.")
     try:
-        return json.loads(text)  # static data are any that JSON has; what stands where is checked as it is read
+        return json.loads(text)  # static data may be any JSON; its content is checked when it is read
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{name} is damaged: its structure is not JSON ({error}).") from error
 
@@ -189,7 +190,7 @@ class Initializers:
         """Refuse a record that does not match the stored data, before memory is allocated for it."""
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
-            raise self._damaged(record, "has another type or shape than its metadata say")
+            raise self._damaged(record, "has a different type or shape than its metadata")
         if element.code == 8:  # strings
             if len(tensor.string_data) != math.prod(dims):
                 raise self._damaged(record, f"has {len(tensor.string_data)} elements")
@@ -215,13 +216,13 @@ class Initializers:
             view[:] = tensor.raw_data
             checksum = zlib.crc32(view)
         if checksum != record["crc32"]:
-            raise self._damaged(record, "is not what was written")
+            raise self._damaged(record, "has a wrong checksum")
 
     def strings(self, record: dict[str, Any]) -> list[bytes]:
         """Return the elements of an initializer that holds strings."""
         found = list(self._tensor(record).string_data)
         if crc_of_strings(found) != record["crc32"]:
-            raise self._damaged(record, "is not what was written")
+            raise self._damaged(record, "has a wrong checksum")
         return found
 
     def _tensor(self, record: dict[str, Any]) -> onnx.TensorProto:
@@ -234,13 +235,13 @@ class Initializers:
         """The file with a tensor's data, where they begin, and how long they are."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
-        # a file reads what is next to it and nothing else
+        # a file may only refer to files in its own folder
         if not location or pathlib.PurePath(location).name != location or location == "..":
             raise self._damaged(record, f"is stored in {location!r}, which is not a file next to this one")
         if self._folder is None:
             raise InvalidArgumentError(
-                f"{self._name} keeps {record['name']!r} in the file {location!r}, and a model in memory does not know "
-                "where that is. Pass the path of the model."
+                f"{self._name} stores {record['name']!r} in the file {location!r}, which cannot be found for a model "
+                "in memory. Pass the path of the model."
             )
         start, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
         if start < 0 or length < 0:
@@ -265,7 +266,7 @@ def _read(file: BinaryIO, view: memoryview) -> int:
     checksum = 0
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
-        file.readinto(piece)  # type: ignore[attr-defined] # every binary file of Python's has it
+        file.readinto(piece)  # type: ignore[attr-defined] # every binary file in Python has this method
         checksum = zlib.crc32(piece, checksum)
     return checksum
 
@@ -292,8 +293,8 @@ def save_case(
 
     Args:
         path: the file to write.
-        inputs: nested inputs: a dict of keyword arguments, which are found by name in a model, or a tuple.
-        outputs: what a module returned for them.
+        inputs: nested inputs: a dict of keyword arguments, which are matched with a model's inputs by name, or a tuple.
+        outputs: the outputs of a module for these inputs.
         name: short description of the case; empty by default.
         external_data: see :func:`save_nested`.
 

@@ -24,16 +24,16 @@ STRUCTURE, CHECKSUM = "yobx_flatten.structure", "yobx_flatten.structure_crc32"
 
 _FLOAT = 1
 _INLINE = 1024  # bytes; smaller tensors stay in the model, next to their names
-_TOGETHER = 16 * 2**20  # bytes; as much as this is one file
-_LARGEST = 2**31 - 2**26  # bytes; protobuf's limit, less what names and shapes need
+_TOGETHER = 16 * 2**20  # bytes; up to this size there is one file
+_LARGEST = 2**31 - 2**26  # bytes; protobuf's limit, minus room for names and shapes
 _ALIGNED = 64  # bytes
 _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    """Collects initializers and the nodes after them, then makes a model of it."""
+    """Collects initializers and their nodes, then makes a model."""
 
-    # opset: the version of ONNX's operators; a type of elements can ask for a newer one
+    # opset: the version of ONNX's operators; an element type can require a newer version
     # external: file for the data, `None` to store it in the model
 
     def __init__(

@@ -90,9 +90,8 @@ def replay_case(
 ) -> CaseReport:
     """Run a model file on the inputs of a case, and compare its outputs with the stored outputs.
 
-    Inputs and outputs are found by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
-    name them, ``cache_key_0`` as ``torch.onnx.export`` does, or by their order where
-    the leaves have no names.
+    Inputs and outputs are matched by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
+    name them, ``cache_key_0`` as ``torch.onnx.export`` does, or by order if the leaves have no names.
 
     Args:
         case: a case from :func:`load_case`, or made by hand.
@@ -104,8 +103,7 @@ def replay_case(
         The difference of every output, with the time and the inputs that were not used.
 
     Raises:
-        ReplayError: when the model wants an input that the case does not have, or has with another type, or when it
-            fails.
+        ReplayError: when the case lacks an input of the model or has another type for it, or when the model fails.
         MissingDependencyError: when onnxruntime is not installed.
 
     >>> import tempfile

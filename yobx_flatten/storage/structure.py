@@ -29,7 +29,7 @@ from .values import Payload, Source, load_trusted, read_leaf, write_leaf
 class Structure(NamedTuple):
     """A nested object, flattened."""
 
-    json: dict[str, Any]  # what the metadata state; the records of the payloads are parts of it
+    json: dict[str, Any]  # the metadata; the records of the payloads are parts of it
     payloads: list[Payload]  # payloads of the initializers, in the order of the leaves
     again: list[dict[str, Any]]  # the records of tensors that stand in a second place
 
@@ -41,7 +41,7 @@ def flatten_tree(tree: PyTree) -> Structure:
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
     payloads: list[Payload] = []
     again: list[dict[str, Any]] = []
-    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is referenced, so that its id is not reused
+    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf is also stored, so that its id is not reused
 
     def visit(obj: object) -> dict[str, Any]:
         node = _functions_of(type(obj), get_node_type(obj))
@@ -96,7 +96,7 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Give a name that nothing else in the graph has, and that protobuf can store.
+    """Return a name that is unique in the graph, and that protobuf can store.
 
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)
@@ -119,8 +119,8 @@ class _Functions(NamedTuple):
 
 def _not_rebuilt(name: str, error: Exception) -> DamagedFileError:
     return DamagedFileError(
-        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Was it another one when the "
-        "file was written?"
+        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register it with the "
+        "functions that the file was written with."
     )
 
 
@@ -135,16 +135,16 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse static data that torch would call: the class of a named tuple, the factory of a defaultdict."""
+    """Refuse static data that torch would call: a named tuple's class, a defaultdict's factory."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
-            raise DamagedFileError(f"{name} is filled by {factory!r} in this file: only built-in types may be.")
+            raise DamagedFileError(f"In this file, {name} has the factory {factory!r}, which is not a built-in type.")
         return
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"{name} is made by {static!r} in this file, and not by itself.")
+        raise DamagedFileError(f"In this file, {name} would be made by {static!r} instead of its own class.")
 
 
 def _node_named(name: str) -> _Functions:
@@ -153,7 +153,7 @@ def _node_named(name: str) -> _Functions:
     cls: Any = sys.modules.get(module)
     for part in qualified.split("."):  # without a module's __getattr__
         cls = vars(cls).get(part) if isinstance(cls, (type, type(sys))) else None
-    if not isinstance(cls, type):  # a class that was defined in a function has no other place than the table
+    if not isinstance(cls, type):  # a class that is defined in a function is found in the table only
         cls = next((c for c in pytree.SUPPORTED_NODES.copy() if f"{c.__module__}:{c.__qualname__}" == name), None)
     found = None
     if isinstance(cls, type):
@@ -163,7 +163,7 @@ def _node_named(name: str) -> _Functions:
     if found is None:
         where = "" if module in sys.modules else f"import {module}\n    "
         raise NotRegisteredError(
-            f"The file holds an object of {module}.{qualified}, which is not registered. A file does not choose "
-            f"what is imported; register the class first:\n    {where}register_class_flattening({qualified}, ...)"
+            f"The file holds an object of {module}.{qualified}, which is not registered, and a file cannot cause an "
+            f"import. Register the class first:\n    {where}register_class_flattening({qualified}, ...)"
         )
     return found

@@ -1,7 +1,7 @@
 """Convert one leaf of a nested object to an initializer of an ONNX graph, and back.
 
 A leaf becomes a *record*, a dict that goes into the file's metadata, and, where there is data, a *payload*: what the
-initializer is made of. The bytes of a payload are asked for when they are written, one payload at a time.
+initializer is made of. The bytes of a payload are read when they are written, one payload at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
-_DRAWN = 10**9  # bytes; random numbers take no place in a file, so nothing else bounds them
+_DRAWN = 10**9  # bytes; the file's size does not limit random numbers, since they are not stored
 
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
     """The contents of an initializer."""
 
-    record: Record  # what the metadata state of the leaf; the writer adds a checksum
+    record: Record  # the leaf's metadata; the writer adds a checksum
     element: Element  # the type of the elements
     dims: tuple[int, ...]  # the shape of the initializer
     nbytes: int  # the size of the data; 0 for strings
@@ -43,7 +43,7 @@ class Payload:
 
 
 class Source(Protocol):
-    """Where the data of the initializers are read."""
+    """Reads the data of initializers."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
         """Refuse a record that does not match the stored data, before memory is allocated for it."""
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 
 def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
-    """Say how a leaf is stored."""
+    """Return the record and the payload of a leaf."""
     # leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: `None`, enums,
     # dtypes, slices, sets
     if isinstance(leaf, torch.Tensor):
@@ -84,7 +84,7 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
 
     def data() -> memoryview:
         plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # not reshape: one element can have any stride, and is still contiguous
+        # not reshape: a single element is contiguous with any stride
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
     record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
@@ -104,7 +104,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
         "dtype": dtype.name if dtype.hasobject or dtype.type.__module__ != "numpy" else dtype.str,
         "shape": list(array.shape),
     }
-    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # others hold more, such as a mask
+    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # subclasses hold more, such as a mask
     texts = _texts_of(array) if plain_class and dtype.kind in "UO" else None
     if texts is not None:
         return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
@@ -120,7 +120,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
     def data() -> memoryview:
         plain = numpy.ascontiguousarray(array, _low_byte_first(dtype)).reshape(-1)
-        # NumPy hands out no bytes of dates, nor of the types that ml_dtypes adds
+        # NumPy exports no bytes for dates and for the types of ml_dtypes
         codes = plain.view(numpy.uint8)
         return (codes if element.packed == 1 else pack(codes, element.packed)).data
 
@@ -135,7 +135,7 @@ def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] |
         return INT64, ()
     if dtype.kind == "S":
         return UINT8, (dtype.itemsize,)
-    if dtype.kind == "U":  # text that UTF-8 has no bytes for
+    if dtype.kind == "U":  # text that UTF-8 cannot encode
         return ELEMENTS["uint32"], (dtype.itemsize // 4,)
     return (ELEMENTS[dtype.name], ()) if dtype.name in ELEMENTS else None
 
@@ -214,7 +214,7 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
         raise DamagedFileError(f"{record['name']!r} is of type {record['dtype']!r}, which this torch does not have.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
-            raise DamagedFileError(f"{record['name']!r} states random numbers of shape {shape}: more than 1 GB.")
+            raise DamagedFileError(f"{record['name']!r} asks for random numbers of shape {shape}: more than 1 GB.")
         return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
     element = ELEMENTS[record["dtype"]]
     nbytes = math.prod(shape) * dtype.itemsize
@@ -231,9 +231,9 @@ def _read_array(record: Record, source: Source) -> Any:
     if dtype.kind in "UO" and record.get("text", True):
         source.check(record, STRING, shape, 0)
         texts = [text.decode() for text in source.strings(record)]
-        widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy gives each text the room of the longest
+        widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy reserves the longest length for each text
         if dtype.kind == "U" and dtype.itemsize * len(texts) > max(widest, _DRAWN):
-            raise DamagedFileError(f"{record['name']!r} states texts of {dtype.itemsize // 4} letters: more than 1 GB.")
+            raise DamagedFileError(f"{record['name']!r} needs texts of {dtype.itemsize // 4} letters: more than 1 GB.")
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
@@ -302,7 +302,7 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 class Obstacle(NamedTuple):
     """Why a tensor is not stored as it is."""
 
-    what: str  # what it is, and why that is not stored, in words
+    what: str  # description of the tensor and the reason, for the message
     line: str  # what to store instead
 
 
@@ -315,7 +315,7 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
     True
     """
     cls, dtype = type(tensor), str(tensor.dtype).removeprefix("torch.")
-    bases = {base.__name__ for base in cls.__mro__}  # by name: some of these modules take long to import
+    bases = {base.__name__ for base in cls.__mro__}  # by name: some of these modules are slow to import
     if "FakeTensor" in bases:
         return Obstacle(
             f"a FakeTensor, {_NO_DATA}", "torch.zeros(tensor.shape, dtype=tensor.dtype)  # outside its mode"
@@ -328,7 +328,7 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
         return Obstacle(f"quantized, with a scale, {_NO_DATA}", "tensor.dequantize()")
     if "DTensor" in bases:
         return Obstacle(f"a DTensor in several processes, {_NO_DATA}", "tensor.full_tensor()")
-    # a subclass with operators of its own keeps its data elsewhere
+    # a subclass with its own operators stores its data elsewhere
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         own: Any = cls
         knows_how = own.dequantize is not torch.Tensor.dequantize
@@ -352,7 +352,7 @@ _NO_DATA = "which has no plain data to store"
 
 
 def load_trusted(data: Static) -> Static:
-    """Bring static data back, as :func:`.load_static` does."""
+    """Load static data, as :func:`.load_static` does."""
     with raised_as(_damaged, NotRegisteredError):
         return load_static(data)
 

@@ -1,9 +1,9 @@
 """Turn an error into one line and an exit status.
 
 ======  =================================================================
-0       all went well
-1       something was checked, and is not as it should be
-2       the request cannot be served: a wrong name, a missing library
+0       success
+1       a check failed
+2       the request is invalid: a wrong name, a missing library
 130     interrupted
 143     ended by SIGTERM
 ======  =================================================================
@@ -30,7 +30,7 @@ from .output import printable
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
-# how other programs name an option: theirs=ours
+# names of options in other programs: theirs=ours
 _PAIRS = (
     "learning-rate=lr peak-lr=lr batch-size=batch train-batch-size=batch per-device-train-batch-size=batch "
     "gradient-accumulation-steps=accumulate num-train-epochs=epochs num-epochs=epochs max-steps=steps dataset=text "
@@ -53,8 +53,8 @@ def explain_failure(
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Print the error on stderr, and return the exit status."""
-    # error: whatever ended the command. A `KeyboardInterrupt` with a text reports what was written by then.
-    # expected: errors whose message states all that a user needs; others are shown with their class
+    # error: the error that ended the command. The text of a `KeyboardInterrupt` lists the files written until then.
+    # expected: error classes with a complete message; other errors are shown with their class
     if debug:
         traceback.print_exception(error)
     error = interruption_behind(error) or error
@@ -82,7 +82,7 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
     if isinstance(error, expected):
         line = possible_cause() if isinstance(error, VersionDependentError) else ""
         return REFUSED, _with(line, " ".join(without_cause(error).split()))
-    # newer versions of typer carry a click of their own
+    # newer versions of typer contain their own copy of click
     if {base.__name__ for base in type(error).__mro__} & {"ClickException", "TyperException"}:
         return REFUSED, f"{_click_message(error)} (see --help)"
     if isinstance(error, OSError) or _is_disk_full(error):
@@ -108,7 +108,7 @@ def _click_message(error: BaseException) -> str:
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str:
-    """Return a question for the option of that meaning or spelling; empty where there is none."""
+    """Return "Did you mean ...?" for an option of similar meaning or spelling, or an empty string."""
     names = {name.strip("-"): name for name in known}
     name = typed.strip("-").replace("_", "-")
     close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)
@@ -143,7 +143,7 @@ def terminable() -> Iterator[None]:
     process = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a fork, which its parent ends
+        if os.getpid() != process:  # a fork, which its parent process ends
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         raise Terminated

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Characters that a terminal obeys and does not show: C0 and C1 controls except for tab and line feed, and marks that
-# change the direction of text. A name in a file of a stranger may hold them (CWE-150).
+# Characters that a terminal interprets instead of showing: C0 and C1 controls except for tab and line feed, and marks
+# that change the direction of text. A name in an untrusted file may contain them (CWE-150).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -32,7 +32,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def printable(text: str) -> str:
-    r"""Return text with its control characters spelled out, for a terminal that would obey them.
+    r"""Return text with escaped control characters, which a terminal would interpret.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
@@ -41,7 +41,7 @@ def printable(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
-    """Print text at once, with its control characters spelled out."""
+    """Print text and flush, with escaped control characters."""
     sys.stdout.write((text if is_result and not sys.stdout.isatty() else printable(text)) + end)
     sys.stdout.flush()
 
@@ -67,9 +67,9 @@ def _finite(value: object) -> object:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; cells are text, whatever brackets they hold. No word is broken.
+    """Print a table; cells are plain text, without rich markup. No word is broken.
 
-    Where the longest words of all columns do not fit next to each other, a row takes several lines.
+    If the longest words of all columns do not fit next to each other, a row takes several lines.
     """
     # rows: their cells; the first two name the row
     from rich import box
@@ -117,10 +117,10 @@ class _Lines(logging.Handler):
 def progress(first: str) -> Iterator[Any]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line for each stage.
 
-    While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left;
-    once one is logged with the ``share`` of all work that is done, stages state how long the others take.
+    If a stage is logged with ``done`` and ``total``, the bar shows both and an estimate of the remaining time; after a
+    stage with the finished ``share`` of all work, each stage shows the remaining time of the command.
     """
-    # yields: A function that shows another stage; what the package logs of an export is shown by itself
+    # yields: a function that shows another stage; stages that the package logs are shown automatically
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)
@@ -138,7 +138,7 @@ def progress(first: str) -> Iterator[Any]:
             end = end if share is None else begun + (now - begun) / share
             text = printable(text) + (f" (about {end - now:.0f} s left)" if end > now + 1 else "")
             if total is None:
-                bar.tasks[0].total = None  # which `update` takes for no change
+                bar.tasks[0].total = None  # None, which `update` treats as no change
             bar.update(task, description=text, completed=done, total=total)
             if bar.disable and text != last:
                 sys.stderr.write(text + "\n")

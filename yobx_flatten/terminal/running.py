@@ -51,7 +51,7 @@ def reflow_help(app: typer.Typer) -> None:
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """Show no type in the help for options without a value: typer 0.29 writes ``<bool>`` after them."""
+    """Show no type in the help for options without a value, where typer 0.29 writes ``<bool>``."""
     for one in (command, *getattr(command, "commands", {}).values()):
         one.get_params = functools.partial(_without_types, one.get_params)
 
@@ -60,7 +60,7 @@ def _without_types(get_params: Callable[[Any], list[Any]], context: typer.Contex
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
-            param.display_type_rich = lambda ctx: ""  # its name is enough
+            param.display_type_rich = lambda ctx: ""  # only the name
         elif getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
     return params
@@ -74,9 +74,9 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run one command and return its exit status. What was typed is the command's ``context.obj``.
+    """Run one command and return its exit status. The arguments are in the command's ``context.obj``.
 
-    A reader that ends, as of ``| head``, does not end the command, whose status is that of its work.
+    A reader that closes early, like ``| head``, neither ends the command nor changes its status.
     """
     with lasting_streams(), terminable():
         return _run(app, argv, program, expected, is_reporter)
@@ -92,7 +92,7 @@ def _run(
     import typer
 
     given = list(sys.argv[1:] if argv is None else argv)
-    # wherever it stands: who sees an error adds it at the end
+    # at any position: users add it at the end when they see an error
     debug = "--debug" in given
     fail = functools.partial(explain_failure, debug=debug, program=program, expected=expected, is_reporter=is_reporter)
     command: Any = typer.main.get_command(app)
@@ -101,7 +101,7 @@ def _run(
     invoke = command.invoke
 
     def invoke_and_notice(context: typer.Context) -> Any:
-        # typer and click end a command by themselves then, each version in its own way, and some silently
+        # typer and click end the command here, differently in each version, and some silently
         try:
             return invoke(context)
         except KeyboardInterrupt as error:
@@ -115,7 +115,7 @@ def _run(
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
             return fail(interruption[0])
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, which is printed already
             return 2
         return fail(error)
     if interruption:
@@ -127,7 +127,7 @@ def _run(
 
 
 class _LastingStream:
-    """A text stream that takes every character, also after its reader has ended, as of ``yobx-flatten list | head``."""
+    """A text stream that accepts every character, also after its reader has closed (``... | head``)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -149,7 +149,7 @@ class _LastingStream:
             self._discard()
 
     def _discard(self) -> None:
-        """Redirect the descriptor to nowhere, so that Python can flush it at exit."""
+        """Redirect the descriptor to the null device, so that Python can flush it at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -160,7 +160,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """A block in which printing raises nothing; characters that the terminal has not are printed by their number."""
+    """A block in which printing never raises; characters that the terminal lacks are printed by their number."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)

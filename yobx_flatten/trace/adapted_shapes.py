@@ -1,8 +1,7 @@
-"""Read ``dynamic_shapes``, and adapt those that were written for another registration of a cache.
+"""Read ``dynamic_shapes``, and adapt a specification that was written for a different registration of a cache.
 
-``torch.export`` wants one entry for each child of a node, so a specification of a cache fits the registration that it
-was written for. Inside the context manager another one is registered than outside. What is
-recognised, of a cache with n layers::
+``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
+Inside the context manager the registration differs from that outside. Recognized forms, for a cache with n layers::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [keys 0, values 0, ..., Dim.AUTO]                   ours of earlier versions, in which that is an integer
@@ -10,9 +9,9 @@ recognised, of a cache with n layers::
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
     ShapesCollection                                    entries by tensor; the counter has none
 
-The entries go to the tensors they were meant for. The number of tokens seen has no axes; where it is an integer, it
-varies if any axis of the cache does. ``Dim.AUTO`` of an axis that never varies is dropped. What is not recognised is
-left as it is: torch reports what is wrong with it.
+Each entry is moved to the tensor that it was written for. The number of tokens seen has no axes; where it is an
+integer, it varies if any axis of the cache does. ``Dim.AUTO`` of an axis that never varies is dropped. Other forms are
+unchanged, and torch reports their errors.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def adapted_shapes(
     recipe_of: _RecipeOf,
 ) -> DynamicShapes:
     """Return ``dynamic_shapes`` with the entries of caches in our order."""
-    # shapes: as `torch.export.export` was given them
+    # shapes: the argument of `torch.export.export`
     # recipe_of: our recipe of a class, `None` for a class that is not ours
     from ..private_names.of_torch import combine_args
 
@@ -88,7 +87,7 @@ class _Adapting:
         return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
 
     def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
-        """Fix axes that never vary, such as heads, where the caller left the choice to torch."""
+        """Fix axes that never vary, such as heads, if the caller used ``Dim.AUTO`` for them."""
         rows = recipe.flatten_with_keys(cache)[0]
         if len(rows) != len(entries) or recipe.axes is None:
             return entries
@@ -98,7 +97,7 @@ class _Adapting:
         ]
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """The entries of a cache's children, in our order, where they are recognised."""
+        """The entries of a cache's children in our order, if their form is recognized."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -119,7 +118,7 @@ class _Adapting:
         ]
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
-        """Write the entries of children, each where its tensor stands."""
+        """Write the entries of children in the order of their tensors."""
         varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
@@ -136,7 +135,7 @@ def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShape
     if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
         return entry
     dims = dict(entry) if isinstance(entry, dict) else dict(enumerate(entry))
-    # a trace that defers its assertions would compute with a symbol for each, and compare products of them
+    # a trace with deferred assertions would make a symbol for each axis, and compare products of symbols
     kept = {axis: None if axis not in axes and dim is Dim.AUTO else dim for axis, dim in dims.items()}
     return kept if isinstance(entry, dict) else type(entry)(kept.values())
 
@@ -155,7 +154,7 @@ def _entry_of_count(child: object, varies: bool) -> DynamicShapes:
 
 
 def _fits(child: object, entry: DynamicShapes) -> bool:
-    """Return whether an entry can be that of a child."""
+    """Return whether an entry fits a child."""
     if entry is None or (_is_tensor(child) and not _is_container(entry)):  # earlier versions count in an integer
         return True
     if isinstance(child, torch.Tensor):
@@ -223,8 +222,8 @@ _ATTACHED = "_dynamic_spec"
 #
 # torch 2.13 has these classes, and `torch.export` takes them since 2.15.
 #
-# This is the one file that reads private attributes of these classes. Where one is gone, see how
-# `torch.fx.experimental._spec_binding` finds what is in a specification.
+# Only this file reads private attributes of these classes. If an attribute is missing, see how
+# `torch.fx.experimental._spec_binding` reads a specification.
 
 
 def spec_classes() -> types.ModuleType | None:
@@ -236,7 +235,7 @@ def spec_classes() -> types.ModuleType | None:
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
     """Return the parameters and the assumptions of a ``ShapesSpec`` or ``ParamsSpec``.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
@@ -272,9 +271,9 @@ def refuse_specs_of_keys(
 ) -> None:
     """Refuse a specification for ``torch.export.export`` itself that has entries for an object known by its keys.
 
-    torch finds what an ``ObjectSpec`` speaks of by names of attributes. The children of caches have keys.
+    torch looks up the entries of an ``ObjectSpec`` by attribute name. The children of caches have keys.
     """
-    # spec: as `torch.export.export` was given it; anything but a specification is left alone
+    # spec: the argument of `torch.export.export`; only specifications are checked
     # recipe_of: our recipe of a class, `None` for a class that is not ours
     from ..private_names.of_torch import combine_args  # imports much
 
@@ -294,7 +293,7 @@ def refuse_specs_of_keys(
         keys = [key for key, _ in recipe.flatten_with_keys(found)[0]]
         if not all(isinstance(key, GetAttrKey) for key in keys):
             raise DynamicShapesError(
-                f"{name}: torch.export takes no {type(entry).__name__} for {describe_class(type(found))}, whose "
-                f"children are {[getattr(key, 'key', str(key)) for key in keys]}. export_program does:\n"
+                f"{name}: torch.export does not support {type(entry).__name__} for {describe_class(type(found))}, "
+                f"whose children are {[getattr(key, 'key', str(key)) for key in keys]}. export_program does:\n"
                 "    export_program(module, args, kwargs, dynamic_shapes=spec)"
             )

@@ -1,16 +1,16 @@
 """Wrap every ``torch.export`` call inside a block, and the programs that it returns.
 
-* Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
-* Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
-* ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.trace.onnx_operators`).
-* ``torch.nn.TransformerEncoder`` returns zeros at padding, as it does outside of a trace.
+* Dimensions that are equal only in the example stay independent (duck shapes off), and slices are copied.
+* Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
+* ``torch.onnx.export`` gets a few more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
+* ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.
 * A package of AOTInductor gets the strides that it was compiled for (see
   :mod:`yobx_flatten.trace.remembering_program`).
-* A program remembers which classes it takes and returns. Called where they are not registered it states it; torch alone
-  ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
+* A program remembers the classes of its inputs and outputs. If they are not registered at a call, the error names them;
+torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in the
+example.
 
-The replacements are active during the trace only, in the thread that traces; models that run eagerly inside a block
-are not touched.
+The replacements are active only during a trace and in its thread; eager models inside a block are unchanged.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from .remembering_program import (
 )
 from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
 
-# Trace ``torch.nn.TransformerEncoder`` as it computes: zeros where its input is padded on the right.
+# Trace ``torch.nn.TransformerEncoder`` with its eager result: zeros where the input is padded on the right.
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``TransformerEncoder.forward`` for traces: it behaves as the original does outside of a trace."""
+    """Return ``TransformerEncoder.forward`` for traces, with the result of the original in eager mode."""
 
     @functools.wraps(original)
     def forward(
@@ -76,7 +76,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
         for layer in self.layers:
             output = layer(output, src_mask=None, is_causal=False, src_key_padding_mask=src_key_padding_mask)
         padded = src_key_padding_mask.ne(0)
-        # it drops padding only where all of it is on the right, in every row
+        # padding is dropped only if it is on the right in every row
         follows = (padded[:, :-1] & ~padded[:, 1:]).any()
         output = torch.where((padded & ~follows).unsqueeze(-1), 0.0, output)
         return output if self.norm is None else self.norm(output)
@@ -84,7 +84,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
     return forward
 
 
-# Insert casts where types differ, without computing every value again as the exporter does.
+# Insert casts where types differ, without recomputing every value as torch's exporter does.
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ class ExportHook:
     """Wraps torch's export functions while at least one block is open."""
 
     def __init__(self) -> None:
-        # these modules bring all of dynamo, or of onnxscript, along, which a block that only flattens does not need
+        # these modules import all of dynamo or onnxscript, which a block that only flattens does not need
         self._on_import = [
             ImportedPatch("torch.export._trace", self._trace_patch),
             ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
@@ -175,7 +175,7 @@ class ExportHook:
                 imported.release()
 
     def _trace_patch(self, module: ModuleType) -> AttributePatch | None:
-        # a module that is being imported in this very thread has no functions yet, and no exports to wrap
+        # a module that this thread is importing has no functions to wrap yet
         found = vars(module).get("_export")
         return None if found is None else AttributePatch(module, "_export", self._wrapped(found))
 
@@ -211,7 +211,7 @@ class ExportHook:
             **options: Any,
         ) -> Any:
             with LOCK:
-                # someone who imported this function inside a block may call it when the block is long gone
+                # code that imported this function inside a block may call it after the block
                 active, supports = bool(OPEN), open_supports()
             if not active:
                 return original(mod, args, kwargs, dynamic_shapes, *more, **options)
@@ -237,7 +237,7 @@ class ExportHook:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
                 program: Any = concise(original(mod, args, kwargs, dynamic_shapes, *more, **options))
-                program.enum_members = members  # in this process: a stored program holds their texts
+                program.enum_members = members  # in this process only: a stored program contains their texts
                 return program
 
         return _export
@@ -246,7 +246,7 @@ class ExportHook:
 def _wrapping(
     owner: str | None, name: str, wrapped: Callable[[Any], Any]
 ) -> Callable[[ModuleType], AttributePatch | None]:
-    """Make a patch of a function of a module, or of a class in it, where it is there."""
+    """Make a patch of a function of a module or of its class, if the function exists."""
 
     def make(module: ModuleType) -> AttributePatch | None:
         target = module if owner is None else vars(module).get(owner)
@@ -257,11 +257,11 @@ def _wrapping(
 
 
 def _with_own_memory(tree: PyTree) -> PyTree:
-    """Return example inputs whose tensors are not slices, and each in one place.
+    """Return example inputs without slices and without repeated tensors.
 
-    ``ids[:, 5:]`` has strides that nothing else has: the program would refuse all contiguous tensors ("Guard
+    ``ids[:, 5:]`` has unusual strides, so the program would refuse all contiguous tensors ("Guard
     failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
-    A tensor in two places is one input for torch, which the program would read for both.
+    torch makes one input of a tensor in two places, and the program would read it for both.
     """
     leaves, spec = pytree.tree_flatten(tree)
     made = []
@@ -272,7 +272,7 @@ def _with_own_memory(tree: PyTree) -> PyTree:
 
 
 def _is_slice(leaf: object) -> bool:
-    """Return whether a tensor leaves out memory between its first and its last element (or expands one)."""
+    """Return whether a tensor has gaps between its first and last element in memory, or is expanded."""
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
@@ -285,7 +285,7 @@ _LOADER_LOG = logging.getLogger("torch._export.serde.serialize")
 def _is_sound(record: logging.LogRecord) -> bool:
     """Drop one log record of torch 2.13 that has too few arguments for its text.
 
-    Loading a program whose example inputs hold a cache unpickles them and states it; Python then prints the traceback
+    Loading a program whose example inputs contain a cache logs that it unpickles them; Python then prints the traceback
     of the broken record to the terminal.
     """
     return not (str(record.msg).startswith("Fallback to weights_only=False") and len(record.args or ()) < 2)
@@ -308,14 +308,14 @@ def _drops_padding(encoder: Any, src: Tensor) -> bool:
     )
 
 
-# Refuse nested values in ``**kwargs``: torch exports them, and the program cannot be called.
+# Refuse nested values in ``**kwargs``: torch exports them, but the program cannot be called.
 
 
 def check_nested_kwargs(
     export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
 ) -> None:
     """Refuse an export whose program would end in a ``NameError`` at every call."""
-    # shapes: its dynamic shapes; without any there are no such guards
+    # shapes: the dynamic shapes; without them there are no such guards
     parameters = inspect.signature(module.forward).parameters
     if shapes is None or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
@@ -325,9 +325,10 @@ def check_nested_kwargs(
     if nested and _has_defect(export):
         names = ", ".join(nested)
         raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward takes {names} in its **kwargs. torch {torch.__version__} exports "
-            "nested values there with sizes that vary, and the program raises NameError: name 'L' is not defined. Name "
-            f"them in the signature, or let export_program do it:\n    def forward(self, x, *, {names}, **kwargs):\n"
+            f"{type(module).__qualname__}.forward accepts {names} in its **kwargs. For nested values there with "
+            f"dynamic sizes, torch {torch.__version__} exports a program that fails with NameError: name 'L' is not "
+            f"defined. Name them in the signature, or use export_program:\n    def forward(self, x, *, {names}, "
+            "**kwargs):\n"
             "    export_program(module, args, kwargs)"
         )
 
@@ -343,7 +344,7 @@ def _has_defect(export: Callable[..., Any]) -> bool:
     """Export the smallest such module as torch.export.export does, once per process, and call its program."""
     x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
     shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
-    # versions before refuse the shapes
+    # earlier versions refuse the shapes
     traced = functools.partial(export, _Smallest(), (x,), kwargs, shapes, strict=False, pre_dispatch=True)
     program = result_or(traced, lambda error: None)
     if program is None:

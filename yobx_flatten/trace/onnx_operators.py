@@ -3,11 +3,10 @@
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
-* ``scaled_dot_product_attention``: one operator from opset 23 on. The exporter refuses it where one head of keys serves
-  all queries without an error (Falcon), or with other than four axes, and spells it out wrongly where a query sees
-  nothing.
-* ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
-* What is wrong at some values, or not known: :mod:`.onnx_repairs`.
+* ``scaled_dot_product_attention``: one operator from opset 23 on. torch's exporter refuses it for one key head without
+``enable_gqa`` (Falcon) and for tensors without four axes, and is wrong for fully masked queries. * ``erf_inv``
+(``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32. * Operators that
+are wrong at some values, or missing: :mod:`.onnx_repairs`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from .onnx_repairs import REPAIRS, plain_attention
 
 
 class Translation(NamedTuple):
-    """One operator in ONNX."""
+    """The translation of one operator to ONNX."""
 
     operator: Any  # an operator of PyTorch
     function: Callable[..., Any]  # builds it from ONNX operators, called with the values of its arguments
-    is_complex: bool = False  # it is the operator's form for complex numbers, which ONNX holds as an axis of two more
+    is_complex: bool = False  # for complex numbers, which are an additional axis of size two in ONNX
     opset: int = 18  # the first version of ONNX's operators for which it is used; 18 by default
 
 
@@ -41,7 +40,7 @@ def add_translation(registry: Any, module: ModuleType, translation: Translation)
     """Add a translation to a registry of torch's exporter, in front of those of the same operator."""
     if registry.opset_version < translation.opset:
         return
-    # `register_op` would ask the function for a signature, and print on the terminal that a plain function has none
+    # `register_op` would print on the terminal that a plain function has no ONNX signature
     entry = module.OnnxDecompMeta(
         onnx_function=translation.function,
         fx_target=translation.operator,
@@ -68,14 +67,14 @@ ERFINV_TAIL = (
 def _unsqueeze(x: OnnxValue, dim: int) -> OnnxValue:
     from onnxscript import opset18 as op
 
-    # the last axis holds real and imaginary part, so a place counted from the end moves by one
+    # the last axis holds real and imaginary part, so an axis counted from the end moves by one
     return op.Unsqueeze(x, op.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
 def _stable_sort(x: OnnxValue, stable: bool | None = None, dim: int = -1, descending: bool = False) -> OnnxValue:
     from onnxscript import opset18 as op
 
-    # of equal values, ONNX takes the one with the lower index first: that is what stable means
+    # ONNX orders equal values by index, so its sort is stable
     count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)
 
@@ -145,7 +144,7 @@ def _attention_spelt_out(
 
 
 def _is_one_operator(query: OnnxValue, key: OnnxValue, value: OnnxValue, enable_gqa: bool) -> bool:
-    """Return whether ONNX's ``Attention`` accepts these: four axes, one batch size, matching numbers of heads."""
+    """Return whether ONNX's ``Attention`` accepts the tensors: four axes, one batch size, matching numbers of heads."""
     shapes = [one.shape for one in (query, key, value)]
     if any(shape is None or len(shape) != 4 for shape in shapes):
         return False
@@ -165,20 +164,20 @@ TRANSLATIONS = (
     Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
     Translation(torch.ops.aten._is_all_true.default, _is_all_true),
     Translation(torch.ops.aten.sort.stable, _stable_sort),
-    Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # what every spelling of it is decomposed into
+    Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # all attention calls are decomposed into this operator
 )
 
 
 # Read the ONNX exporter's tables once per process instead of at each conversion.
 
 
-# what was asked for -> what a table depends on, and the table
+# request -> (dependencies of the table, table)
 _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
 def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an ``ONNXRegistry`` that the caller may add to."""
-    # read: the classmethod `from_torchlib` as it was found
+    # read: the original classmethod `from_torchlib`
     asked = read, cls, args, tuple(sorted(kwargs.items()))
     with LOCK:
         given_for, table = _TABLES.get(asked, (None, None))
@@ -211,7 +210,7 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
 
 def _decomposed() -> tuple[Any, ...]:
-    """Return the operators that occur in decompositions, including Python's own."""
+    """Return the operators in decompositions, including those of Python."""
     from ..private_names.of_torch import decompositions
 
     return (
@@ -246,13 +245,13 @@ class TraceSupport(Protocol):
         """Close a block: restore the originals."""
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return keyword arguments, or their dynamic shapes, under the names that a forward has for them."""
+        """Return keyword arguments, or their dynamic shapes, under the parameter names of a forward."""
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the keyword arguments of a call under the names that a program has for them."""
+        """Return the keyword arguments of a call under the input names of a program."""
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return the example inputs as the trace should see them."""
+        """Return the example inputs for the trace."""
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
         """Install the traceable versions."""

@@ -1,7 +1,7 @@
-"""Translations for operators that torch's ONNX exporter gets wrong at some values, or does not know.
+"""Translations for operators that torch's ONNX exporter translates wrongly at some values, or not at all.
 
-``make operators`` finds such operators; its page lists what each does. What grows with the square of the length of an
-axis (``cumprod``, ``cummax``, ``logcumsumexp``) is marked here: ONNX has no running form of them.
+``make operators`` finds such operators; its page lists their errors. Comments mark those whose cost is quadratic in an
+axis (``cumprod``, ``cummax``, ``logcumsumexp``), since ONNX has no cumulative operator for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..recipe.aliases import OnnxValue
 
 _INT64, _BOOL, _FLOAT16 = 7, 9, 10
 _DIRECT = 16
-"""The most numbers per point of which ``cdist`` takes all differences; of longer ones it multiplies."""
+"""Up to this vector length ``cdist`` computes all differences; for longer vectors it uses products."""
 
 
 def _operators() -> Any:
@@ -40,7 +40,7 @@ def _is_float(x: OnnxValue) -> bool:
 
 
 def _is_negative(x: OnnxValue) -> OnnxValue:
-    """Whether a number has a minus sign: also that of zero, which only a division shows."""
+    """Whether a number has a minus sign, including -0.0, which only a division reveals."""
     op = _operators()
     zero = _like(0.0, x)
     below = op.Less(op.Div(_like(1.0, x), x), zero)
@@ -87,7 +87,7 @@ def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
     op = _operators()
     wide, high = op.Abs(x), op.Abs(y)
     longest = op.Max(wide, high)
-    # squares of large numbers are infinite, those of small ones 0: of what they are of the longer side they are neither
+    # squares of large numbers overflow and squares of small numbers underflow, so divide by the larger side first
     unit = op.Where(op.Or(op.Equal(longest, _like(0.0, x)), op.IsInf(longest)), _like(1.0, x), longest)
     squares = op.Add(*(op.Mul(part, part) for part in (op.Div(wide, unit), op.Div(high, unit))))
     return op.Where(op.Or(op.IsInf(wide), op.IsInf(high)), _like(math.inf, x), op.Mul(op.Sqrt(squares), unit))
@@ -102,7 +102,7 @@ def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue
 
 
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
-    """Return the larger or smaller number; if one is NaN, the other one."""
+    """Return the larger or smaller number; if one of them is NaN, the other."""
     op = _operators()
     found = op.Max(x, y) if largest else op.Min(x, y)
     if not _is_float(x):
@@ -113,7 +113,7 @@ def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
 def _remainder(x: OnnxValue, divisor: OnnxValue) -> OnnxValue:
     op = _operators()
     if not _is_float(x):
-        return op.Mod(x, divisor)  # ONNX's has the sign of the divisor, as torch's
+        return op.Mod(x, divisor)  # ONNX's result has the sign of the divisor, like torch's
     found = op.Mod(x, divisor, fmod=1)
     zero = _like(0.0, x)
     other = op.And(op.Not(op.Equal(found, zero)), op.Xor(op.Less(found, zero), op.Less(divisor, zero)))
@@ -129,12 +129,12 @@ def _remainder_of_number(x: OnnxValue, divisor: float) -> OnnxValue:
 def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) -> OnnxValue:
     op = _operators()
     if not _is_float(x):
-        # an end may be a size, which is a value of the graph
+        # a limit may be a size, which is a value of the graph
         held = [op.Constant(value_int=int(end)) if isinstance(end, (int, float)) else end for end in (least, most)]
         return op.Clip(x, *[None if end is None else op.CastLike(end, x) for end in held])
     if least is not None and most is not None:
         return op.Clip(x, _like(least, x), _like(most, x))
-    # of one end, onnxruntime takes the largest number of the type for the other, which infinity is beyond
+    # with one limit only, onnxruntime also clips infinity to the largest number of the type
     found = x if least is None else op.Max(x, _like(least, x))
     return found if most is None else op.Min(found, _like(most, x))
 
@@ -155,7 +155,7 @@ def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest
 
 
 def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """Return the first place of the largest or smallest number, or of NaN if there is one."""
+    """Return the first index of the largest or smallest number, or of NaN if there is one."""
     op = _operators()
     find = op.ArgMax if largest else op.ArgMin
     found = find(x, axis=dim, keepdims=int(keepdim))
@@ -197,9 +197,9 @@ def _aminmax(x: OnnxValue, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """For each place along an axis all numbers up to it, along the last axis, and another number after it.
+    """For each position along an axis, all values up to it along the last axis, and a fill value after it.
 
-    Also the places themselves, and the order of axes that undoes the one in which the axis is the last.
+    Also the positions, and the permutation that moves the last axis back.
     """
     op = _operators()
     rank = len(x.shape)
@@ -227,7 +227,7 @@ def _logcumsumexp(x: OnnxValue, dim: int) -> OnnxValue:
     if len(x.shape) == 0:
         return op.Identity(x)
     rows, _, back = _up_to_each(x, dim, -math.inf)
-    # next to the largest so far: next to the largest of all, small numbers before it would be nothing
+    # relative to the largest so far: relative to the overall largest, small earlier numbers would underflow
     largest = op.ReduceMax(rows, _axes(-1), keepdims=1)
     finite = op.Where(op.IsInf(largest), _like(0.0, x), largest)
     total = op.ReduceSum(op.Exp(op.Sub(rows, finite)), _axes(-1), keepdims=1)
@@ -245,13 +245,13 @@ def _cumulative_extreme(x: OnnxValue, dim: int, *, largest: bool) -> tuple[OnnxV
     if _is_float(x):
         same = op.Or(same, op.IsNaN(rows))
     is_before = op.LessOrEqual(op.Unsqueeze(places, _axes(0)), op.Unsqueeze(places, _axes(1)))
-    # torch returns the last place of equal numbers
+    # torch returns the last index of equal numbers
     place = op.ReduceMax(op.Where(op.And(same, is_before), places, op.Constant(value_int=-1)), _axes(-1), keepdims=0)
     return op.Transpose(op.Squeeze(found, _axes(-1)), perm=back), op.Transpose(place, perm=back)
 
 
 def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """The k-th smallest number and a place of it; NaN counts as the largest."""
+    """The k-th smallest number and an index of it; NaN counts as the largest."""
     op = _operators()
     given = op.Where(op.IsNaN(x), _like(math.inf, x), x) if is_float else x
     _, places = op.TopK(given, k, axis=dim, largest=0, sorted=1)
@@ -306,7 +306,7 @@ def _searchsorted(
 def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, invert: bool = False) -> OnnxValue:
     op = _operators()
     same = op.Equal(op.Unsqueeze(elements, _axes(-1)), op.Reshape(of, _axes(-1)))
-    # with one that is never equal, since a largest one of none is not defined
+    # with one value that is never equal, since the maximum of nothing is undefined
     found = op.ReduceMax(
         op.Pad(op.Cast(same, to=_INT64), _axes(*[0] * (2 * len(elements.shape) + 1), 1)), _axes(-1), keepdims=0
     )
@@ -314,7 +314,7 @@ def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, inver
 
 
 def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
-    """Split into parts of one size and the rest; if that size varies, by the sizes of all parts."""
+    """Split into parts of equal size and a rest; if the size is dynamic, by a list of sizes."""
     op = _operators()
     if isinstance(size, int):
         return op.SplitToSequence(x, op.Constant(value_int=size), axis=dim)
@@ -361,7 +361,7 @@ def _cross_entropy(
     axis = 0 if len(scores.shape) == 1 else 1
     logs = op.LogSoftmax(scores, axis=axis)
     counts = op.Cast(op.Not(op.Equal(target, op.CastLike(op.Constant(value_int=ignore_index), target))), to=_INT64)
-    label = op.Mul(op.Cast(target, to=_INT64), counts)  # some label for those that are ignored
+    label = op.Mul(op.Cast(target, to=_INT64), counts)  # any valid label for the ignored ones
     counts = op.CastLike(counts, scores)
     shape = [1] * len(scores.shape)
     shape[axis] = -1
@@ -404,7 +404,7 @@ def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None
 
 
 def _distances_by_product(x: OnnxValue, y: OnnxValue, rank: int) -> OnnxValue:
-    """Distances of long vectors, without all differences; from a centre, since products of far points are large."""
+    """Distances of long vectors from products instead of differences, relative to a center to keep products small."""
     op = _operators()
     centre = op.ReduceMean(y, _axes(-2), keepdims=1)
     x, y = op.Sub(x, centre), op.Sub(y, centre)
@@ -424,7 +424,7 @@ def plain_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> OnnxValue:
-    """Spell out attention, of any number of axes; a query that sees nothing gets zeros, as in PyTorch."""
+    """Write attention as basic operators, for any number of axes; a fully masked query gets zeros, as in PyTorch."""
     op = _operators()
     rank, width = len(key.shape), query.shape[-1]
     if enable_gqa and not (isinstance(query.shape[-3], int) and query.shape[-3] == key.shape[-3]):
@@ -443,7 +443,7 @@ def plain_attention(
         mask, is_bool = op.LessOrEqual(op.Unsqueeze(columns, _axes(0)), op.Unsqueeze(rows, _axes(1))), True
     if mask is None:
         return op.MatMul(op.Softmax(scores, axis=-1), value)
-    if is_bool:  # the least number, and not an infinity, with which OpenVINO computes different values
+    if is_bool:  # the lowest number instead of -inf, with which OpenVINO computes different values
         scores = op.Where(mask, scores, _like(-65504.0 if query.dtype == _FLOAT16 else -3.4028234e38, query))
         is_blind = op.Equal(op.ReduceMax(op.CastLike(mask, query), _axes(-1), keepdims=1), _like(0.0, query))
     else:
@@ -453,7 +453,7 @@ def plain_attention(
 
 
 def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:
-    """Keys or values with each head as often as there are heads of queries for it."""
+    """Keys or values with each head repeated for its query heads."""
     op = _operators()
     shape, heads = op.Shape(x), op.Gather(op.Shape(query), _axes(rank - 3))
     times = op.Div(heads, op.Gather(shape, _axes(rank - 3)))
@@ -505,4 +505,4 @@ def _repairs() -> dict[Any, Callable[..., Any]]:
 
 
 REPAIRS = _repairs()
-"""Functions that write an operator in operators of ONNX, by operator."""
+"""Functions that translate an operator to ONNX operators, by operator."""

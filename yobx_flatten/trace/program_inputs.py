@@ -28,10 +28,10 @@ def traced_inputs(program: ExportedProgram) -> list[Any]:
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
 
-# Call older programs that take an integer where a tensor is flattened now.
+# Call older programs that expect an integer where caches now flatten to a tensor.
 
 
-# Numbers, texts, enums and ``None`` among the inputs of a program: the program holds those of its example.
+# Numbers, texts, enums and ``None`` among the inputs: a program fixes the values of its example.
 
 
 _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -39,7 +39,7 @@ _Members = dict[int, enum.Enum]
 
 
 def text_of(value: object) -> str:
-    """Spell a constant as a report does.
+    """Return the text of a constant in reports.
 
     >>> import inspect
     >>> text_of(0.5), text_of("mean"), text_of(inspect._ParameterKind.KEYWORD_ONLY)
@@ -49,7 +49,7 @@ def text_of(value: object) -> str:
 
 
 def _is_enum(leaf: object) -> bool:
-    return isinstance(leaf, enum.Enum) and not isinstance(leaf, (int, str))  # torch takes IntEnum and StrEnum
+    return isinstance(leaf, enum.Enum) and not isinstance(leaf, (int, str))  # torch accepts IntEnum and StrEnum
 
 
 def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
@@ -89,7 +89,7 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 
 def checking_constants(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that compares the constants of a program with the inputs of a call, before its module takes them."""
+    """Make a hook that compares the inputs of a call with the constants of a program."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
     # `yobx_flatten.errors.SpecMismatchError`. `None` where all inputs are tensors, or numbers that vary.
     given = arguments_of(program)
@@ -107,7 +107,7 @@ def _check_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    if torch.compiler.is_compiling():  # of a trace, the call that is made with the result is looked over
+    if torch.compiler.is_compiling():  # inside a trace, the call of the resulting program is checked instead
         return None
     names = spec.children()[1].context
     if set(names) != set(kwargs):  # torch reports it
@@ -138,13 +138,13 @@ def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
     found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else describe_class(leaf)
     if value is None:
         return (
-            f"{where} was None when this program was exported: it has no such input, and would ignore {found}. Pass "
-            "None, or export another program with an example that has a tensor there."
+            f"{where} was None when this program was exported, so the program has no such input and would ignore "
+            f"{found}. Pass None, or export again with a tensor there in the example."
         )
     return (
-        f"{where} was {value!r} when this program was exported, which is fixed in it, and it was called with "
-        f"{found if isinstance(leaf, torch.Tensor) else repr(leaf)}. Pass {value!r}, or export another program with an "
-        "example that has the other value, or a tensor, there."
+        f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "
+        f"{found if isinstance(leaf, torch.Tensor) else repr(leaf)}. Pass {value!r}, or export again with the other "
+        "value, or with a tensor, in the example."
     )
 
 

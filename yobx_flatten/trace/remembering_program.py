@@ -1,4 +1,4 @@
-"""A program that remembers which classes it takes and returns, and refuses inputs that it was not traced for."""
+"""A program that remembers the classes of its inputs and outputs, and refuses inputs that it was not traced for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
 
 
 class _RememberingProgram(ExportedProgram):
-    """An ``ExportedProgram`` that explains itself when its classes are not registered."""
+    """An ``ExportedProgram`` whose errors name classes that are not registered."""
 
     def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
-        require_registered(classes, "This program")  # torch reads its guards' paths off the inputs here, wrongly then
+        require_registered(classes, "This program")  # torch would derive wrong paths of guards from the inputs here
         module = super().module(*args, **kwargs)
-        for hook in (checking_constants(self), with_integers(self), _renaming(self)):  # the last one runs first
+        for hook in (checking_constants(self), with_integers(self), _renaming(self)):  # the last hook runs first
             if hook is not None:
                 module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if classes:
@@ -51,7 +51,7 @@ class _RememberingProgram(ExportedProgram):
 
 
 def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
-    """Make a hook that gives a program its arguments under the names with which it was exported."""
+    """Make a hook that renames the arguments of a call to the names in the export."""
     spec = program.call_spec.in_spec
     names = [] if spec is None else spec.children()[1].context
     supports = open_supports()
@@ -83,12 +83,12 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
 def _own_specs(program: ExportedProgram) -> None:
     """Copy the static parts of a program, so that a later change of the user's list does not affect it.
 
-    Recipes of ours hand out copies of lists; a flatten function of a user may not, and a configuration is an object.
+    Recipes of this package return copies of lists; a user's flatten function may not, and a configuration is an object.
     """
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # what cannot be copied, or compared, stays shared
-        warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about the class of its own leaves
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # objects that cannot be copied stay shared
+        warnings.simplefilter("ignore", FutureWarning)  # a warning of torch 2.13 about the class of its own leaves
         copied = copy.deepcopy(program._module_call_graph)
-        if copied == program._module_call_graph:  # not so for a sentinel that is found by its identity
+        if copied == program._module_call_graph:  # false for a sentinel, which is compared by identity
             program._module_call_graph = copied
 
 
@@ -100,7 +100,7 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
 
 def concise(program: ExportedProgram) -> ExportedProgram:
     """Leave out assertions that a program does not need."""
-    # imported here because it brings sympy, as the first export itself does: half a second
+    # imported here because it imports sympy, which takes half a second and which every export needs
 
     return without_needless_assertions(program)
 
@@ -110,7 +110,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
 
 
 def _classes_of(program: ExportedProgram) -> tuple[type, ...]:
-    """The classes in a program's inputs and outputs that are ours to explain."""
+    """The classes in a program's inputs and outputs that this package registers."""
     found: dict[type, None] = {}
     specs = [spec for spec in program.call_spec if spec is not None]
     while specs:
@@ -126,7 +126,7 @@ def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, arg
 
 
 def require_registered(classes: tuple[type, ...], subject: str) -> None:
-    """Say which classes are not registered, and the line that registers them."""
+    """Return the error that names the unregistered classes and the line that registers them."""
     missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
@@ -153,7 +153,7 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     }
     if not needless:
         return program
-    for node in reversed(list(graph.nodes)):  # the sizes that only they read are above them
+    for node in reversed(list(graph.nodes)):  # sizes that only these assertions read come before them
         if node in needless and not node.users and (node.target is assertion or _is_number(node)):
             needless.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -180,7 +180,7 @@ def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: M
 
 
 def _always_holds(expression: sympy.Basic) -> bool:
-    if not expression.has(Min, Max):  # others name sizes that have to be equal
+    if not expression.has(Min, Max):  # other assertions state that sizes are equal
         return False
     return bool(expression.replace(lambda part: isinstance(part, (Min, Max)), _in_order) == sympy.true)
 
@@ -204,22 +204,21 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 # Load stored programs faster, also before their classes are imported.
-#
-# What torch works out again for each record is worked out once. Each of thousands of records asks for the types of its
-# fields, which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses,
-# and nearly all of them were parsed for a tensor before.
+# Results that torch computes for each record are cached. Each of thousands of records needs the types of its fields,
+# which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses, and most
+# of them repeat.
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
     """Return a reader of stored tree specs that first imports the modules of classes which are not registered.
 
-    Only modules of some libraries are imported, which register their classes then: a file chooses no other.
+    Only modules of a fixed list of libraries are imported, which register their classes then.
     """
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:
         for name in _names_of_classes(schema):
-            # asked again for each: a module registers several
+            # checked again for each class: a module registers several
             module = name.rpartition(".")[0]
             unknown = name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE and module not in sys.modules
             if unknown and module.partition(".")[0] in libraries():
@@ -239,7 +238,7 @@ def _names_of_classes(schema: object) -> Iterator[str]:
 
 
 def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
-    """Return a ``typing`` for the module that reads programs, whose ``get_type_hints`` reads a class once."""
+    """Return a ``typing`` module for torch's reader of programs, whose ``get_type_hints`` caches by class."""
 
     @functools.wraps(typing.get_type_hints)
     def get_type_hints(
@@ -258,14 +257,14 @@ def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
 
 
 def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``GraphModuleDeserializer._parse_sym_expr`` that parses the same text with the same example size once.
+    """Return ``GraphModuleDeserializer._parse_sym_expr`` with a cache by text and example size.
 
-    What it does besides, to the symbols of the program, has the same effect the second time.
+    Its effect on the symbols of the program is idempotent.
     """
 
     @functools.wraps(parse)
     def _parse_sym_expr(self: Any, expr_str: str, hint: object = None) -> Any:
-        symbols = self.symbol_name_to_symbol  # a new one for each program
+        symbols = self.symbol_name_to_symbol  # a new cache for each program
         known = vars(self).get("_yobx_expressions")
         if known is None or known[0] is not symbols:
             known = self._yobx_expressions = (symbols, {})
@@ -310,7 +309,7 @@ def called_contiguous(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Runner:
-    """The loader of a package, as its call sees it."""
+    """The loader of a package, as the call method sees it."""
 
     def __init__(self, loader: Any, contiguous: str) -> None:
         self._loader, self._contiguous = loader, contiguous
@@ -322,5 +321,5 @@ class _Runner:
         """Run; a wrong number of inputs is refused by the package itself."""
         wanted = self._contiguous.ljust(len(inputs), "0")[: len(inputs)]
         found = [leaf.contiguous() if one == "1" else leaf for leaf, one in zip(inputs, wanted, strict=True)]
-        inputs.clear()  # as the loader does with what it has taken
+        inputs.clear()  # like the loader, which consumes its inputs
         return self._loader.boxed_run(found)

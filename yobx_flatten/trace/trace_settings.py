@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..private_names.of_torch import DispatchKey, FakeTensor, fx_config, pytree
 from ..registry.patches import LOCK
 
-# The size of what the attention returns in a trace, read off its arguments.
+# Compute the output size of an attention in a trace from its arguments.
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -29,9 +29,9 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 class AttentionSizes:
     """Inside the block, a trace computes the output size of an attention from its arguments.
 
-    torch finds it out by running the twenty operators that the attention consists of on tensors without values. With
-    sizes that vary this takes two fifths of a trace of Llama. What these operators ask of the sizes is also asked here,
-    so that the program states the same conditions. What is unusual, and what needs gradients, takes the operators.
+    torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
+    trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
+    same guards. Unusual arguments, and calls that need gradients, run the operators.
     """
 
     def __init__(self, in_trace: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class AttentionSizes:
         enable_gqa: bool = False,
     ) -> Tensor:
         given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-        # a trace that records what is called here wants the operators themselves
+        # a trace that records operators needs these operators
         is_size_alone = get_proxy_mode() is None and not torch.is_grad_enabled()
         if self._in_trace() and is_size_alone and _is_usual(given, is_causal, enable_gqa):
             return query.new_empty(_size(query, key, value, attn_mask))
@@ -72,22 +72,21 @@ class AttentionSizes:
 
 
 class _PlainAttention:
-    """Trace the attention with the strides of its plain kernel, those that every other kernel's callers may rely on.
+    """Trace the attention with the strides of its math kernel, on which callers of every kernel may rely.
 
-    The attention stays one operator, but a ``contiguous`` after it is dropped where the CPU's fused kernel happens to
-    return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor with
-    shape", T5 and AFMoE in torch 2.13). The fused kernel also asks whether there is one row
-    (https://github.com/pytorch/pytorch/issues/180202).
+    The attention stays one operator, but a ``contiguous`` after it is dropped if the strides of the CPU's fused kernel
+    make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE in
+    torch 2.13). The fused kernel also asks whether there is one row (https://github.com/pytorch/pytorch/issues/180202).
 
-    torch keeps the choice of kernels for the process, not for a thread: the first trace makes it, and the last one puts
-    back what was found. In a forked child the traces of other threads are over.
+    torch stores the choice of kernels per process, not per thread: the first trace sets it, and the last trace restores
+    it. In a forked child the traces of other threads are over.
     """
 
     def __init__(self) -> None:
         self._holders: list[int] = []  # threads
         self._choice = contextlib.ExitStack()
-        # torch 2.15 notes the choice in a context variable also, which must be put back in the context that set it:
-        # one of our own, since the thread of the first trace is not always that of the last
+        # torch 2.15 also stores the choice in a context variable, which must be restored in the context that set it: a
+        # separate context, since the first and the last trace may run in different threads
         self._context = contextvars.Context()
         self._sizes = AttentionSizes(lambda: threading.get_ident() in self._holders)
 
@@ -120,8 +119,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @contextlib.contextmanager
 def duck_shapes_off() -> Iterator[None]:
-    """Keep sizes apart that happen to be equal in the example."""
-    # a setting per thread (a ContextVar), so it is set in the thread that traces and not where the block is entered
+    """Keep sizes independent that are equal only in the example."""
+    # a setting per thread (a ContextVar), so it is set in the tracing thread, not in the thread that entered the block
     found = fx_config.use_duck_shape
     fx_config.use_duck_shape = False
     try:
@@ -136,9 +135,9 @@ FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
 def sizes_differ(*trees: Any) -> bool:
     """Return whether torch's cache of operator results slows a trace down.
 
-    It finds results again where layers have equal shapes (an encoder: without it, a trace takes 1.6 times as long).
-    With keys and values each layer has its own sizes: few results are found, an entry costs more than its operator, and
-    a decoder is traced in two thirds of the time without it.
+    The cache helps if layers have equal shapes (without it, a trace of an encoder takes 1.6 times as long). With keys
+    and values each layer has its own sizes: there are few hits, an entry costs more than its operator, and without the
+    cache a trace of a decoder takes two thirds of the time.
     """
     return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > FEW_TENSORS
 
@@ -146,7 +145,7 @@ def sizes_differ(*trees: Any) -> bool:
 @contextlib.contextmanager
 def fake_tensor_cache_off() -> Iterator[None]:
     """Clear torch's cache of operator results for other tensors."""
-    # Also a setting per thread; imported here because it brings all of dynamo.
+    # Also a setting per thread; imported here because it imports all of dynamo.
     from ..private_names.of_torch import dynamo_config
 
     found = dynamo_config.fake_tensor_cache_enabled
@@ -158,7 +157,7 @@ def fake_tensor_cache_off() -> Iterator[None]:
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether the size of the result follows from the sizes, and torch would not refuse the arguments."""
+    """Return whether torch accepts the arguments and their sizes determine the size of the result."""
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False
@@ -176,7 +175,7 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
 
 def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     """Return the output size, after the checks that the attention operators make, in their order."""
-    heads = query.shape[1]  # also of keys and values: each is repeated if they have fewer
+    heads = query.shape[1]  # also for keys and values: fewer heads are repeated
     width, length = key.shape[3], key.shape[2]
     torch._check(query.shape[3] == width, lambda: f"queries of {query.shape[3]} numbers, and keys of {width}")
     scores = (*torch.broadcast_shapes(query.shape[:2], (key.shape[0], heads)), query.shape[2], length)

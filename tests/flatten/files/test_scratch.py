@@ -119,7 +119,7 @@ def test_where_the_old_folder_cannot_get_its_name_back_the_error_says_where_it_i
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(
-        OSError, match=r"what was in .*target is in .*\.target\.writing-\w+/old until target is written"
+        OSError, match=r"the former contents of .*target are in .*\.target\.writing-\w+/old until target is written"
     ):
         write_folder(target, "new")
     with pytest.raises(StoredFileError, match=r"A process is replacing .*target.*\.target\.writing-\w+/old"):
@@ -249,7 +249,7 @@ def test_a_leftover_that_cannot_be_locked_is_left_for_the_next_one(tmp_path, mon
             raise OSError(30, "Read-only file system")
 
         patched.setattr(filelock.FileLock, "acquire", refuse)
-        with pytest.raises(StoredFileError, match=r"Its former contents are in .*\.target\.writing-1/old"):
+        with pytest.raises(StoredFileError, match=r"The former contents are in .*\.target\.writing-1/old"):
             is_folder(tmp_path / "target")
     assert is_folder(tmp_path / "target")
     assert names(tmp_path) == ["target"]

@@ -260,9 +260,9 @@ def test_no_pairs_make_no_static_cache():
 
 def test_more_keys_than_room_are_refused():
     """Both numbers are named; for a sliding layer the room is its window."""
-    with pytest.raises(CacheStructureError, match="hold 5 tokens, and the layer has room for 4"):
+    with pytest.raises(CacheStructureError, match="hold 5 tokens, but the layer has room for 4"):
         make_static_cache(pairs(1, 5), 4)
-    with pytest.raises(CacheStructureError, match="hold 5 tokens, and the layer has room for 4"):
+    with pytest.raises(CacheStructureError, match="hold 5 tokens, but the layer has room for 4"):
         make_static_cache(pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4})
 
 

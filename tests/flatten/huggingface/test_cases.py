@@ -106,7 +106,7 @@ def test_a_model_that_is_ambiguous_without_token_types_says_so():
         model.set_attn_implementation("sdpa")
     if (dropped - kept).abs().max() < 1e-3:
         pytest.skip("5.0 makes the same mask for both")
-    with pytest.raises(ReplayError, match=r"PaliGemma\w+ was given no token_type_ids.*Pass token_type_ids"):
+    with pytest.raises(ReplayError, match=r"PaliGemma\w+ was called without token_type_ids.*Pass token_type_ids"):
         export_program(model, (), kwargs, cases=[])
     assert export_program(model, (), {**kwargs, "token_type_ids": torch.zeros_like(ids)}, cases=[]).report.ok
 

@@ -162,7 +162,7 @@ def test_a_call_without_an_input_of_the_program_is_named():
         adds(torch.ones(2))
     program = export(calls["forward"])
     (result,) = calls.replay(program, "forward-y").calls
-    assert result.error == "SpecMismatchError: the call has no y, which the program takes"
+    assert result.error == "SpecMismatchError: the call has no y, which the program requires"
     (result,) = calls.replay(export(calls["forward-y"]), "forward").calls
     assert result.error == "SpecMismatchError: the program does not take y"
 

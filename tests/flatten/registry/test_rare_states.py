@@ -97,7 +97,7 @@ def test_a_library_that_refuses_a_class_is_imported_all_the_same(caplog):
     waiting.add(RECIPE)
     with caplog.at_level(logging.ERROR, logger="yobx_flatten"):
         waiting._imported(types.ModuleType("a_library_that_refuses"))
-    assert "a_library_that_refuses did not take" in caplog.text
+    assert "a_library_that_refuses did not accept" in caplog.text
     assert waiting._hook not in sys.meta_path
 
 

@@ -239,6 +239,6 @@ def test_another_value_than_the_expected_is_refused_with_the_line_to_type(tmp_pa
     with pytest.raises(InvalidArgumentError) as raised:
         load_nested(path, expected=dict[str, torch.Tensor])
     assert str(raised.value) == (
-        f"load_nested: {path} holds a builtins.list, and not what expected= names. Name its class:\n"
+        f"load_nested: {path} contains a builtins.list, not the class in expected=. Pass the class of the value:\n"
         f"    load_nested({path!r}, expected=list)"
     )

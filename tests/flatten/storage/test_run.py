@@ -31,7 +31,7 @@ def test_without_onnxruntime_the_other_engines_work(monkeypatch):
 def test_an_output_that_went_away_is_named():
     model = create_onnx_model_from_input_tensors({"x": torch.ones(1), "y": torch.ones(2)})
     del model.graph.output[1]
-    with pytest.raises(DamagedFileError, match=r"returns no 'y' of shape \(2,\)"):
+    with pytest.raises(DamagedFileError, match=r"has no output 'y' of shape \(2,\)"):
         create_input_tensors_from_onnx_model(model, engine="ReferenceEvaluator")
 
 

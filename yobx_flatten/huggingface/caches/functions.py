@@ -1,14 +1,14 @@
 """Flatten ``DynamicCache``, ``StaticCache`` and ``EncoderDecoderCache`` as nodes.
 
-The static part of a cache is the list of its leaves' names. A cache of ``DynamicLayer`` only has the plain names
-``key_0, value_0, key_1, ...``; any other cache states for every layer what it is: ``key_D_0, value_D_0, key_W8_1, ...``
-(letters in :mod:`.layers`). A layer that holds nothing yet keeps its place as ``none_W8_1``.
+The static part of a cache is the list of its leaves' names. A cache with ``DynamicLayer`` only has the plain names
+``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer: ``key_D_0, value_D_0, key_W8_1,
+...`` (letters in :mod:`.layers`). An empty layer is listed as ``none_W8_1``.
 
-Nothing that depends on the tokens seen is static, so one exported program serves all lengths. Where the *length* of
-sliding layers comes from:
+Nothing that depends on the tokens seen is static, so one exported program serves all lengths. The *length* of sliding
+layers has two sources:
 
 * a full layer of the same cache holds every token: its number of keys *is* the length, and no leaf is needed;
-* otherwise one leaf, ``length``, stands at the end: a tensor without axes (see :mod:`.length`).
+* otherwise the last leaf is ``length``, a 0-d tensor (see :mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str
 
     Raises:
         CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
-        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
+            StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=True)
 
@@ -142,7 +142,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """The layers, and their names with the sizes that yobx leaves out since it reads them off the keys."""
+    """The layers, and their names with sizes, which yobx omits since it reads sizes from the keys."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -156,8 +156,8 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
 def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` states for each layer whether the encoder's keys are there. Where it differs from what the layers
-    themselves show, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
+    ``is_updated`` states for each layer whether the encoder's keys are present. If it differs from the state of the
+    layers, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -218,7 +218,7 @@ def unflatten_encoder_decoder_cache(
 # path, code, index: `key_W8_1`, `conv_states.0_L_2`, `key_0`
 _NAME = re.compile(r"(.+?)(?:_([A-Z][A-Za-z0-9]*))?_(\d+)")
 
-# What varies in the leaves whose meaning is known, by attribute.
+# The axes that vary, by attribute, for leaves with a known meaning.
 _AXES: dict[str, dict[int, str]] = {
     "key": {0: "batch", 2: "length"},
     "value": {0: "batch", 2: "length"},
@@ -235,7 +235,7 @@ _AXES: dict[str, dict[int, str]] = {
     "rnn_state": {0: "batch"},
     "position": {},
     "length": {},
-    "entry_count": {},  # numbers vary as they are
+    "entry_count": {},  # 0-d tensors vary without an axis
 }
 
 # The letters of layers whose tensors have their full length from the start.
@@ -287,8 +287,8 @@ def layers_of(cache: TransformersCache) -> list[CacheLayer]:
         )
     if getattr(cache, "offloading", False):
         raise CacheStructureError(
-            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt "
-            "cache would not. Pass one made with offloading=False."
+            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), but a rebuilt cache "
+            "would not. Pass a cache made with offloading=False."
         )
     return cache.layers  # type: ignore[no-any-return]
 
@@ -300,9 +300,8 @@ def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any
 
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
     """Make a cache of the given layers, without its constructor."""
-    # grows: whether it makes the layers it lacks. A `DynamicCache` of full layers only may have been made to grow by
-    # one layer per layer of the model; one made from a configuration has all of them and never asks. Both are the same
-    # kind of cache to a program.
+    # grows: whether the cache adds missing layers. A `DynamicCache` of full layers may be created empty and grow by one
+    # layer per model layer; a cache made from a configuration has all layers. A program treats both alike.
     cache = cls.__new__(cls)
     replicated = _full_layer() if grows else None
     cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
@@ -327,17 +326,17 @@ def _is_filled(layer: CacheLayer, index: int) -> bool:
     return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)
 
 
-# of layers that slide, or have their full length from the start
+# for sliding layers and for layers that have their full length from the start
 _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Return names that include the number of tokens of each layer, as yobx reads them.
+    """Return names that include the number of tokens of each layer, in the form that yobx reads.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']
     """
-    # names: their names; those that state a size, or whose keys are no tensor, stay as they are
+    # names: their names; names with a size, and names of keys that are not tensors, are unchanged
     found = {name: _WITHOUT.fullmatch(name) for name in names}
     sizes = {
         match[3]: value.shape[2]

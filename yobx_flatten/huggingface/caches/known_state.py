@@ -1,13 +1,13 @@
-"""Recognize the attributes of a layer that was read before, so that only its leaves are read.
+"""Reuse the template of a layer that was read before, so that only its leaves are read.
 
-To state each attribute as JSON takes 0.1 ms a layer. So the templates of the last layers that stood in a place are
-kept, with the types and values that they follow from, level by level::
+Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each place in a cache are kept, with
+the types and values that determine them, level by level::
 
     attributes    conv_states, device, has_previous_state
     level 0       {0: tensor}, cpu, {0: True}
     level 1       1, 0, tensor, 1, 0, True                  of each dict: its length, its keys, its values
 
-A dict that was changed in place has other types or values at its level, and its layer is read as a new one.
+A dict that was changed in place has different types or values at its level, so its layer is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...errors import CacheStructureError
 from ...recipe.static_codec import dump_static, load_static
 from .state import SIZES, Template, leaf_paths, lengths_of, part_class, read_state
 
-# Values of these types are the same where they are equal. Floats are not: there are two zeros.
+# Equal values of these types are identical in effect. Floats are not, because of the two zeros.
 _PLAIN = frozenset({bool, int, str, type(None), torch.dtype, torch.device})
 
 # How many templates are kept for a place, and for how many places.
@@ -35,7 +35,7 @@ _KNOWN: dict[Hashable, list[KnownState]] = {}
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten the attributes of an object, which are often like those of the last object in this place."""
+    """Flatten the attributes of an object, often with the template of the last object in this place."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)
@@ -55,7 +55,7 @@ class KnownState:
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
         self.lengths = lengths_of(template)
-        self.code, self.names = "", list[str]()  # what a cache with this layer in this place states
+        self.code, self.names = "", list[str]()  # the entry of a cache with this layer in this place
         self._attributes = list(held)
         counter = itertools.count()
         level = [_part_of(held[name], template.get(name, _ANY), counter) for name in held]
@@ -134,7 +134,7 @@ _ANY: list[Any] = ["length"]
 
 
 def _part_of(value: Any, entry: list[Any], counter: Iterator[int]) -> _Part:
-    # entry: what the template states of the value
+    # entry: the template's description of the value
     kind = entry[0]
     if kind in ("tensor", "number"):
         return _Part(value, "leaf", next(counter))
@@ -180,17 +180,17 @@ _MOST_ENTRIES = 10_000
 _MOST_AXES = 16
 
 
-# Read the templates that the names of a cache state as untrusted data.
+# Read the templates in the names of a cache as untrusted data.
 #
 # A name such as `layer_0=transformers.cache_utils:DynamicIndexedLayer={"keys": ["tensor"], ...}` can come from a stored
-# value, a recorded call or a program of anyone. So it is checked before anything is made of it: entries have the kinds
-# and types of a fixed table, and attributes are no special ones.
+# value, a recorded call or a program of anyone. So it is checked first: entries have the kinds and types of a fixed
+# table, and special attributes such as `__class__` are refused.
 
 
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
     """Return a template that was written as JSON, with every entry checked."""
-    # text: what `json.dumps` made of what `state.read_state` returned; shared, not to be changed
+    # text: the result of `state.read_state` as JSON; shared, do not change it
     try:
         template = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -216,7 +216,7 @@ def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
         case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
             below = [value for key, value in pairs if hash(load_static(key)) is not None]
         case ["object", name, dict(held)]:
-            # obj.__class__ = ... would make it another object
+            # obj.__class__ = ... would change the class of the object
             if special := [one for one in held if one.startswith("__") or one == "_yobx_placeholders"]:
                 raise _refused(f"it sets {special[0]}")
             if depth:
@@ -231,4 +231,4 @@ def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
 
 
 def _refused(reason: str) -> CacheStructureError:
-    return CacheStructureError(f"The names of a cache hold a template that cannot be read: {reason}.")
+    return CacheStructureError(f"The names of a cache contain an invalid template: {reason}.")

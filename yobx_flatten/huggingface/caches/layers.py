@@ -14,10 +14,9 @@ letter    class                        leaves                   counter         
 
 Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
 
-``position`` is a tensor that the layer itself counts with. ``length`` is an integer in the layer and a tensor among the
-leaves: sliding layers keep fewer keys than they have seen tokens, and positions are wrong without it. It is one value
-for the whole cache: see :mod:`.functions` for where it comes from. What differs between versions of transformers is
-here.
+``position`` is the layer's own counter, a tensor. ``length`` is an integer in the layer and a tensor among the leaves:
+sliding layers keep fewer keys than the tokens they have seen, so positions need it. It is one value for the whole
+cache: see :mod:`.functions` for its source. Differences between versions of transformers are handled here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer
 from .state import SIZES, Template
 
-# Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
+# Marks a layer that was rebuilt around ``None``, torch's temporary placeholder: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
 
 # class name -> letter; two names where a version renamed the class
@@ -53,7 +52,7 @@ LETTERS = {
 
 _KINDS: dict[type, LayerKind | None] = {}
 
-# Letters of classes whose attributes speak for themselves (see :mod:`yobx_flatten.huggingface.caches.state`).
+# Letters of classes that are flattened by their attributes (see :mod:`yobx_flatten.huggingface.caches.state`).
 OTHER_LETTERS = {
     "DynamicIndexedLayer": "I",
     "StaticIndexedLayer": "J",
@@ -68,8 +67,8 @@ OTHER_LETTERS = {
     "DummyLayer": "Z",
 }
 
-# window -> device -> the tensor that transformers 5 keeps next to the window (DDP gathers it). Remembered when a layer
-# is flattened, because unflatten must not make tensors: inside a trace they become constants of the program.
+# window -> device -> the tensor that transformers 5 keeps next to the window (DDP gathers it). Stored when a layer is
+# flattened, because unflatten must not make tensors, which a trace turns into constants of the program.
 _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 
@@ -79,7 +78,7 @@ class LayerKind:
 
     cls: Any  # the class
     letter: str  # its letter code
-    has_flag: bool  # instances have `is_initialized` (transformers >= 4.57); before, `keys is None` states it
+    has_flag: bool  # instances have `is_initialized` (transformers >= 4.57); before, empty means `keys is None`
     has_recording: bool  # instances have `record_past` (transformers >= 5.17)
     has_dtype: bool  # a filled layer has `dtype` (transformers < 5.24)
     has_cropping: bool  # instances have `_is_croppable` (transformers >= 5.24)
@@ -93,27 +92,27 @@ class LayerKind:
 
     @property
     def counter(self) -> str | None:
-        """The attribute in which a sliding layer counts the tokens it saw, more than it keeps; ``None`` for others."""
+        """The attribute in which a sliding layer counts the tokens it has seen; ``None`` for other layers."""
         if self.letter == "X" and self.has_position:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
+        """Return the letter and the fixed settings: ``W8`` for a window of 8.
 
-        A layer found in a ``DynamicCache`` of another length, batch, dtype or device has the same code.
+        The code does not depend on length, batch, dtype or device.
         """
         if self.letter == "D":
             return "D"
         if self.letter == "W":
             return f"W{layer.sliding_window}{'r' if getattr(layer, 'record_past', False) else ''}"
-        # the room that was asked for decides it, and the layer keeps the smaller of that and its window only
+        # depends on the requested capacity, but the layer stores only the smaller of capacity and window
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
         """Return whether the code and the tensors of a layer determine all of its attributes.
 
-        One that a user, or a version of transformers that was not tried, has added is stored with the layer's others.
+        If a user or an untested version of transformers added an attribute, all attributes of the layer are stored.
         """
         known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
@@ -131,13 +130,13 @@ class LayerKind:
         found = {name: "None" if held.get(name) is None else type(held[name]).__name__ for name in ("keys", "values")}
         raise CacheStructureError(
             f"layers[{index}] is a half-initialised {self.cls.__name__}: keys is {found['keys']}, values is "
-            f"{found['values']}, is_initialized is {held.get('is_initialized', 'not there')}. Fill it with "
+            f"{found['values']}, is_initialized is {held.get('is_initialized', 'missing')}. Fill it with "
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
         """Describe every attribute, as for layers without a row."""
-        # has_position: it counts in a tensor; in a stored program that is as it was when it was stored
+        # has_position: the layer counts in a tensor; for a stored program, at the time of storing
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
         if self.has_flag:
@@ -191,15 +190,15 @@ def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the tensor of a window; a new one if none was seen yet, as in a process that loads a program.
+    """Return the tensor of a window; a new tensor if none is stored yet, as in a process that loads a program.
 
-    ``None`` in a trace, where it would become a constant of the program, and for classes that have no such tensor.
+    ``None`` in a trace, where a tensor would become a constant of the program, and for classes without such a tensor.
     """
     tensors = window_tensors(window)
     if _may_be_traced():
         return tensors.get(device)
     if device not in tensors and _has_window_tensor(cls):
-        with torch.inference_mode(False):  # it outlives the block that it is made in
+        with torch.inference_mode(False):  # the tensor outlives the block
             tensors[device] = torch.tensor(window, dtype=torch.long, device=device)
     return tensors.get(device)
 
@@ -248,7 +247,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letter of a code; an empty string for the name of a class, which no letter stands for.
+    """Return the letter of a code; an empty string for a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')
@@ -273,7 +272,7 @@ def _read_kind(cls: Any) -> LayerKind | None:
         has_dtype=keeps_dtype(cls),
         has_cropping=letter == "X" and "_is_croppable" in inspect.unwrap(cls.__init__).__code__.co_names,
         derived=tuple(name for name in SIZES if name in names),
-        # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
+        # a tensor is increased in place; sliding layers of older versions count in an integer of the same name
         has_position=letter in "SX" and "add_" in inspect.unwrap(cls.update).__code__.co_names,
     )
 

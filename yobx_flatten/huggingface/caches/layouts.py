@@ -35,15 +35,15 @@ _UNSET: Any = object()  # not None, which may be a leaf
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
     """Flatten layers."""
-    # layers: layers of any classes; those without a row in `layers` by their attributes
-    # plain: layers that are all `DynamicLayer` get names without a letter
+    # layers: layers of any classes; classes without a row in `layers` are flattened by their attributes
+    # plain: if all layers are `DynamicLayer`, names have no letter
     values: list[Any] = []
     names: list[str] = []
-    full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
+    full: int | None = None  # keys of the first filled DynamicLayer, which contain every token
     slides = real = True
-    seen: Any = _UNSET  # what the layers counted that do not hold every token
-    first = ("", "")  # the first of them
-    uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
+    seen: Any = _UNSET  # counts of the layers that do not store every token
+    first = ("", "")  # the first of these layers
+    uncounted: list[tuple[int, str, str]] = []  # keys of filled layers whose counter is 0
     for index, layer in enumerate(layers):
         kind = kind_of(type(layer))
         if kind is not None and not kind.knows(layer):
@@ -94,7 +94,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
     length: Any = 0
     if plan.counts_itself:
         length = values[-1]
-        # among placeholders it is one, whatever it looks like
+        # among placeholders it is a placeholder, whatever its type
         if all(map(isinstance, values, plan.leaf_types)):
             length = length_of(length)
     elif plan.counter is not None and isinstance(values[plan.counter], torch.Tensor):
@@ -104,7 +104,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
 
 
 def hold_length_leaf(layers: list[Any]) -> None:
-    """Have layers that slide hold the leaf that they count in, as in a trace: the same tensor at each flattening."""
+    """Store the count of sliding layers as a tensor, as in a trace, so that each flattening returns the same tensor."""
     values, names = flatten_layers(layers, plain=True)
     if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):
         return
@@ -115,7 +115,7 @@ def hold_length_leaf(layers: list[Any]) -> None:
 
 
 def holds_full_only(names: list[str]) -> bool:
-    """Return whether names stand for layers that are all ``DynamicLayer``."""
+    """Return whether names describe ``DynamicLayer`` only."""
     return _plan(names).full_only
 
 
@@ -125,7 +125,7 @@ def holds_full_only(names: list[str]) -> bool:
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer with a row; return its code and what it counted."""
+    """Add the leaves of a layer with a row; return its code and its count of tokens."""
     code = kind.code(layer)
     if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
@@ -151,7 +151,7 @@ def _held_uncounted(layer: CacheLayer, length: Length) -> int:
 
 
 def _key_count(keys: torch.Tensor) -> int:
-    """Count the tokens that the keys of a full layer hold."""
+    """Count the tokens in the keys of a full layer."""
     # transformers fills a layer with a one-dimensional empty tensor before its first update
     return keys.shape[-2] if keys.dim() > 1 else 0
 
@@ -161,7 +161,7 @@ def _is_full(name: str) -> bool:
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer without a row; return its code and what it counted."""
+    """Add the leaves of a layer without a row; return its code and its count of tokens."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
@@ -178,12 +178,12 @@ def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: li
         names += state.names
         code, lengths = state.code, state.lengths
     values += leaves
-    # a layer that holds nothing yet has seen nothing, whatever the others have
+    # an empty layer has seen no tokens, whatever the others have seen
     return code, [held[name] for name in lengths] if leaves else []
 
 
 def _names_of_state(cls: type, code: str, index: int, text: str, paths: list[str]) -> list[str]:
-    # the first states how to rebuild the layer, and stands for no leaf
+    # the first name describes the layer, and belongs to no leaf
     parts = [f"{_PARTS.get(path, path)}_{code}_{index}" for path in paths]
     return [f"layer_{index}={cls.__module__}:{cls.__qualname__}={text}", *parts]
 
@@ -215,12 +215,12 @@ def _check_agreement(expected: Length, found: Length, place: str, code: str) -> 
 
 
 class _Plan(NamedTuple):
-    """How to rebuild the layers that a list of names stands for."""
+    """A plan to rebuild layers from a list of names."""
 
     leaf_count: int
-    leaf_types: list[Any]  # what no placeholder is, for `isinstance`
+    leaf_types: list[Any]  # classes that no placeholder has, for `isinstance`
     counts_itself: bool  # the last leaf states how many tokens were seen
-    counter: int | None  # otherwise: the keys of a full layer, which hold every token
+    counter: int | None  # otherwise: the keys of a full layer, which contain every token
     rebuilds: list[Callable[[Iterator[Any], Any], CacheLayer]]  # from the leaves and the length
     full_only: bool
 
@@ -230,7 +230,7 @@ _KEPT_PLANS = 8
 
 
 def _plan(names: list[str]) -> _Plan:
-    """Return the plan of names. They are mostly those of the last call: comparing is quicker than hashing."""
+    """Return the plan for names. Mostly they equal those of the last call: comparing is faster than hashing."""
     for known, plan in _RECENT:
         if known == names:
             return plan
@@ -300,17 +300,17 @@ def rebuild_by_attributes(
     if isinstance(window, int) and "cumulative_length" in held:
         device = held.get("device")
         device = device if isinstance(device, torch.device) else torch.device("cpu")
-        # a placeholder of torch may be on a device that this machine does not have
+        # a torch placeholder may be on a device that this machine lacks
         plain = all(type(x) in (torch.Tensor, int) for x in used)
         tensor = make_window_tensor(cls, window, device) if plain else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
-        elif not used and makes_window_tensor(cls):  # a layer that holds nothing yet needs it for its first update
+        elif not used and makes_window_tensor(cls):  # an empty layer needs it for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
 
 
-# those whose methods are replaced in a trace; what models bring along also counts in integers there
+# classes whose methods are replaced in a trace; classes of model code count in integers there
 _CLASSES = {
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",
@@ -321,15 +321,14 @@ _CLASSES = {
 
 
 def slides_by_class(cls: type) -> bool:
-    """Return whether layers of a class slide, and their count may be a tensor in a trace."""
+    """Return whether layers of a class slide, so that their count may be a tensor in a trace."""
     return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
 # Flatten the number of tokens that sliding layers have seen to a 0-d tensor, and back to an int.
 #
-# The layers count in a Python integer. Among the inputs of a program that is one more kind of input, which ExecuTorch,
-# AOTInductor and the signature of a submodule do not have; a tensor is what all of them take. It stays on the CPU,
-# where reading it waits for nothing.
+# The layers count in a Python integer. ExecuTorch, AOTInductor and submodules do not accept integer inputs, but all
+# accept tensors. The tensor stays on the CPU, where reading it does not wait for a device.
 #
 #     layer.cumulative_length    12  -- flatten -->  tensor(12)  -- unflatten -->  12
 #     the same in a trace     a symbol  ---------->  an operator's tensor  ----->  the tensor: it has no value yet
@@ -337,14 +336,14 @@ def slides_by_class(cls: type) -> bool:
 
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
     """Return the leaf for a number of tokens."""
-    # seen: what the layers hold: an integer; in a trace a symbol, or the leaf that they were unflattened with
+    # seen: the layers' count: an integer; in a trace a symbol, or the leaf from unflatten
     if isinstance(seen, StoredInteger):
         return int(seen)
     if torch.compiler.is_dynamo_compiling():
-        return seen  # compiled code follows a number, and could not read it from a tensor
+        return seen  # compiled code needs the number, and cannot read it from a tensor
     if type(seen) is int or type(seen) is torch.SymInt:
         # an operator in a trace, where a new tensor would be a constant of the program
-        return torch.full((), seen, dtype=torch.int64, device="cpu")  # type: ignore[arg-type] # a symbol also serves
+        return torch.full((), seen, dtype=torch.int64, device="cpu")  # type: ignore[arg-type] # a symbol also works
     return seen
 
 
@@ -360,7 +359,7 @@ def length_of(leaf: object) -> object:
         return leaf
     numbers = {plain.item()} if not plain.dim() else set(plain.reshape(-1).tolist())
     number = numbers.pop() if len(numbers) == 1 else None
-    # a change of all leaves to another type, or to their gradients, also comes here
+    # leaves of another dtype, or gradients, also arrive here
     if type(number) is int or (type(number) is float and number.is_integer()):
         return int(number)
     return leaf

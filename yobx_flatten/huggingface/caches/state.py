@@ -1,7 +1,7 @@
 """Flatten a cache layer of any other class by its attributes: tensors, token counters, fixed settings.
 
-A *template* describes the value of every attribute. It is static data: it holds nothing that depends on the batch,
-the tokens seen, the dtype or the device, and it survives JSON.
+A *template* describes the value of every attribute. It is static data: it does not depend on the batch, the tokens
+seen, the dtype or the device, and it can be stored as JSON.
 
 =====================  ==================================================================================
 ``["tensor"]``         a leaf
@@ -33,14 +33,14 @@ from ...recipe.static_codec import dump_static, load_static
 
 Template = dict[str, list[Any]]
 
-# what all layers of a cache count alike
+# counts that are equal in all layers of a cache
 LENGTHS = {"cumulative_length", "cumulative_length_int"}
 
-# The names under which caches count; everything else that is an integer is fixed by configuration.
+# The counters of caches; other integers are fixed by configuration.
 _COUNTS = re.compile(r"count|seen|offset|accepted|(^|_)position(_|$)|num_tokens|cumulative|prefill_length")
 _FIXED = re.compile(r"max|kernel|window|size|rate|layers|states$")
 
-# What static layers note about their own tensors.
+# Facts that static layers store about their own tensors.
 SIZES = {
     "batch_size": ("keys", 0),
     "max_batch_size": ("keys", 0),
@@ -50,7 +50,7 @@ SIZES = {
     "v_head_dim": ("values", -1),
 }
 
-# torch.compile's notes on a tensor, and what is made anew where it is needed
+# torch.compile's marks on a tensor, and attributes that are recomputed when needed
 DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
@@ -63,7 +63,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         if name in DROPPED:
             continue
         template[name] = []  # in its place
-        if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # as of a leaf that also has them
+        if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # if a leaf has the same
             waiting.append((name, value))
         elif in_cache and name in LENGTHS and not _is_position(name, value, held):
             template[name] = ["length"]
@@ -102,14 +102,14 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
         return ["fixed", dump_static(value)]
     except StaticDataError:
         raise StaticDataError(
-            f"The attribute {name!r} holds {describe_class(value)}, which is neither a tensor nor can be stored. "
+            f"The attribute {name!r} holds {describe_class(value)}, which is not a tensor and cannot be stored. "
             "Register the class with your own functions:\n"
             "    register_class_flattening(cls, f_flatten, f_unflatten, f_flatten_with_keys)"
         ) from None
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache.
+    """Whether a value is an object of a model library for tensors, such as a layer of a padding cache.
 
     Quantizers of Quanto count as parts also: they have no attributes.
     """
@@ -135,14 +135,14 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Return the entry of a dtype, device or size: it follows a leaf that also has it, and is fixed otherwise."""
+    """Return the entry of a dtype, device or size: that of a leaf with the same value, or else a fixed value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
         fits = index is not None and leaves[index].dim() > 1 and leaves[index].shape[axis] is not None
         return ["shape", index, axis] if fits else ["fixed", dump_static(value)]
     kind = "dtype" if isinstance(value, torch.dtype) else "device"
-    # `indexer_dtype` is that of `indexer_keys`; otherwise prefer numbers of the model to counters
+    # `indexer_dtype` belongs to `indexer_keys`; otherwise prefer the model's tensors to counters
     prefix = name.removesuffix(f"_{kind}")
     named = [index for index, path in enumerate(paths) if path.startswith(prefix)] if prefix != name else []
     order = [*named, *sorted(range(len(leaves)), key=lambda i: not _is_floating(leaves[i]))]
@@ -162,7 +162,7 @@ def leaf_paths(template: Template) -> list[str]:
 
 
 def lengths_of(template: Template) -> list[str]:
-    """Name the attributes that hold how many tokens were seen."""
+    """Name the attributes that contain the number of tokens seen."""
     return [name for name, entry in template.items() if entry == ["length"]]
 
 
@@ -186,7 +186,7 @@ def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
-    """Read the leaves of an object that was built from this template, whatever stands in their place."""
+    """Read the leaves of an object that was built from this template, including placeholders."""
     leaves: list[Any] = []
 
     def walk(entry: list[Any], value: Any) -> None:
@@ -214,7 +214,7 @@ class StateBuilder:
         self.template = template
         types = {"tensor": torch.Tensor, "number": (int, torch.SymInt)}
         self.leaf_types: list[Any] = [types[kind] for _, kind in _leaves_of(template)]  # for `isinstance`
-        self._plain: dict[str, Any] = dict.fromkeys(template)  # each name in its place
+        self._plain: dict[str, Any] = dict.fromkeys(template)  # each name at its position
         self._leaves: list[tuple[str, int]] = []
         self._made: list[tuple[str, _Make]] = []
         self._late: list[tuple[str, list[Any]]] = []
@@ -287,23 +287,23 @@ _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
 def _size(leaf: torch.Tensor, axis: int) -> int | None:
-    # the sum of a tensor may stand in its place for a while
+    # a tensor may temporarily be replaced by its sum
     return leaf.shape[axis] if leaf.dim() > max(axis, ~axis) else None
 
 
 def layer_class(name: object) -> type:
-    """Return the class of a layer that a name states."""
+    """Return the class of a layer from its name."""
     import transformers.cache_utils as cache_utils
 
     names = ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
     bases = tuple(base for base in (getattr(cache_utils, base, None) for base in names) if base is not None)
     found = _class_named(name)
-    # the layer that stands where a model has none derives from neither
+    # the placeholder for a missing layer derives from neither class
     of_library = found is not None and found.__module__ == cache_utils.__name__ and found.__name__.endswith("Layer")
     if found is None or not (of_library or issubclass(found, bases)):
         raise CacheStructureError(
-            f"The names of a cache hold {name!r}, not a class of layers that is defined here. If it is "
-            "one, import its module first."
+            f"The names of a cache contain {name!r}, which is not a known class of layers. If it is a layer class, "
+            "import its module first."
         )
     return found
 
@@ -315,7 +315,7 @@ def part_class(name: object) -> type:
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified
     of_transformers = module.startswith("transformers.") and "Cache" in qualified
     if found is None or not (of_quanto or of_transformers):
-        raise CacheStructureError(f"The names of a cache hold {name!r}, not a part of a layer defined here.")
+        raise CacheStructureError(f"The names of a cache contain {name!r}, which is not a known part of a layer.")
     return found
 
 

@@ -1,13 +1,13 @@
 """Trace the methods of cache layers with one code path for every length.
 
-A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors come out of
-arithmetic on lengths:
+A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors are computed
+by arithmetic on lengths:
 
-* a sliding layer knows how many keys it kept from their shape, so ``kept + query`` keys are attended to, starting at
-  position ``seen - kept``; of those it keeps the last ``window - 1``, or all if there are fewer;
-* a static sliding layer shows the last ``window - 1`` keys it has seen, the new ones, and unused slots after them;
-* an empty layer starts from a slice of its first keys, not from a new tensor: a tensor made in a trace is a constant of
-  the program that ``run_decompositions`` and the ONNX exporter do not find again
+* a sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys, starting at position ``seen -
+kept``; the layer then keeps the last ``window - 1`` keys, or all if there are fewer; * a static sliding layer returns
+the last ``window - 1`` keys it has seen, the new keys, and then unused slots; * an empty layer starts from a slice of
+    its first keys, not from a new tensor, which a trace would make a constant that ``run_decompositions`` and the ONNX
+    exporter do not find
   (https://github.com/pytorch/pytorch/issues/179555).
 """
 
@@ -66,7 +66,7 @@ def _sliding_update(original: Function) -> Function:
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
         recording = getattr(self, "record_past", False)
-        # a layer that records returns to earlier tokens, so it keeps all that the new ones can see
+        # a recording layer can return to earlier tokens, so it keeps all keys that the new tokens can see
         last = last_places(keys, self.sliding_window - 1 + (new if recording else 0))
         some = keys.index_select(2, last), values.index_select(2, last)
         (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
@@ -78,9 +78,8 @@ def _sliding_update(original: Function) -> Function:
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
     """Return the indices of the last keys, up to a number.
 
-    Not ``keys[:, :, -most:]``: a slice asks whether there are as many, and its strides whether it is all of them. The
-    answer is fixed in the program, which then refuses lengths on the other side of the window; and each pass over a
-    program asks again.
+    Not ``keys[:, :, -most:]``: a slice checks whether there are enough keys, and its strides whether it covers all of
+    them. These checks become guards, so that the program refuses lengths on the other side of the window.
     """
     count = keys.shape[-2]
     kept = torch.sym_min(count, most)
@@ -94,7 +93,7 @@ def _sliding_mask_sizes(original: Function) -> Function:
     def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
         kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
         if getattr(self, "record_past", False):
-            # what is recorded in addition is not attended to
+            # recorded older keys are not attended to
             kept = torch.sym_min(kept, self.sliding_window - 1)
         return kept + count(query), self.cumulative_length - kept
 
@@ -102,7 +101,7 @@ def _sliding_mask_sizes(original: Function) -> Function:
 
 
 def _sliding_seq_length(original: Function) -> Function:
-    # the value of the original, which transformers' exporters (5.23) replace by the number of keys that are kept
+    # the original's value; transformers' exporters (5.23) use the number of kept keys instead
     def get_seq_length(self: Any, *args: object) -> Length:
         seen: Length = self.cumulative_length
         return seen
@@ -143,10 +142,10 @@ def _lazy_initialization_indexer(original: Function) -> Function:
 
 def _sliding_init(original: Function) -> Function:
     def __init__(self: Any, sliding_window: int, *args: Any, **kwargs: Any) -> None:
-        # the layer's tensor copy of its window is only read by DDP's gather, outside of any trace
+        # only DDP's gather reads the layer's tensor copy of its window, outside of traces
         with _without_new_tensors():
             original(self, sliding_window, *args, **kwargs)
-        # else it is a constant that the program holds and nothing reads
+        # otherwise it would be an unused constant of the program
         self.__dict__.pop("_sliding_window_tensor", None)
 
     return __init__
@@ -164,7 +163,7 @@ def _without_new_tensors() -> Iterator[None]:
 
 # -- layers of fixed size --------------------------------------------------------------------------------------------
 
-# What a static sliding layer with 4 slots shows of its slots (a-d) and the new keys (x, y), and what it keeps:
+# A static sliding layer with 4 slots (a-d) and new keys (x, y): the keys that it returns and the keys that it keeps:
 #
 #   seen  slots    new   shown        kept
 #   1     a - - -  x y   a x y - -    a x y -      there is room: others are shown in addition, and masked
@@ -185,7 +184,7 @@ def _static_sliding_update(original: Function) -> Function:
         filled = seen.clamp(max=size)
 
         def chosen(slot: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            place = slot + first  # among the filled slots and, after them, the new keys
+            place = slot + first  # indices into the filled slots followed by the new keys
             return torch.where(place < filled, place, torch.where(place < filled + new, place - filled + size, slot))
 
         shown = chosen(torch.arange(size - 1 + new, device=keys.device), (filled - size + 1).clamp(min=0))
@@ -194,7 +193,7 @@ def _static_sliding_update(original: Function) -> Function:
         self.keys.copy_(keys.index_select(2, kept))
         self.values.copy_(values.index_select(2, kept))
         vars(self)[counter] = seen + new
-        if counter != "cumulative_length":  # the tensor next to the integer, which stops where the layer is full
+        if counter != "cumulative_length":  # the tensor next to the integer; it stops when the layer is full
             self.cumulative_length.add_((seen + new <= size) * new)
         return keys.index_select(2, shown), values.index_select(2, shown)
 
@@ -219,7 +218,7 @@ def _counter(layer: CacheLayer) -> str:
 
 
 def _filled_from(layer: CacheLayer) -> int:
-    """Number of tensors that the method takes which fills a layer: 4.56 and 4.57 take the keys only."""
+    """Number of tensor parameters of the method that fills a layer: 4.56 and 4.57 have the keys only."""
     return len(inspect.signature(type(layer).lazy_initialization).parameters) - 1
 
 
@@ -243,7 +242,7 @@ def _update_conv_state(original: Callable[..., torch.Tensor]) -> Function:
             return original(self, conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
-        # the first tokens, fewer than the kernel takes or more: padded without asking which
+        # the first tokens, fewer or more than the kernel's width: padded without a branch
         self.has_previous_state[state_idx] = True
         size = self.conv_kernel_size[state_idx]
         full = torch.nn.functional.pad(conv_states, (torch.sym_max(size - conv_states.shape[-1], 0), 0))

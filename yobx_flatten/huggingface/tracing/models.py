@@ -1,6 +1,6 @@
 """List the functions of models that are replaced during a trace.
 
-A function is replaced only if its module is imported, and only if it takes what its version knows
+A function is replaced only if its module is imported, and only if the replacement knows its parameters
 (:mod:`.replacement`).
 """
 
@@ -24,13 +24,13 @@ from .sparse import SPARSE
 
 # ruff: noqa: N803, N806 (A, B, C and D are what the paper and the functions of transformers call them)
 
-# Trace models that read several tokens in chunks as one scan from token to token, for any number of new tokens.
+# Trace models that process tokens in chunks as one scan over tokens, for any number of new tokens.
 #
-# Their own code pads the tokens to whole chunks. A trace fixes how many chunks there are, so that a program which was
-# traced with few tokens takes no more than one chunk, and each single token costs as much as a whole one.
+# Their own code pads the tokens to whole chunks. A trace fixes the number of chunks, so that a program that was traced
+# with few tokens accepts one chunk at most, and a single token costs as much as a chunk.
 
 
-# the state and what is given of one token -> the state after it, and its output
+# (state, inputs of one token) -> (next state, output of the token)
 _Step: TypeAlias = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -110,7 +110,7 @@ def _delta_rule(original: Function) -> Function:
 
 
 def _chunk_scan(step: _Step, start: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last state, and the outputs of all tokens; tokens are axis 1 of what is given and of the outputs."""
+    """The last state, and the outputs of all tokens; tokens are axis 1 of inputs and outputs."""
     from ...private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
@@ -145,7 +145,7 @@ def model_replacements() -> Iterator[Replacement]:
                 yield target, name, make
 
 
-# Trace mixtures of experts without the loop over the experts that were hit.
+# Trace mixtures of experts without the loop over the experts that received tokens.
 
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
@@ -179,7 +179,7 @@ def _longcat_experts(original: Function) -> Function:
     ) -> torch.Tensor:
         gates = _gates(top_k_index, top_k_weights, self.total_experts)
         routed = self.num_routed_experts if self.gate_up_proj is not None else 0
-        mixed = hidden_states * gates[routed:].sum(0)  # those past the routed ones hand their input on
+        mixed = hidden_states * gates[routed:].sum(0)  # experts after the routed ones return their input
         if routed:
             gate, up = hidden_states.matmul(self.gate_up_proj[:routed].mT).chunk(2, dim=-1)
             hidden = (self.act_fn(gate) * up).matmul(self.down_proj.mT)
@@ -201,9 +201,9 @@ EXPERTS = [
 
 @replacement
 def _past_of_the_window(original: Function) -> Function:
-    # Upstream joins the past and the new keys, and cuts what is before the window from the front. Such a slice asks
-    # whether there is anything to cut, and the answer is fixed in the program. There is nothing where a layer has
-    # forgotten it already, as all but recording ones have; so the cut is made on the past alone, and only of those.
+    # Upstream joins the past and the new keys, and drops the keys before the window. Such a slice checks whether there
+    # is anything to drop, which adds a guard to the program. Except for recording layers, layers have dropped these
+    # keys already; so only the past of recording layers is cut.
     def forward(
         again: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         self: Any,
@@ -236,7 +236,7 @@ LOOPS = ((("dory",), "DoryAttention", "forward", _past_of_the_window),)
 
 @replacement
 def _next_position(original: Function) -> Function:
-    # upstream takes `int(...)` of the sum, for an older exporter: that fixes the length of the example
+    # upstream uses `int(...)` of the sum, for an older exporter, which fixes the length of the example
     def forward(
         again: Function,
         self: Any,
@@ -257,8 +257,8 @@ def _next_position(original: Function) -> Function:
 
 @replacement
 def _positions_of_the_call(original: Function) -> Function:
-    # upstream cuts the mask's positions after the past: the trace cannot know that as many are left as there are
-    # tokens, decides that it is not one, and the program refuses calls of one token
+    # upstream slices the mask's positions after the past: the trace cannot know that one is left per token, assumes
+    # that it is not one, and the program refuses calls of one token
     def forward(
         again: Function,
         self: Any,
@@ -275,7 +275,7 @@ def _positions_of_the_call(original: Function) -> Function:
         length = tokens.shape[1]
         seen = 0 if cache is None else cache.get_seq_length()
         if isinstance(seen, (int, torch.SymInt)):
-            # what upstream cannot add to the tokens, these positions would take for a mask of others
+            # upstream raises an error for this shape, but these positions would be wrong silently
             torch._check(
                 attention_mask.shape[1] == seen + length, lambda: "attention_mask does not fit the cache and the tokens"
             )
@@ -288,7 +288,7 @@ def _positions_of_the_call(original: Function) -> Function:
 
 @replacement
 def _relative_embeddings(original: Function) -> Function:
-    # upstream pads its table for more tokens than it has places for, and cuts it for fewer: branches on the length
+    # upstream pads its table for longer inputs and slices it for shorter inputs: a branch on the length
     def forward(self: Any, relative_embeddings: torch.Tensor, length: Size) -> Any:
         last = relative_embeddings.shape[1] - 1
         places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
@@ -308,21 +308,21 @@ POSITIONS = (
 
 # -- mamba -----------------------------------------------------------------------------------------------------------
 
-# Models of the first mamba have two ways: one new token continues from the state, several start from zero ("initial
+# Models of the first Mamba have two branches: one new token continues from the state, several start from zero ("initial
 # hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
-# a size that varies is 2 or more and drops what compares it with 1, so the number of tokens is asked of a tensor.
+# a dynamic size is 2 or more and drops comparisons with 1, so the number of tokens is read from a tensor.
 
 
-# Trace models that go from token to token with a state as one graph, for any number of new tokens.
+# Trace recurrent models (with a state per token) as one graph, for any number of new tokens.
 
 
 def _caches_answer(*questions: str) -> bool:
-    """Return whether caches have the methods that ask for a state (transformers 5.23 and newer)."""
+    """Return whether caches have methods that query a state (transformers 5.23 and newer)."""
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in questions)
 
 
 class _Waiting(threading.local):
-    """The states from which the scans of the current layer may continue, in order."""
+    """The initial states of the scans of the current layer, in order."""
 
     states: Iterator[Any] = iter(())
 
@@ -332,7 +332,7 @@ _WAITING = _Waiting()
 
 @replacement
 def _mamba_mixer(original: Function) -> Function:
-    # versions whose scan is a part of this very function, and those whose caches do not answer
+    # versions with the scan inside this function, and versions whose caches lack the query
     if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_answer("get_recurrent_state"):
         return original
 
@@ -390,11 +390,11 @@ def _mamba_selective_scan(original: Function) -> Function:
 
 
 def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
-    """Where a scan starts: from the state when there is one token, from zero when there are several."""
+    """The initial state of a scan: the stored state for one token, zero for several."""
     zero = torch.zeros_like(added[0])
     if state is None:
         return zero
-    # the number of the last token, as a tensor: 0 where there is one, and no size that a trace would compare
+    # index of the last token, as a tensor: 0 for a single token, and not a size that a trace would compare
     last = torch.arange(added.shape[0], device=added.device).amax(0)
     return torch.where(last == 0, state.to(added.dtype), zero)
 
@@ -405,7 +405,7 @@ def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torc
 
     def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         state = given[0] * state + given[1]
-        # what is carried on and what is returned may not be one tensor in a scan
+        # a scan may not return the carried tensor itself
         return state, state.clone()
 
     states: torch.Tensor = scan(step, state, (decay, added))[1]
@@ -417,8 +417,8 @@ def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torc
 
 @replacement
 def _minimax_lightning_attention(original: Function) -> Function:
-    # The original loops over the new tokens, or over blocks of them. What a token sees of another one fades with their
-    # distance alone, so all of it is one product.
+    # The original loops over the new tokens, or over blocks of them. The decay between two tokens depends on their
+    # distance only, so one matrix product computes all of them.
     apply_mask = inspect.unwrap(original).__globals__.get("apply_mask_to_padding_states")
     if apply_mask is None:  # before 5.0 padding is treated differently
         return original
@@ -443,7 +443,7 @@ def _minimax_lightning_attention(original: Function) -> Function:
         # 0 for tokens that come later
         fade = torch.exp(-self.slope_rate * distance).masked_fill(distance < 0, 0.0)
         output = (query.matmul(key.mT) * fade).matmul(value)
-        # each key faded by its distance to the last token: what the next call continues from
+        # each key decayed by its distance to the last token: the state of the next call
         state = (key * torch.exp(-self.slope_rate * (count - 1 - token[:, None]))).mT.matmul(value)
         if past is not None:
             # the past is one token further away than the first of these
@@ -464,7 +464,7 @@ def _minimax_lightning_attention(original: Function) -> Function:
 
 @replacement
 def _zaya_projection(original: Function) -> Function:
-    # The original cuts the last new token off. With two of them one is left, and a trace fixes a size of one.
+    # The original drops the last new token. With two tokens one is left, and a trace fixes a size of one.
     repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
     if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
         return original
@@ -484,7 +484,7 @@ def _zaya_projection(original: Function) -> Function:
             hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        # as many as the kernel takes before the first new token, so that the convolution pads nothing
+        # the kernel's width before the first new token, so that the convolution needs no padding
         mixed = torch.cat([past, torch.cat([query, key], dim=-1).transpose(1, 2)], dim=-1)
         cache.update_conv_state(_last(mixed, self.conv_kernel_size, -1), self.layer_idx)
         mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed)).transpose(1, 2)
@@ -498,7 +498,7 @@ def _zaya_projection(original: Function) -> Function:
 
         delayed = torch.cat([delayed.unsqueeze(1), self.v_proj_delayed(hidden_states)], dim=1)
         cache.update_recurrent_state(_last(delayed, 1, 1).squeeze(1), self.layer_idx)
-        # all but the last: each token gets what the one before it left
+        # all but the last: each token gets the value of the token before
         earlier = torch.arange(hidden_states.shape[1], device=hidden_states.device)
         value = torch.cat([self.v_proj_current(hidden_states), delayed.index_select(1, earlier)], dim=-1)
         return query, key, value.view(*shape)
@@ -507,7 +507,7 @@ def _zaya_projection(original: Function) -> Function:
 
 
 def _last(tensor: torch.Tensor, count: int, axis: int) -> torch.Tensor:
-    """The last entries of a long enough axis, without a slice."""
+    """The last entries of an axis that has enough entries, without a slice."""
     return tensor.index_select(axis, torch.arange(count, device=tensor.device) + (tensor.shape[axis] - count))
 
 

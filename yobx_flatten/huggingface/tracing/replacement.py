@@ -4,11 +4,11 @@
 
     a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
     a version reads        forward(again, self, hidden_states, cache, **others)      one name for the cache
-    what it does not do    again(), again(position_ids=p)                            the original, with its own names
+    any other case         again(), again(position_ids=p)                            the original, with its own names
 
-A version states by its parameters what it reads. It stands for an original that has all of them which have no default,
-and no other one: a parameter that it does not know could change the result. A version that asks for ``again`` and
-``others`` hands everything on, so it may be called with more.
+A version reads the parameters in its signature. It replaces an original that has all of its required parameters and no
+unknown parameter, which could change the result. A version with ``again`` and ``others`` passes everything on, so its
+original may have more parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...errors.tried_versions import NEWEST_TRIED
 from ..cache_names import argument_of, named_for
 
 Function: TypeAlias = Callable[..., Any]
-"""a function or method of a model, or what takes its place"""
+"""a function or method of a model, or its replacement"""
 Make: TypeAlias = Callable[[Function], Function]
 """returns the replacement for a function"""
 Replacement: TypeAlias = tuple[ModuleType | type, str, Make]
@@ -36,9 +36,9 @@ _warned: set[str] = set()
 
 def replacement(make: Make) -> Make:
     """Give a replacement the signature of its original."""
-    # make: returns a version for an original; the original itself where a release needs none
-    # returns: A function that returns for an original what takes its place: with the signature of the original. An
-    # original that the version does not fit stays, with a warning of `yobx_flatten.errors.ReplacedFunctionWarning`.
+    # make: returns a version for an original, or the original if a release needs no replacement
+    # returns: a function from an original to its replacement, with the signature of the original. If the version does
+    # not fit, the original stays, with a `yobx_flatten.errors.ReplacedFunctionWarning`.
 
     @functools.wraps(make)
     def made(original: Function) -> Function:
@@ -80,7 +80,7 @@ def _called_as(version: Function, original: Function) -> Function:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # the signature is that below the decorators, which a release may have for its older words
+        # the signature below the decorators, which a release may use for its older names
         kwargs = named_for(original, kwargs)
         bound = signature.bind(*args, **kwargs)
         named: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def _called_as(version: Function, original: Function) -> Function:
                 named[_CACHE if name == own else name] = value
 
         def again(**changes: Any) -> Any:
-            # as it was called: a decorator may look for an argument among those that are given by name
+            # arguments as in the call: a decorator may search the keyword arguments
             given, others = list(args), dict(kwargs)
             for name, value in changes.items():
                 name = own if own is not None and name == _CACHE else name
@@ -114,8 +114,9 @@ def _warn(original: Function, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} is traced unchanged, since {reason}: its traceable replacement was not used, and the comparison "
-            f"decides. The newest transformers that was tried is {NEWEST_TRIED['transformers']}.",
+            f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this release. The "
+            "comparison with the model shows whether this matters. The newest tested transformers is "
+            f"{NEWEST_TRIED['transformers']}.",
             ReplacedFunctionWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
-DeepSeek V4 closes a window of keys whenever enough of them have come, and Qwen 4 chooses blocks of visible keys query
-by query. Their own code asks how many windows or blocks there are; here there may be none.
+DeepSeek V4 compresses a window of keys when it is full, and Qwen 4 selects blocks of visible keys per query. Their own
+code branches on the number of windows or blocks; here the number may be zero.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .replacement import Function, Make, replacement
 def prepare_compressed(layer: CacheLayer) -> None:
     """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: open and closed windows.
 
-    Between two calls a buffer holds fewer keys than a window takes, often none or one, and a trace would fix these
-    sizes. What is traced is never run on these values.
+    Between two calls a buffer contains fewer keys than a window, often 0 or 1, and a trace would fix these sizes. The
+    traced values are never used.
     """
     # layer: a layer of a copy of the example's cache, changed in place; other layers are left alone
     held = vars(layer)
@@ -51,7 +51,7 @@ def _shared_update(original: Function) -> Function:
             return again()
         sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
         keys, _ = sliding.update(self, key_states, value_states)
-        self.values = self.keys  # one tensor is both
+        self.values = self.keys  # keys and values are one tensor
         return keys, keys
 
     return update
@@ -66,20 +66,20 @@ def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> C
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-    """All compressed keys, those of the windows that this call closes at the end: (batch, windows, width)."""
+    """All compressed keys, with the windows that this call fills at the end: (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
     windows = count // ratio
-    # not from a size: what is left over may be none or one, which a trace would ask
+    # not from a size: the remainder may be 0 or 1, which a trace would fix
     rest = torch.nonzero(torch.arange(count, device=kv.device) >= windows * ratio).flatten()
     layer.buffer_kv[name], layer.buffer_gate[name] = kv.index_select(1, rest), gate.index_select(1, rest)
 
-    # two windows too many, which are dropped again: a trace asks of a size whether it is 0 or 1
+    # two extra windows, which are dropped later: a trace checks whether a size is 0 or 1
     token = torch.arange((windows + 2) * ratio, device=kv.device).clamp(max=count - 1)
     kv = kv.index_select(1, token).reshape(batch, windows + 2, ratio, kv.shape[-1])
     gate = gate.index_select(1, token).reshape(batch, windows + 2, ratio, gate.shape[-1]) + module.position_bias
-    if hasattr(layer, "overlap_kv"):  # a window takes half of its series from the window before it
+    if hasattr(layer, "overlap_kv"):  # a window shares half of its series with the window before
         kv, layer.overlap_kv[name] = _overlapping(layer.overlap_kv[name], kv, size, windows)
         gate, layer.overlap_gate[name] = _overlapping(layer.overlap_gate[name], gate, size, windows)
     weights = gate.softmax(dim=2, dtype=torch.float32).to(kv.dtype)
@@ -142,9 +142,9 @@ def _every_closed_window(
     position_ids: torch.Tensor,
     *cache: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one that no token sees: always one
+    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one extra window, which no token sees
     count, queries = compressed.shape[2], position_ids.shape[1]
-    # a single query sees all windows that are closed
+    # a single query sees all full windows
     single = torch.arange(queries, device=compressed.device).amax(0) == 0
     entry = torch.arange(count, device=compressed.device)
     unseen = (entry >= ((position_ids + 1) // module.compress_rate).unsqueeze(-1)) & ~single | (entry == count - 1)
@@ -162,7 +162,7 @@ def _chosen_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = module.indexer(hidden_states, q_residual, position_ids, *cache)
     count = compressed.shape[1]
-    chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes after the last one
+    chosen = torch.where(chosen >= 0, chosen, count)  # invisible indices point to the extra window at the end
     bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
     bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
     unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which no token sees
@@ -194,8 +194,8 @@ def _choice(
 
 @replacement
 def _qsa_indexer(original: Function) -> Function:
-    # The original goes from query to query and asks which keys it sees. The visible keys of a row are numbered once:
-    # a query sees the first of them, as a mask does that is causal and leaves out padding.
+    # The original loops over queries and selects their visible keys. Here the visible keys of a row are numbered once:
+    # a query sees the first ones, since the mask is causal and only excludes padding.
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -217,12 +217,12 @@ def _qsa_indexer(original: Function) -> Function:
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         visible = visible[:, 0]  # (batch, queries, keys)
         ever = visible.any(dim=1)
-        number = ever.cumsum(-1) - 1  # of a visible key among those of its row
+        number = ever.cumsum(-1) - 1  # number of a visible key in its row
         ratio, last = self.compress_ratio, visible.shape[-1] - 1
-        # visible keys first, each with its own number: OpenVINO's sort leaves equal ones in any order
+        # visible keys first, each with a distinct number: OpenVINO's sort is not stable
         places = torch.arange(last + 1, device=ever.device)
         order = torch.argsort((~ever).to(torch.int64) * (last + 1) + places, dim=-1)
-        count = visible.shape[-1] // ratio + 2  # two too many, never complete: a trace asks whether a size is 0 or 1
+        count = visible.shape[-1] // ratio + 2  # two extra, never complete: a trace checks whether a size is 0 or 1
         members = order.index_select(1, torch.arange(count * ratio, device=order.device).clamp(max=last))
         width = keys.shape[-1]
         pooled = keys.gather(1, members.unsqueeze(-1).expand(-1, -1, width)).reshape(batch, count, ratio, width)

@@ -1,13 +1,11 @@
 """Replacements that let one trace of a transformers model serve all lengths.
 
 A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
-and on whether a mask can be left out; each would fix the example's case in the program. The versions put in place here
-compute the same values without a branch: of the layers (:mod:`.layers`), of the masks
-(:mod:`.masks`), and of some models (:mod:`.models`). One computes the same values with less memory
-(:mod:`.attention`).
+and on whether a mask can be omitted; each branch would fix the example's case in the program. The replacements compute
+the same values without a branch: for layers (:mod:`.layers`), for some models (:mod:`.models`), and here for masks,
+positions and attention.
 
-The replacements are active during a trace only, for the thread that traces, and the originals are asked again for
-what they do not cover.
+The replacements are active only during a trace and in its thread, and call the originals for other cases.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ class TransformersTracing:
 
     def acquire(self) -> None:
         """Open a block or a trace: add keys to outputs that transformers registered without."""
-        from transformers.utils.generic import ModelOutput  # here, since no import runs under the lock
+        from transformers.utils.generic import ModelOutput  # here, since imports must not run under the lock
 
         with LOCK:
             self._open += 1
             self._give_keys(ModelOutput)
 
     def release(self) -> None:
-        """Close a block or a trace; the last one puts the registrations back."""
+        """Close a block or a trace; the last one restores the registrations."""
         with LOCK:
             self._open -= 1
             if self._open == 0:
@@ -71,8 +69,8 @@ class TransformersTracing:
                 self._keys_given.clear()
 
     def _give_keys(self, model_output: type) -> None:
-        # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses to trace or to call a program
-        # that is given one (T5 returns such an encoder output). Specs and stored programs stay as they are.
+        # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses such an input for a trace or a
+        # program (T5 has such an encoder output). Specs and stored programs are unchanged.
         base = pytree.SUPPORTED_NODES.get(model_output)
         if base is None or base.flatten_with_keys_fn is not None:
             return
@@ -84,19 +82,18 @@ class TransformersTracing:
                 patch.acquire()
 
     def named_for(self, forward: Callable[..., object], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments with the cache under the name that a forward has for it."""
+        """Return arguments with the cache under the forward's parameter name."""
         return named_for(forward, entries)
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments with the cache under the name that a program has for it."""
+        """Return arguments with the cache under the program's input name."""
         return named_as(names, kwargs)
 
     def prepare(self, tree: PyTree) -> PyTree:
         """Return the inputs with the tensors of their caches contiguous.
 
-        Past its window a layer keeps a slice; the slice's strides would end in a guard of the program that refuses the
-        contiguous tensors that all other callers pass. Layers that compress their keys get sizes that a trace does not
-        fix.
+        Beyond its window a layer keeps a slice, whose strides would add a guard that refuses the contiguous tensors of
+        other callers. Layers that compress their keys get sizes that a trace does not fix.
         """
         from transformers.cache_utils import Cache
 
@@ -119,7 +116,7 @@ class TransformersTracing:
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
         """Install the traceable versions, and restore the originals afterwards."""
-        replacements = list(_replacements())  # which may import
+        replacements = list(_replacements())  # this may import
         with LOCK:
             patches = [self._patch(target, name, make) for target, name, make in replacements]
         with contextlib.ExitStack() as stack:
@@ -140,9 +137,9 @@ class TransformersTracing:
         return patch
 
     def translations(self) -> Iterator[Translation]:
-        """Return the translations of the grouped products by which mixtures of experts multiply.
+        """Return the translations of the grouped matrix products in mixtures of experts.
 
-        transformers' own exporters (5.17 and later) bring them; there are none for versions without.
+        They are part of transformers' own exporters (5.17 and later); there are none for earlier versions.
         """
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
         if fallback is not None and is_installed("transformers.exporters"):
@@ -151,7 +148,7 @@ class TransformersTracing:
 
 
 def _grouped_products(operator: OpOverload) -> Callable[..., Any]:
-    """Build the product with transformers' own translation, which is imported for a program that needs it only."""
+    """Build the product with transformers' own translation, which is imported only if a program needs it."""
 
     def translate(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
@@ -164,7 +161,7 @@ def _grouped_products(operator: OpOverload) -> Callable[..., Any]:
 
 
 def _ranges_begin_at_the_past() -> bool:
-    # 4.56 to 5.0 hand the positions of the new tokens to the cache; later versions make them where they are used
+    # 4.56 to 5.0 pass the positions of the new tokens to the cache; later versions compute them on use
     from transformers.cache_utils import DynamicLayer
 
     return "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
@@ -177,7 +174,7 @@ def _replacements() -> Iterator[Replacement]:
     yield from attention_replacements()
     yield from model_replacements()
     yield from rotary_replacements()
-    yield from upstream_replacements()  # last: where ours replace the same function, ours is used
+    yield from upstream_replacements()  # last: for the same function, this package's replacement takes precedence
 
 
 TRANSFORMERS_TRACING = TransformersTracing()
@@ -207,11 +204,11 @@ _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd_
 
 
 class TensorRanges(TorchFunctionMode):
-    """Make such ranges without asking for a tensor's value."""
+    """Make such ranges without reading a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id: a sum, and what was added
+        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id: a sum, and its second operand
 
     def __torch_function__(
         self,
@@ -263,8 +260,8 @@ _CLASSES = ModelClasses(lambda cls: _plain(vars(cls).get("forward")) is not None
 
 @replacement
 def _by_length(original: Function) -> Function:
-    # The original asks whether this call is longer than any before, and remembers the answer. The lengths of a text
-    # only grow, so the frequencies are those of the length of this call, or the first ones up to the switch.
+    # The original checks whether this call is longer than all calls before, and stores the result. The lengths of a
+    # text only grow, so the frequencies depend on the length of this call, or are the initial ones up to the switch.
     plain = _plain(original)
     if plain is None:
         return original
@@ -287,7 +284,7 @@ def _by_length(original: Function) -> Function:
         stated = config.get("rope_parameters") or config["rope_scaling"]
         switch = switch_of_kind(stated if layer_type is None else stated[layer_type], config)
         length = torch.max(position_ids) + 1
-        # the long frequencies of `longrope` are the same for all lengths above
+        # the long frequencies of `longrope` are the same for all greater lengths
         above = switch + 1 if kind == "longrope" else length
         scaled, _ = ROPE_INIT_FUNCTIONS[kind](self.config, x.device, seq_len=above, **of_layer)
         first = getattr(self, f"{prefix}original_inv_freq").to(x.device)
@@ -324,7 +321,7 @@ def _prepare_padding_mask(original: Function) -> Function:
             return None
         missing = kv_length + kv_offset - attention_mask.shape[-1]
         if isinstance(missing, torch.Tensor) or not statically_known_true(missing <= 0):
-            # more than is missing, which no graph has to compute: a mask covers what is before the first key
+            # more than needed, so that no graph computes the number: a mask covers positions before the first key
             padded = torch.nn.functional.pad(attention_mask, (0, missing if type(missing) is int else kv_length))
         else:
             padded = attention_mask
@@ -337,7 +334,7 @@ def _prepare_padding_mask(original: Function) -> Function:
 
 @replacement
 def _recurrent_mask(original: Function) -> Function:
-    # Not mask[:, -new:]: a slice asks whether it begins at 0, as before the first token, and the answer is fixed.
+    # Not mask[:, -new:]: a slice checks whether it begins at 0, as before the first token, which adds a guard.
     def create_recurrent_attention_mask(
         config: object,
         inputs_embeds: torch.Tensor,
@@ -362,7 +359,7 @@ def _never_ignore_the_mask(original: Function) -> Function:
 
 
 def _broadcast_for_bhqkv(original: Function) -> Function:
-    # What 4.56 and 4.57 vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
+    # 4.56 and 4.57 use vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
     # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
     # function_const_func_spec0".
     def _vmap_for_bhqkv(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Function:
@@ -402,9 +399,9 @@ def upstream_replacements() -> Iterator[Replacement]:
 
 @functools.cache
 def _modules_named() -> frozenset[str]:
-    """The model modules that the installed exporters patch, read off their source: importing 5.17's takes 2 seconds."""
+    """The model modules that the installed exporters patch, from their source: importing 5.17's takes 2 seconds."""
     package, _, file = _MODULE.rpartition(".")
-    spec = importlib.util.find_spec(package)  # of the package: to find the module in it would import 5.17's package
+    spec = importlib.util.find_spec(package)  # the package only: finding its module would import the package
     folders = [] if spec is None else list(spec.submodule_search_locations or ())  # there is none in 4.56 to 5.16
     sources = [path for path in (pathlib.Path(folder, f"{file}.py") for folder in folders) if path.exists()]
     source = "".join(path.read_text(encoding="utf-8") for path in sources)
@@ -431,8 +428,8 @@ def _imported(path: str) -> Any:
 
 
 def _masked_attention(original: Function) -> Function:
-    # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
-    # computes something else silently. It also wants pictures, and windows, of one size; a mask does not.
+    # Upstream's version (5.23) omits the norms of queries and keys that come from one projection, and silently computes
+    # different values. It also requires images, and windows, of equal size; a mask does not.
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -457,7 +454,7 @@ def _masked_attention(original: Function) -> Function:
     return forward
 
 
-# class and attribute -> ours, where upstream's does not compute what the model does
+# class and attribute -> replacement here, if upstream's version computes different values
 _CORRECTED: dict[tuple[str, str], Make] = {
     ("Dots3NoteVisionAttention", "forward"): _masked_attention,
     ("GlmOcrVisionAttention", "forward"): _masked_attention,

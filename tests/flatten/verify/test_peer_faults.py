@@ -1,0 +1,132 @@
+"""Faults in files that other exporters wrote: each of them is found, and the files themselves are right."""
+
+import numpy
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from yobx_flatten.verify import verify_file
+
+from .peer_files import WRITTEN, llama, mistral, t5
+from .test_planted_faults import constant, permuted_head, read_through, renamed, returned_through, stale_mask
+
+FILES = {
+    "optimum/encoder_model": t5,
+    "optimum/decoder_model_merged": t5,
+    "genai/model": llama,
+    "torch/model": llama,
+    "mobius/model": llama,
+    "transformers/prefill": mistral,
+    "transformers/decode": mistral,
+}
+
+
+def changed_constant(proto, name, change):
+    """Change the values of a constant of the file."""
+    (held,) = (tensor for tensor in proto.graph.initializer if tensor.name == name)
+    held.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(held).copy()), name))
+
+
+def wrong_axis(proto, name, axis):
+    """Turn an output round along an axis."""
+    ends = {"begin": -1, "end": -(2**31), "axis": axis, "step": -1}
+    slice_ = helper.make_node("Slice", ["unchanged", *ends], [name])
+    returned_through(proto, name, *(constant(one, [value]) for one, value in ends.items()), slice_)
+
+
+def first_row_for_all(proto, name):
+    nodes = [constant("first", [0]), helper.make_node("Gather", ["unchanged", "first"], ["row"], axis=0)]
+    nodes += [helper.make_node("Shape", ["unchanged"], ["shape"]), helper.make_node("Expand", ["row", "shape"], [name])]
+    returned_through(proto, name, *nodes)
+
+
+def stale_cache(proto, name):
+    """The newest token of a part of the cache is left out, and the oldest is there twice."""
+    nodes = [constant(one, [value]) for one, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
+    nodes += [helper.make_node("Slice", ["unchanged", "begin", "end", "axis"], ["older"])]
+    nodes += [helper.make_node("Slice", ["unchanged", "begin", "first", "axis"], ["oldest"])]
+    returned_through(proto, name, *nodes, helper.make_node("Concat", ["oldest", "older"], [name], axis=2))
+
+
+def positions_of_zero(proto):
+    nodes = [constant("zero", 0), helper.make_node("Mul", ["position_ids", "zero"], ["changed"])]
+    read_through(proto, "position_ids", *nodes)
+
+
+def clipped_tokens(proto):
+    nodes = [constant("most", 30), helper.make_node("Min", ["input_ids", "most"], ["changed"])]
+    read_through(proto, "input_ids", *nodes)
+
+
+def larger_epsilon(proto):
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "epsilon":
+                attribute.f = 1e-3
+
+
+def exchanged_columns(values):
+    """Columns of two heads of 16 in each other's place."""
+    return values[:, [*range(16, 32), *range(16), *range(32, values.shape[1])]]
+
+
+SWAPPED = {"present.0.key": "present.0.value", "present.0.value": "present.0.key"}
+
+FAULTS = {
+    "features turned round": ("optimum/encoder_model", lambda proto: wrong_axis(proto, "last_hidden_state", 1)),
+    "stale mask": ("optimum/encoder_model", stale_mask),
+    "rounded weight": (
+        "optimum/decoder_model_merged",
+        lambda proto: changed_constant(proto, "onnx::MatMul_574_merged_0", lambda values: values.round(2)),
+    ),
+    "stale cache": ("optimum/decoder_model_merged", lambda proto: stale_cache(proto, "present.0.decoder.value")),
+    "permuted head of the cache": ("genai/model", permuted_head),
+    "keys for values": ("genai/model", lambda proto: renamed(proto, SWAPPED)),
+    "positions off by one": (
+        "genai/model",
+        lambda proto: changed_constant(proto, "cos_cache", lambda values: numpy.roll(values, 1, axis=0)),
+    ),
+    "clipped tokens": ("torch/model", clipped_tokens),
+    "first row for all": ("torch/model", lambda proto: first_row_for_all(proto, proto.graph.output[0].name)),
+    "stale mask of a decoder": ("torch/model", stale_mask),
+    "permuted heads of a weight": (
+        "mobius/model",
+        lambda proto: changed_constant(proto, "model.layers.0.self_attn.q_proj.weight_t", exchanged_columns),
+    ),
+    "larger epsilon": ("mobius/model", larger_epsilon),
+    "stale keys": ("mobius/model", lambda proto: stale_cache(proto, "present.0.key")),
+    "lost window": (
+        "transformers/prefill",
+        lambda proto: changed_constant(proto, "val_39", lambda values: values * 1000),
+    ),
+    "positions of zero": ("transformers/decode", positions_of_zero),
+    "scores turned round": ("transformers/decode", lambda proto: wrong_axis(proto, "logits", 2)),
+}
+
+
+def loaded(file):
+    return onnx.load(WRITTEN / f"{file}.onnx")
+
+
+def wrong_values(proto, file, tmp_path):
+    """The cases in which a file runs and returns other values than its model."""
+    onnx.save(proto, tmp_path / "model.onnx")
+    (one,) = verify_file(tmp_path / "model.onnx", FILES[file](), explain=False).files.values()
+    assert one.report is not None, str(one)
+    ran = [case for case in one.report.cases if case.error is None or "expected shape" in case.error]
+    assert ran, str(one)
+    return [case.case for case in ran if not case.within(one.report.tolerance)]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_a_peer_is_right(file, tmp_path):
+    """Nothing is wrong in what the exporters wrote: a fault that is found below is the planted one."""
+    assert wrong_values(loaded(file), file, tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_file_of_a_peer_is_found(fault, tmp_path):
+    file, plant = FAULTS[fault]
+    proto = loaded(file)
+    plant(proto)
+    assert wrong_values(proto, file, tmp_path) != []

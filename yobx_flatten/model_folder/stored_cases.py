@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
-from ..export.model_facts import weight_bytes
-from ..export.proof.eager_runs import SAMPLED_FROM, Case, EagerRuns, Texts, clone
+from ..export.proof.eager_runs import Case, EagerRuns, Texts, clone, in_one_thread
 from ..export.quantized_answers import read_by_model
 from ..generate.generator import Generator
 from ..generate.settings import settings_of
@@ -88,7 +86,7 @@ def generation_case(
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
-    with undisturbed(model=model), _in_one_thread(model):
+    with undisturbed(model=model), in_one_thread(model):
         found = generate(
             **inputs,
             max_new_tokens=new_tokens,
@@ -103,17 +101,6 @@ def generation_case(
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)
     return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
-
-
-@contextlib.contextmanager
-def _in_one_thread(model: TransformersModel) -> Iterator[None]:
-    """Compute small models in one thread: in steps of one token, more threads mostly wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if weight_bytes(model) < SAMPLED_FROM else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -35,6 +35,7 @@ from ..runners.onnx_session import (
     mapped_options,
     only_for_onnxruntime,
     require_onnxruntime,
+    without_spinning,
 )
 from ..runners.open import open_runner
 from ..runners.ports import Runner
@@ -203,6 +204,7 @@ def check_adapter(
     return [dataclasses.replace(check, adapter=name) for check in found]
 
 
+@without_spinning()
 def _checks(
     opened: _Opened,
     path: pathlib.Path,

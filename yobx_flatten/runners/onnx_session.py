@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import math
 import os
@@ -37,6 +38,19 @@ def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
     return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # our suffix, and transformers.js's
 
 
+_SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of sessions compute while they wait
+
+
+@contextlib.contextmanager
+def without_spinning() -> Iterator[None]:
+    """Let the threads of sessions that are opened in the block sleep while they wait, as a check is to do."""
+    token = _SPINS.set(False)  # on a busy machine they wait for most of the time
+    try:
+        yield
+    finally:
+        _SPINS.reset(token)
+
+
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     """Make the options of a session."""
     # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
@@ -48,6 +62,8 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     options.log_severity_level = 4  # errors are raised, and not also printed to the terminal
     if threads is not None:
         options.intra_op_num_threads = threads
+    if not _SPINS.get():
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not pack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     return options

@@ -1,7 +1,9 @@
 """The module computes a case once for all runtimes, and what one of them writes to its inputs reaches no other."""
 
+import contextlib
 import functools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -130,3 +132,44 @@ def test_an_export_leaves_no_tensor_of_its_trace_in_a_cache_of_functions():
     assert torch.equal(exported(x), x * torch.arange(3))
     assert torch.equal(Remembered()(x), x * torch.arange(3))
     assert type(places(3)) is torch.Tensor
+
+
+def test_small_models_compute_in_one_thread_and_threads_come_back():
+    """Also after an error, and when a second export begins in between and ends last."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with contextlib.suppress(KeyError), eager_runs.in_one_thread(torch.nn.Linear(2, 2)):
+            assert torch.get_num_threads() == 1
+            raise KeyError
+        assert torch.get_num_threads() == 3
+        begun, ended, found = threading.Event(), threading.Event(), []
+
+        def other():
+            with eager_runs.in_one_thread(torch.nn.Linear(2, 2)):
+                begun.set()
+                ended.wait()
+            found.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=other)
+        with eager_runs.in_one_thread(torch.nn.Linear(2, 2)):
+            thread.start()
+            begun.wait()
+        assert torch.get_num_threads() == 3
+        ended.set()
+        thread.join()
+        assert found == [3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_models_compute_in_all_threads(monkeypatch):
+    monkeypatch.setattr(eager_runs, "SAMPLED_FROM", 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with eager_runs.in_one_thread(torch.nn.Linear(2, 2)):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

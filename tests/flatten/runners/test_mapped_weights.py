@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from yobx_flatten.runners.onnx_session import mapped_options, open_session
+from yobx_flatten.runners.onnx_session import mapped_options, open_session, session_options, without_spinning
 
 SIZE, COUNT = 64, 3
 
@@ -50,3 +50,12 @@ def test_weights_of_half_precision_give_the_same_result_where_memory_is_short(ha
     for weight in weights:
         expected = (expected @ weight.astype(np.float64)).astype(np.float16).astype(np.float64)
     assert np.abs(found - expected).max() < 5e-3
+
+
+def test_threads_of_a_check_sleep_while_they_wait():
+    """Those of a session that a user opens do not: it answers faster so."""
+    key = "session.intra_op.allow_spinning"
+    with without_spinning():
+        assert session_options().get_session_config_entry(key) == "0"
+    with pytest.raises(RuntimeError, match=key):
+        session_options().get_session_config_entry(key)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import operator
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,12 +20,34 @@ from ...huggingface.cache_names import forward_of, named_for
 from ...huggingface.decoders import SlidingDecoder
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
+from ..model_facts import weight_bytes
 from .left import Left, returning_left, with_present, written_parameters
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26
 """Most bytes of inputs and outputs that are kept from one runtime to the next; a longer case runs again."""
+
+
+# Numbers of threads before the blocks that are running: those of the first one, as the others begin with one thread.
+_THREADS: list[int] = []
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
+    """Compute small models in one thread: in short calls, more threads mostly wait."""
+    if weight_bytes(module) >= SAMPLED_FROM:
+        yield
+        return
+    with _LOCK:
+        _THREADS.append(_THREADS[0] if _THREADS else torch.get_num_threads())
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            torch.set_num_threads(_THREADS.pop())
 
 
 class Step(NamedTuple):
@@ -71,7 +94,7 @@ def eager_steps(
             return outputs, clone(outputs)
 
     before = undisturbed(module=module, parameters=written_parameters(module, written))
-    with before as snapshot, returning_left(module, left) as watch:
+    with in_one_thread(module), before as snapshot, returning_left(module, left) as watch:
         kwargs: Mapping[str, Any] | None = first
         with undisturbed(kwargs=first):
             while kwargs is not None:

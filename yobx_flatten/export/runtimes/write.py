@@ -29,7 +29,7 @@ from ...huggingface.cache_names import CACHE, cache_of
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
 from ...runners.in_place import CheckedRunner
 from ...runners.onnx_runner import OnnxRunner
-from ...runners.onnx_session import open_session
+from ...runners.onnx_session import open_session, without_spinning
 from ...runners.open import open_runner
 from ..example import Example, make_example
 from ..onnx.attempts import write_proven
@@ -81,6 +81,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
     return report
 
 
+@without_spinning()
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
     """Write the file of a runtime, replay it there, and give it its name. The block must be open."""
     # options: options that were checked

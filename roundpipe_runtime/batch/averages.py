@@ -68,13 +68,13 @@ class _Watch(TorchFunctionMode):
         return found
 
     def finish(self) -> None:
-        """Read the counts: not before, as a value that is read ends the graph of a compiled loss."""
+        """Read the counts, late, since reading a value ends the graph of a compiled loss."""
         counts = [(float(count), is_trained) for count, is_trained in self.counts]
         self.items.counts += [count for count, _ in counts]
         self.items.trained += [count for count, is_trained in counts if is_trained]
 
     def _compares_rows(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether the classes of a loss are the rows of the batch, as in CLIP: row n is to be like row n."""
+        """Whether the classes of a loss are the rows of the batch, as in CLIP, where row n has label n."""
         is_square = source.dim() == 2 and source.shape[0] == source.shape[1]
         return is_square and any(target.data_ptr() == made.data_ptr() for made in self.ranges)
 
@@ -115,7 +115,7 @@ _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_att
 
 
 class NoDropout(TorchFunctionMode):
-    """Leaves out dropout, which would differ between all rows and parts of them."""
+    """Disables dropout, which would differ between all rows and parts of them."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,7 +143,7 @@ class _HasState(Protocol):
 class SteadyDraws(NoDropout):
     """Replaces all random numbers by a constant, and disables dropout.
 
-    Integers become those of the reversed range, as of a permutation, so that rows that are exchanged stay exchanged.
+    Integers become the reversed range, which is a permutation, so that functions that exchange rows still do so.
     """
 
     # generator: generator of the device on which is computed. Default: there is only that of the host.

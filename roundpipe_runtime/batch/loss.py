@@ -395,7 +395,7 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
 
 
 def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
-    """The pair of a mean over items; over none, it is zero."""
+    """The sum and weight of a mean over items; both are zero without items."""
     if len(set(items)) != 1:
         raise LossError(
             f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean "

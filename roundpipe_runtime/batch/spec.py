@@ -52,7 +52,7 @@ class RoundPipePackedData(list[Any]):
 def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
     """Return the rows of each microbatch as stored by the pipeline that made the data; ``None`` if not stored.
 
-    The rows are not known of a list that was made longer or shorter since then.
+    The rows are unknown for a list whose length has changed since then.
 
     >>> known_rows(RoundPipePackedData(["a", "b"], rows=[2, 1])), known_rows(RoundPipePackedData(["a", "b"]))
     ((2, 1), None)

@@ -175,7 +175,7 @@ def _is_in_few_bits(parameter: nn.Parameter) -> bool:
 
 
 def _may_get_tensors(value: Any) -> bool:
-    """Whether a value holds tensors, or is an object that a forward may hang some on."""
+    """Whether a value holds tensors, or is an object to which a forward may add tensors."""
     opened = None if isinstance(value, torch.Tensor) else _opened(value)
     if opened is None:
         return isinstance(value, torch.Tensor)
@@ -229,7 +229,7 @@ def _opened(value: Any) -> _Opened | None:
 
 
 def _opened_object(value: Any, kind: type) -> _Opened | None:
-    """The attributes of an object of a class that Python's own ``object`` can make."""
+    """The attributes of an object whose class ``object.__new__`` can create."""
     if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
         return None
     held = getattr(value, "__dict__", None)
@@ -246,6 +246,6 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 
 
 def _is_made_by_python(kind: type) -> bool:
-    """Whether all that instances of a class hold is in ``__dict__``."""
+    """Whether instances of a class store everything in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
     return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)  # `class`, not C

@@ -64,7 +64,7 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """A place for a tensor in a part, and what lives in it."""
+    """A place for a tensor in a part of the file, and its current tensor."""
 
     part: _Part
     offset: int
@@ -77,7 +77,7 @@ class _Place:
 
 
 class DiskMemory:
-    """Places for tensors in a scratch file of a folder, by key; a place is free again when its tensor is gone."""
+    """Places for tensors in a scratch file of a folder, by key; a place becomes free when its tensor is deleted."""
 
     # folder: folder on a disk
     # together: bytes that are written together; as many stay in the page cache
@@ -215,7 +215,7 @@ class DiskMemory:
                 self._read_into_cache(part.offset + start - part.address, end - start)
 
     def _read_into_cache(self, offset: int, nbytes: int) -> None:
-        """Bring a part of the file into the page cache, where the kernel does not map it on request."""
+        """Read a part of the file into the page cache, for kernels without `MADV_POPULATE_READ`."""
         buffer = bytearray(min(nbytes, _LEAST))
         for at in range(offset, offset + nbytes, len(buffer)):
             os.preadv(self._file, [buffer], at)
@@ -236,14 +236,14 @@ class DiskMemory:
         self._wait(self._backlog)
 
     def _begin_writing(self) -> None:
-        """Let the writer work on what was left."""
+        """Start the writer for released tensors."""
         written, unchanged = self._written, self._unchanged
         self._written, self._unchanged = [], []
         writing = self._writer.submit(self._write, written, unchanged)
         self._writing.append((writing, sum(nbytes for _, nbytes in written)))
 
     def settle(self) -> None:
-        """Wait until everything that was left is on the disk."""
+        """Wait until all released tensors are on the disk."""
         with self._lock:
             self._begin_writing()
         self._wait(-1)
@@ -513,6 +513,6 @@ def drop_cached(file: int, offset: int, nbytes: int) -> None:
 
 
 def return_freed() -> None:
-    """Return freed memory to the system, as glibc keeps that of tensors up to 32 MiB."""
+    """Return freed memory to the system, since glibc keeps the memory of tensors up to 32 MiB."""
     if hasattr(_libc(), "malloc_trim"):
         _libc().malloc_trim(0)

@@ -19,7 +19,7 @@ _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generat
 
 
 def generator_lock() -> Any:
-    """Return the lock of the generator, as far as this thread is concerned."""
+    """Return the lock of the generator for this thread."""
     return _INSIDE.get() or _CPU_GENERATOR
 
 

@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a part of another, such as an optimizer's flat buffer, from which it would be separated."""
+    """Whether a tensor is a view into a larger buffer, such as an optimizer's; pinning would separate them."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
@@ -105,7 +105,7 @@ def _key(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> None:
-    """Move tensors into pinned memory; those that share memory afterwards do so no more."""
+    """Move tensors into pinned memory; they stop sharing memory with each other."""
     memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
     # in the order of the slabs: the memory of a tensor is free before the next slab is allocated
     order = [number for number in memory.keys if isinstance(number, int)]
@@ -228,7 +228,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with a place for each of many tensors. A slab is allocated at the first request."""
+    """Pinned memory with a place for each tensor. A slab is allocated at the first request."""
 
     # sizes: bytes of the place of each tensor, by a key
 

@@ -177,7 +177,7 @@ class Clock(Protocol):
 
     @property
     def is_late(self) -> bool:
-        """Whether moments are known only when the device has ended its work."""
+        """Whether times are known only after the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
         """Return an event for the beginning or the end of work on a device."""
@@ -193,11 +193,11 @@ class HostClock:
     is_late = False
 
     def now(self, kind: str) -> float:
-        """Return the moment, which is known at once."""
+        """Return the time, which is known at once."""
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the moment itself."""
+        """Return the time itself."""
         assert isinstance(moment, float)
         return moment
 
@@ -223,6 +223,6 @@ class EventClock:
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return when the stream passed an event; it has passed."""
+        """Return the time at which the stream passed an event that has passed."""
         assert not isinstance(moment, float)
         return self._start + self._first.elapsed_time(moment) / 1e3

@@ -205,7 +205,7 @@ def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """Give trained parameters another dtype on the host; on devices they have the one that they had at first."""
+    """Give trained parameters another dtype on the host; on devices they keep their original dtype."""
     for parameter in parameters:
         if not (parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype):
             continue
@@ -219,12 +219,12 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes on devices of the parameters that have another one on the host, by name."""
+    """Return the device dtypes of parameters whose host dtype differs, by name."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes of parameters on devices; the others keep those of the host."""
+    """Set the dtypes of parameters on devices; other parameters keep their host dtype."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class StoppedRun(BaseException):
-    """Ends the work of a thread because the run has failed elsewhere. It never reaches the user."""
+    """Ends the work of a thread because the run has failed in another thread. Users never see this exception."""
 
 
 class Worker:

@@ -191,7 +191,7 @@ def host_memory_rate() -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of some calls, after one that does not count."""
+    """The shortest time of several calls, after one untimed call."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -252,8 +252,8 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
 
         {"names": ["cuda:0", "cuda:1"], "flops": 150e12, "link": 25e9, "memory": 24e9, "host": 256e9, "host_rate": 60e9}
 
-    ``down`` is the link from the device if it is not as fast as that to it, and ``call`` the seconds of the host for a
-    layer and microbatch; ``disk_read`` and ``disk_write`` are the rates of a disk that holds the state of a training
+    ``down`` is the rate from the device if it differs from the rate to it, and ``call`` the host's seconds per layer
+    and microbatch; ``disk_read`` and ``disk_write`` are the rates of a disk with the state of a training
     (``host="disk:DIR"``). What is missing of ``memory`` and ``host`` is unknown.
 
     Args:

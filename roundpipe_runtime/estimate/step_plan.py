@@ -24,7 +24,7 @@ _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A training step, whatever machine runs it.
+    """A training step, independent of the machine.
 
     Attributes:
         plan: layers of each stage.

@@ -322,7 +322,7 @@ class HasParameters(Protocol):
 
 
 class InMemory:
-    """Tensors that are in memory all the time."""
+    """Tensors that always stay in memory."""
 
     def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
         """Return an object that loads the parameters of each layer into memory, in the order of a run."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(ModelProxy):
-    """A model with the engine that runs it."""
+    """A model with its engine."""
 
     _rp_engine: Engine
     _rp_groups: RankGroups | None = None
@@ -53,7 +53,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def host(self) -> str:
-        """The place of all that the host has of the training: ``"memory"``, or ``"disk:DIR"``."""
+        """Where the host stores the state of the training: ``"memory"``, or ``"disk:DIR"``."""
         return self._rp_options.host
 
     @property
@@ -89,7 +89,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def parameter_traffic(self) -> ParameterTraffic:
-        """Bytes of parameters that were copied to devices since the pipeline was made, and what stays there now."""
+        """Bytes of parameters copied to devices since the pipeline was created, and bytes that stay there now."""
         return self._rp_engine.kept.traffic
 
     def drop_kept_parameters(self) -> None:

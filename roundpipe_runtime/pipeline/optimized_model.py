@@ -227,7 +227,7 @@ class SavedModel(EngineHandle):
         self._rp_keep_replicas(progress.replicas or 1)
 
     def _rp_keep_replicas(self, replicas: int) -> None:
-        """Cut batches into as many groups as before, for the same sums on another number of ranks."""
+        """Split batches into the same number of groups as before, for the same sums on a different number of ranks."""
         if replicas == self.replicas or replicas == 1:
             return
         if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:

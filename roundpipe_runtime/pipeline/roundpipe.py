@@ -359,7 +359,7 @@ class RoundPipe(OptimizedModel, SavedModel):
 
 
 def _rank_groups(options: PipelineOptions) -> RankGroups:
-    """Return the groups that the ranks of a mesh run."""
+    """Return the groups of the batch that the ranks of a mesh run."""
     from ..distributed.ranks.ranks import ranks_of
     from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
 

@@ -135,7 +135,7 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """The fastest plan with so many copies of the fused stage, and its time."""
+    """The fastest plan with this number of copies of the fused stage, and its time."""
     shared = list(models)
     if copies > 1:  # a copy has a share of the microbatches, so the others may be as long as that share
         head = shared[-1][-1]
@@ -159,7 +159,7 @@ def _fastest(
 
 
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Sums of neighbouring layers up to the largest cap; those below the slowest layer make more stages."""
+    """Sums of the costs of neighbouring layers up to the largest cap; smaller caps make more stages."""
     rows = [[cost.forward for cost in costs] for costs in models]
     slowest = max(map(max, rows))
     if run_type != "infer":
@@ -262,7 +262,7 @@ def _time(
 
 
 def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], limit: float) -> bool:
-    """Whether stages that were in use are stages of these models still, and small enough."""
+    """Whether the current stages still fit these models and the size limit."""
     if len(plan) != len(models):
         return False
     for kind, costs, (forward, backward) in zip(types, models, plan, strict=True):

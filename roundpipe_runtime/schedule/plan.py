@@ -138,7 +138,7 @@ class ModelExecutePlan:
             previous: the plan in use. It is kept unless the new one is clearly faster.
             last_stage_copies: number of devices that run the last layer, forward and backward, each with every n-th
                 microbatch of a fused run. With more than one, the fused stage holds that layer alone. ``"auto"``: as
-                many as make the simulated run clearly faster, transfers not counted. Default: 1.
+                many as make the simulated run clearly faster, without transfers. Default: 1.
             num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
 
         Returns:
@@ -180,7 +180,7 @@ class ModelExecutePlan:
 
 
 def _memory_limit(models: Sequence[Any]) -> float | None:
-    """GB that the smallest device of several models has for parameters and gradients, where it is known."""
+    """GB for parameters and gradients on the smallest device of several models, if known."""
     limits = [getattr(model, "model_memory_limit", None) for model in models]
     return min((limit for limit in limits if limit is not None), default=None)
 

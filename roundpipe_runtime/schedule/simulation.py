@@ -260,7 +260,7 @@ class _State:
         return max([*self.computed, *self.down, *self.done, self.disk_written])
 
     def _from_disk(self, load: StageLoad, earliest: float) -> float:
-        """When the parameters of a stage are in memory and its upload may begin, not before some time."""
+        """The earliest time, after a given time, at which the upload of a stage may begin."""
         if not load.read:
             return earliest
         self.disk_read = max(self.disk_read, self.asked) + load.read / self.machine.disk_read

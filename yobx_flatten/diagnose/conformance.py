@@ -14,7 +14,7 @@ def check_recipe(cls: type, sample: object) -> None:
 
     Args:
         cls: the class.
-        sample: an instance, as different from a trivial one as possible: what is not in it is not checked.
+        sample: an instance with as many fields filled as possible, since empty fields are not checked.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.

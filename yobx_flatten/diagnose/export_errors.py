@@ -180,7 +180,7 @@ def explain_error(
 
 
 def _first_line_of(message: str) -> str:
-    """The first line of a message; of a traceback that of the last error, which stands after its frames."""
+    """The first line of a message; in a traceback, the line of the last error, after its frames."""
     last = message.rpartition("Traceback (most recent call last):\n")[2]
     lines = [line for line in last.strip("\n").split("\n") if line.strip() and not line.startswith("  ")]
     return (lines or [""])[0].strip().removesuffix(":")

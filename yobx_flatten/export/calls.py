@@ -144,8 +144,8 @@ def export_program(
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
         args: example positional arguments; none by default.
-        kwargs: example keyword arguments, with caches among them; none by default. Of a transformers model, sizes of 0
-            and 1, which ``torch.export`` would fix, are replaced by larger ones, and the report states it.
+        kwargs: example keyword arguments, with caches among them; none by default. For a Hugging Face model, sizes 0
+            and 1, which ``torch.export`` would fix, are replaced by larger sizes; the report lists them.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them; ``None`` keeps every size fixed.
         bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
             of one call, where these are fewer. ``to_executorch`` needs them; larger inputs are refused.

@@ -262,7 +262,7 @@ def _complete(
 
 
 def _fixed_axes(example: Example, given: bool) -> list[str]:
-    """Axes that may vary, but that torch fixes, since the example has size 0 or 1 there."""
+    """Axes that may vary, but that torch fixes because their size is 0 or 1 in the example."""
     if example.shapes is None:
         return []
     cache = example.kwargs.get(example.cache_is)

@@ -100,7 +100,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
 
 @contextlib.contextmanager
 def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Hide internal messages of a library, and of torch when it is called by it, from the terminal."""
+    """Hide messages of a library, and of torch below it, from the terminal."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(level)

@@ -222,7 +222,7 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
 
 
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return sizes that a program was traced for, and which it does not assert.
+    """Return sizes that the trace fixed without an assertion in the program.
 
     torch cannot write a comparison with a rounded number into a graph, and leaves it out silently: of
     ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that

@@ -265,7 +265,7 @@ def aot_load(path: str) -> Any:
 # -- names that are imported on use --------------------------------------------------------------------------------
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
-_OVERRIDES, _ENTERED = "torch.overrides", "nothing: modes are only entered and left"
+_OVERRIDES, _ENTERED = "torch.overrides", "no replacement: modes are entered and left without it"
 _NAMES = {
     "DispatchKey": Private("torch._C", "DispatchKey", "run the steps of the attention in a trace, more slowly"),
     "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),

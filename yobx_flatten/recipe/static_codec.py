@@ -357,7 +357,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
     """Return why a configuration is refused, as the end of a sentence; ``None`` if it is accepted.
 
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
-    'states num_labels = 1,000,000,000, and 100,000 are the most'
+    'states num_labels = 1,000,000,000, but the limit is 100,000'
     >>> objection_to({"attn_implementation": "owner/kernel"})
     "states attn_implementation = 'owner/kernel', code from the Hub: remove it to use transformers' implementation"
     """
@@ -369,7 +369,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
         if type(value) is int and _COUNTS.search(last):
             most = _MOST_LABELS if last.endswith("labels") else _MOST
             if value > most:
-                return f"states {last} = {value:,}, and {most:,} are the most"
+                return f"states {last} = {value:,}, but the limit is {most:,}"
         if isinstance(value, str) and "attn_implementation" in key and "/" in value:
             return f"states {key} = {value!r}, code from the Hub: remove it to use transformers' implementation"
     return None

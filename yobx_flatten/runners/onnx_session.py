@@ -159,7 +159,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Return the parts of ranges that are not in other ranges, since Linux merges neighbours."""
+    """Subtract address ranges from others; Linux merges neighbouring mappings."""
     for start, end in ranges:
         for low, high in sorted(others):
             if low >= end or high <= start:

@@ -46,7 +46,7 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def all_targets(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer gets, each once."""
+        """Return the parameters for the optimizer, each once."""
         return [target for _, target in self.named()]
 
     def start_publication(self) -> None:

@@ -45,7 +45,7 @@ def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
 
 
 def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load what :func:`_save_progress` wrote; a plain Trainer has not written it."""
+    """Load the file of :func:`_save_progress`, which a plain Trainer does not write."""
     if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 

@@ -492,7 +492,7 @@ def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> An
 
 
 def _parts(blocks: Floats, kind: Any) -> tuple[Any, ...]:
-    """Integers and scales, which are rounded to their type before the integers are."""
+    """Integers and scales; the scales are rounded to their type first."""
     scales = (numpy.abs(blocks).max(2) / _MOST).astype(kind)
     wide = scales[..., None].astype(numpy.float32)
     steps = numpy.where(wide == 0, numpy.float32(1), wide)  # of a block of zeros

@@ -186,7 +186,7 @@ def unread_model(
     """Return a model in evaluation mode with parameters on meta, functions that read them by name, and notes."""
     assert found.folder is not None
     if found.runs_code:
-        raise NotStreamableError("its class is not one of transformers")
+        raise NotStreamableError("its class is not part of transformers")
     if getattr(found.config, "quantization_config", None) is not None:
         raise NotStreamableError("its weights are quantised")
     model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)

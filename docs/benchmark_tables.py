@@ -127,7 +127,7 @@ def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path:
         axes.set_xlabel("tokens in the cache", color=GREY)
         axes.set_ylabel("ms per token, one thread", color=GREY)
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, labelcolor=GREY)
+        axes.legend(frameon=False, labelcolor=GREY, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 @contextmanager

@@ -107,9 +107,9 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Save a checkpoint of a training: model, optimizer, random states and place in the data.
 
-    The folder gets a new checkpoint, which appears when it is complete. It holds the model under its own names, so that
-    ``from_pretrained`` can read a Hugging Face model. It also holds the optimizer, the states of random generators,
-    the counter of dropout, and gradients, if there are any.
+    The folder gets a new checkpoint, which appears when it is complete. It contains the model under the model's own
+    names, so that ``from_pretrained`` can read a Hugging Face model. It also holds the optimizer, the states of random
+    generators, the counter of dropout, and gradients, if there are any.
 
     Args:
         folder: folder of the checkpoints of one run, which no other run writes to.

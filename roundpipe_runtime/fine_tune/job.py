@@ -55,7 +55,7 @@ class Job:
         """Return the values of all processes, in rank order (all-gather).
 
         Args:
-            value: what this process gives.
+            value: the value of this process.
         """
         return self._ranks.exchange(value)
 

@@ -27,7 +27,7 @@ from ..trees.shapes import shapes_of_leaves
 from ..trees.walk import key_name, node_of
 
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
-"""Inputs that hold the tokens of one call, and not those of the cache."""
+"""Inputs with the tokens of one call, not those of the cache."""
 
 _POSITIONS = ("max_position_embeddings", "max_target_positions")
 
@@ -42,7 +42,7 @@ class Bounds:
 
     @classmethod
     def of(cls, given: Mapping[str, int] | None) -> Bounds | None:
-        """Return the bounds that were asked for."""
+        """Return the requested bounds."""
         # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length
         if given is None:
             return None
@@ -60,7 +60,7 @@ class Bounds:
         return ", ".join(f"{name} {most}" for name, most in stated.items())
 
     def check_positions(self, module: object) -> None:
-        """Refuse a length that a model has no positions for."""
+        """Refuse a length beyond the positions of a model."""
         # module: what is exported; only a Hugging Face model states its positions
         config: Any = getattr(module, "config", None)
         if self.length is None or not hasattr(config, "get_text_config"):

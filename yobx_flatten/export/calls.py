@@ -357,7 +357,7 @@ def _is_of_torch(error: Exception) -> bool:
 
 
 def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
-    """Yield examples with fewer and fewer sizes that vary."""
+    """Yield examples with fewer and fewer dynamic sizes."""
     varying = varying_axes(example)
     batch = rows_of(example) & varying
     without_named = varying - (_named(error) - batch)

@@ -180,7 +180,7 @@ def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
+    """The example in sizes that torch does not fix, if the model accepts them; else the reason."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -306,7 +306,7 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """List the arguments that ``forward`` has no name for and takes all the same."""
+    """List the arguments that ``forward`` accepts without naming them."""
     # returns: argument names received through `**kwargs`; none if `forward` has no such parameter
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -349,7 +349,7 @@ def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
 def check_all_read(
     module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse tensors that ``forward`` took in its ``**kwargs`` and did not read."""
+    """Refuse tensors in ``**kwargs`` that ``forward`` did not read."""
     # inputs: for each argument, the inputs of the graph that its tensors are
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     unread = [name for name in names if inputs.get(name) and not used.intersection(inputs[name])]
@@ -422,7 +422,7 @@ def varying_axes(example: Example) -> set[Axis]:
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
-    """Return the axis of the batch of each tensor: the first one that is as long as the first of the first tensor."""
+    """Return the batch axis of each tensor: its first axis with the size of axis 0 of the first tensor."""
     leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)

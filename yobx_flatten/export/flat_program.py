@@ -187,7 +187,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The producers that determine a tensor's axes; most are of the same length, as a mask may cover an image."""
+    """The producers that determine a tensor's axes; most have the same length, since a mask may cover an image."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node

@@ -28,7 +28,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModelFacts:
-        """Read them off a module."""
+        """Read the facts from a module."""
         projections = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         stored = [weight for weight in module.parameters() if id(weight) in projections]
@@ -55,7 +55,7 @@ class ModelFacts:
 
 
 def _matrices(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that may be multiplied with: matrices, but for those of embeddings alone."""
+    """Parameters that products may use: all matrices that are not only embeddings."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
     heads = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
     for weight in module.parameters():

@@ -136,7 +136,7 @@ class FileModel(ModelWithoutWeights):
         return self.model.encoder if hasattr(self, "model") else self.encoder
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as ``model.generate`` of the exported model does."""
+        """Generate like ``model.generate`` of the exported model."""
         # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
         check_given({self.main_input_name: inputs} | kwargs)
         if kwargs.get("return_token_timestamps"):

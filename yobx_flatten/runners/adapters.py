@@ -100,7 +100,7 @@ _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter that a file is checked with."""
+    """An adapter for the checks of a file."""
 
     name: str
     matrices: Mapping[str, torch.Tensor]  # by input of the file, which takes those that it has

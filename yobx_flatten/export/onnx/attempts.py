@@ -51,7 +51,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 _SHOWN = 4
-"""Largest number of size comparisons in a note: those of picture windows fill hundreds of characters."""
+"""Largest number of size comparisons in a note: picture windows need hundreds of characters."""
 
 _SEVERAL_ROWS = (
     "onnxruntime's GroupQueryAttention adds several tokens to a cache for one row only: give several rows their "
@@ -258,7 +258,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Limits of the file that the module does not have."""
+    """Limits of the file that the module lacks."""
     remarks = []
     if traced.written:
         remarks.append(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _AT_A_TIME = 200
-"""Values that a run returns: they are in memory together."""
+"""Values that one run returns, and that are in memory together."""
 
 _NOT_OF_MODEL = re.compile(r"(?:^|/)(?:torch|yobx_flatten)/")  # files written before have the whole path
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
@@ -203,7 +203,7 @@ def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str
 
 
 def _source(node: onnx.NodeProto) -> str:
-    """The line of the model that a node is of, as the trace stored it."""
+    """The model's source line of a node, as stored by the trace."""
     text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
     frames = _FRAME.findall(text)
     own = [frame for frame in frames if not _NOT_OF_MODEL.search(frame[0])]

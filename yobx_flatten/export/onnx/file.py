@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 LARGE = 2**28
-"""Bytes of weights from which on they are written to a second file, next to the model."""
+"""From this number of bytes, weights are written to a second file next to the model."""
 
 
 def check_opset(opset_version: int | None) -> None:
@@ -201,7 +201,7 @@ class UnprovenFile:
         return size
 
     def publish(self) -> None:
-        """Give it its name, instead of a file of that name and of the weights next to that."""
+        """Rename the file to its final name, replacing a former file and its weights."""
         publish_files(self.folder, self.target, data_files_of(self.target) - data_files_of(self.path))
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
@@ -212,7 +212,7 @@ class UnprovenFile:
 
 @contextlib.contextmanager
 def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
-    """Yield a file that is gone afterwards unless it was published or kept."""
+    """Yield a file that is removed afterwards unless it was published or kept."""
     # target: the path it is to have. Its folder is made if it is not there.
     with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
@@ -220,7 +220,7 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hide messages about torch internals, and those that ours repeat; show all others."""
+    """Hide messages about torch internals, and messages that this package repeats; show all others."""
     # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
     # also for models that use none. What cannot be converted to an opset is one line of ours instead of a traceback.
     unwanted = {
@@ -295,7 +295,7 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
 
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Input and axis to the part it plays, for the inputs that Hugging Face models take."""
+    """The meaning of an axis, by input and axis, for the inputs of Hugging Face models."""
     has_encoder = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
     cached = any(_CACHE.fullmatch(name) for name in inputs)
     own, past = ("decoder_sequence_length", "past_decoder_") if has_encoder else ("sequence_length", "past_")
@@ -339,7 +339,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
 
 
 def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Windows of several sizes play several parts: layers with another symbol get a number."""
+    """Windows of different sizes have different names: layers with another symbol get a number."""
     seen: dict[str, list[Any]] = {}
     named = {}
     for (name, axis), part in parts.items():

@@ -37,7 +37,7 @@ from .stored_matrix import (
 from .weights import Floats, unmap
 
 _TABLE = 2**16
-"""Weights of a table of an embedding from which it is stored in 8 bits; a smaller one is left as it is."""
+"""From this number of weights, an embedding table is stored in 8 bits; a smaller table is unchanged."""
 
 
 @dataclasses.dataclass
@@ -175,7 +175,7 @@ def _quantized_table(
 
 
 def _role_of(node: Any, value: Any) -> str:
-    """The name of the layer that a product is of, without the numbers of layers; else the shape of its weight."""
+    """The name of a product's layer, without layer numbers; else the shape of its weight."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last one is the operator
     if not names:
@@ -337,7 +337,7 @@ the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bit
 
 
 class Products:
-    """Replaces products of a graph, in its order; those of the same inputs share the sums of their blocks."""
+    """Replaces products of a graph, in order; products with the same inputs share the sums of their blocks."""
 
     def __init__(self, splits: InputSplits) -> None:
         self._sums: dict[tuple[Any, int, bool], Any] = {}
@@ -432,7 +432,7 @@ _MOST = 127
 _MIDDLE = 128
 
 _TABLE_BLOCKS = (128, 64, 32, 16)
-"""Blocks of a table: its rows are read and not summed, so that larger ones cost nothing that is seen."""
+"""Blocks of a table: its rows are read and not summed, so larger blocks have no measurable cost."""
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:

@@ -41,7 +41,7 @@ _NEAR = 0.1
 """Root mean square of the difference of outputs, relative to these, that one scale for each token may cost."""
 
 _CLOSE = 2e-3
-"""The same for two tokens, which is what inputs in two parts may cost with the rounding of the weights."""
+"""The same for two tokens: the limit for inputs in two parts, together with the rounding of the weights."""
 
 
 def quantize_file(
@@ -109,7 +109,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Whether a file reads many tokens at once, with weights in float32 that are no integers already."""
+    """Whether a file reads many tokens at once, with float32 weights that are not integers already."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):
@@ -151,7 +151,7 @@ def _measured(
     report: ExportReport,
     known: list[Texts],
 ) -> Quality:
-    """Write a model to a separate file, and measure that."""
+    """Write a model to a separate file, and measure that file."""
     # found: the quantized weights
     # known: the model's outputs for the text, filled by a first call for later ones
     trial = UnprovenFile(file.target, file.folder / "trial")
@@ -209,7 +209,7 @@ def _loss(quality: Quality) -> float:
 _BITS = 7
 
 _ALPHA = 0.6
-"""How much of a channel's size its weights take over. Of embeddings of all-MiniLM-L6-v2 0.5 to 0.7 differ by 1e-4."""
+"""The share of a channel's size that is moved to its weights. For all-MiniLM-L6-v2, 0.5 to 0.7 differ by 1e-4."""
 
 _LEAST = 1e-12  # what a token of zeros is divided by
 
@@ -263,7 +263,7 @@ def products_by_token(
 
 
 def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
-    """Join the products that have inputs or weights in common: layers can share their weights (ALBERT)."""
+    """Group the products with common inputs or weights: layers can share their weights (ALBERT)."""
     groups: list[_Group] = []
     products = [(node, weight) for node, weight in products if weight[0].uses() and _is_own(weight[0])]
     for node, (value, transposed) in products:
@@ -277,7 +277,7 @@ def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether only products read a weight, as it is or turned; a tied table is also read by the embedding."""
+    """Whether only products read a weight, transposed or not; the embedding also reads a tied table."""
     readers = [use.node.op_type for use in value.uses()]
     return set(readers) <= {"MatMul", "Gemm"} or readers == ["Transpose"]
 
@@ -362,7 +362,7 @@ def _read(value: Any, transposed: bool) -> torch.Tensor:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Divisors of the channels, of geometric mean 1."""
+    """Divisors of the channels, with geometric mean 1."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]

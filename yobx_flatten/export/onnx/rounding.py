@@ -38,7 +38,7 @@ from .weights import WeightGrid, unmap
 
 _MANY = 1.0, 0.97, 0.94
 _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
-"""Parts of a block's range that are tried as its steps: few outliers cut cost less than a coarse step for all."""
+"""Shares of a block's range that are tried: clipping a few outliers costs less than a coarse step for all."""
 
 _SAMPLE = 64
 """Outputs whose weights decide the form of a matrix."""
@@ -47,7 +47,7 @@ _CHUNK = 32
 """Inputs of one block whose errors reach later inputs at once, in one product."""
 
 _DAMPING = 0.01
-"""Part of the mean square of the inputs that is added to each: directions that a text did not show count a little."""
+"""Share of the mean square of the inputs that is added to each input, so that unseen directions count a little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +271,10 @@ def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
 
 
 _LEAST = 2**29
-"""Bytes of moments that are held at once, if the weights are not larger: a file runs once for each such part."""
+"""Limit in bytes for moments in memory, if the weights are not larger; a file runs once for each part."""
 
 _SMALLEST = 1e-30
-"""Mean square from which on the inputs of a token have a size: there are tokens with zeros alone."""
+"""Smallest mean square of a token's inputs that counts: some tokens have only zeros."""
 
 
 # Run a file on a text, and sum the second moments of the inputs of its matrix products.
@@ -377,22 +377,22 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
 
 
 _TEXTS, _LENGTH = 4, 64
-"""How much of the text is read: one number of each input is looked for, and not a matrix."""
+"""Number of tokens that are read: one number per input is measured, not a matrix."""
 
 _ROWS = 64
-"""Tokens by which an input is decided."""
+"""Number of tokens that decide about an input."""
 
 _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
 """Shares of the values that are tried as small ones."""
 
 _WORTH = 0.25
-"""Part of the error of one part from which on two are not worth their nodes."""
+"""Share of the error of one part above which two parts are not worth their nodes."""
 
 _NEAR = 2.0
 """Error of a block of columns, relative to that of two rows, which take twice the time for a prompt."""
 
 _BLOCKS = 8
-"""Blocks of an input from which on one more is an eighth of its weights at most."""
+"""From this number of blocks, one more block is at most an eighth of the weights."""
 
 
 def input_splits(

@@ -98,7 +98,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Whether an attention needs a value for something else than as its keys or values, its mask for example."""
+    """Whether an attention also uses a value in another role than keys or values, such as its mask."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
@@ -276,7 +276,7 @@ def slice_windows(graph: ir.Graph) -> None:
 
 
 def _last_places(places: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """First place and end of ``arange(kept) + (count - kept)``, where ``kept`` is ``min(count, most)``."""
+    """Start and end of ``arange(kept) + (count - kept)``, where ``kept`` is ``min(count, most)``."""
     flat = producer(places, "Reshape")  # to as many as there are
     added = producer(places if flat is None else flat.inputs[0], "Add")
     # a sum has its terms in any order

@@ -76,7 +76,7 @@ def share_cache(model: ir.Model) -> bool:
 
 
 def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of a file's inputs whose memory may be that of an output."""
+    """Return the names of a file's inputs that may share memory with an output."""
     properties = read_onnx(pathlib.Path(path), failure=DamagedFileError).metadata_props
     return next((entry.value.split(",") for entry in properties if entry.key == SHARED_CACHE), [])
 
@@ -136,7 +136,7 @@ class _Lengths:
         return self.make("Constant", value_ints=numbers)
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return a mask as numbers that are added to the scores."""
+        """Return a mask as an additive mask of the scores."""
         import onnx_ir as ir
 
         if mask.dtype == dtype:
@@ -356,7 +356,7 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
 
 
 def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
-    """A number as it was before it was squeezed."""
+    """A number before its ``Squeeze`` node."""
     squeezed = producer(value, "Squeeze")
     return value if squeezed is None else squeezed.inputs[0]
 

@@ -216,7 +216,7 @@ class _Tables:
         return self._known[key]
 
     def shape(self, width: int) -> ir.Value:
-        """Return (batch, as many as there are, width) for a ``Reshape``."""
+        """Return the shape (batch, -1, width) for a ``Reshape``."""
         if width not in self._shapes:
             self._shapes[width] = self.make("Constant", value_ints=[0, -1, width])
         return self._shapes[width]

@@ -290,6 +290,6 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _is_fixed(value: ir.Value | None) -> bool:
-    """Whether a value is a number or a vector of the file, the same for each token."""
+    """Whether a value is a constant number or vector, equal for each token."""
     constant = None if value is None else value.const_value
     return constant is not None and (constant.size == 1 or len(constant.shape) == 1)

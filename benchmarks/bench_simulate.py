@@ -32,7 +32,7 @@ from benchmarks.bench_flatten import machine, versions  # found there only
 from benchmarks.waiting_layers import WaitingLayer, WaitingSGD
 from roundpipe_runtime import LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.estimate import Hardware, describe_hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.bubbles import bubbles_of, device_totals
+from roundpipe_runtime.timeline.drawing import device_totals
 
 __all__ = ["Compared", "compare_waiting"]
 
@@ -221,8 +221,8 @@ def _between_calls(layers: int = 16, microbatches: int = 4, repeat: int = 8) -> 
         with Timeline() as timeline:
             pipe.forward_backward((torch.ones(microbatches, 8),), loss_fn=_mean)
         pipe.zero_grad()
-        waited = [one for one in bubbles_of(timeline.records) if one.cause == "interpreter"]
-        found.append(sum(one.end - one.start for one in waited) / (layers * microbatches))
+        # a device alone waits for nothing but the host
+        found.append(device_totals(timeline.records)[0].idle / (layers * microbatches))
     pipe.close()
     return min(found)
 

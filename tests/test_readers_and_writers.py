@@ -34,7 +34,6 @@ READERS = {
     "roundpipe_runtime/distributed/ranks/alarm.py": SYSTEM,
     "roundpipe_runtime/estimate/hardware.py": SYSTEM,
     "roundpipe_runtime/huggingface/trainer/saving_trainer.py": "files of a Trainer, which are pickles",
-    "roundpipe_runtime/timeline/drawing.py": "a page of this package",
 }
 HIDDEN = "it is given a place in a hidden folder, which its caller publishes"
 # Files of both packages that write, rename or save by themselves, and why they may
@@ -59,7 +58,6 @@ WRITERS = {
     "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,
     "roundpipe_runtime/huggingface/trainer/pipeline_trainer.py": "a checkpoint that is complete gets its name",
     "roundpipe_runtime/huggingface/trainer/saving_trainer.py": HIDDEN,
-    "roundpipe_runtime/timeline/drawing.py": "the picture is a file of `whole_file`",
     "yobx_flatten/export/exported_model.py": "a program of another library, which is opened in a hidden folder",
 }
 LOADERS = {"torch", "torch.export", "onnx", "ir", "onnx_ir", "numpy", "np", "json"}

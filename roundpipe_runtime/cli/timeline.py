@@ -11,8 +11,7 @@ import typer
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.bubbles import DeviceTotals, StageTotals, device_totals, stage_totals
-from ..timeline.drawing import draw_on, save_page, save_picture
+from ..timeline.drawing import DeviceTotals, StageTotals, device_totals, draw_on, stage_totals
 from ..timeline.record import merge_timelines
 from .option_objects import format_seconds
 
@@ -23,13 +22,6 @@ def timeline(
         typer.Argument(metavar="FILE...", help="Files written by train --timeline or Timeline.save, one per rank."),
     ],
     stages: Annotated[int, typer.Option(min=0, metavar="N", help="Number of slowest stages to list.")] = 5,
-    picture: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw the timeline as .png, .svg or .pdf.")
-    ] = None,
-    html: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="FILE", help="Also write the timeline as one HTML page, with bubbles by cause."),
-    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
     """Draw a timeline of a run: what each device did, and which stages took longest.
@@ -41,10 +33,6 @@ def timeline(
     """
     read = merge_timelines(files)
     devices, slowest = device_totals(read.records), stage_totals(read.records)
-    if picture is not None:
-        save_picture(read.records, picture)
-    if html is not None:
-        save_page(read.records, html, title=", ".join(path.name for path in files))
     if json:
         say_json(
             {
@@ -62,10 +50,6 @@ def timeline(
         say("\n" + _parameters(read.uploaded, read.skipped))
     if stages:
         say("\n" + "\n".join(_stages(slowest[:stages], len(slowest))))
-    if picture is not None:
-        say(f"\ndrawn into {picture}")
-    if html is not None:
-        say(f"\na page for a browser is in {html}")
     return 0
 
 

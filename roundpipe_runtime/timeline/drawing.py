@@ -1,20 +1,15 @@
-"""Draw a timeline on the terminal, in its width, with a colour for each kind of work."""
+"""Draw a timeline on the terminal, and sum it up: how long each device computed, copied and waited."""
 
 from __future__ import annotations
 
-import importlib.resources
+import dataclasses
 import itertools
-import json
-import os
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from yobx_flatten.errors.dependencies import require
-from yobx_flatten.files.scratch import whole_file, write_text
+from .record import Record, Timeline
 
-from .bubbles import CAUSES, bubbles_of
-from .record import KINDS, Record, Timeline, TimelineFileError
+_COPIES = ("upload", "download")
 
 # Meaning of each letter of the drawing, and its colour on a terminal.
 _WORK = {
@@ -52,102 +47,75 @@ def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str)
     console.print(legend)
 
 
-# Draw a timeline into an image file: a row per device, a bar per piece of work, a colour per kind.
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceTotals:
+    """Seconds that a device computed, copied and waited."""
+
+    device: str  # name of the device
+    busy: float  # seconds in which it computed
+    transfers: float  # seconds of copies while the device did not compute
+    idle: float  # seconds in which it did neither
 
 
-_COLOURS = {
-    "upload": "#bbbbbb",
-    "forward": "#3b75af",
-    "recompute": "#6fc3d0",
-    "loss": "#e3b23c",
-    "backward": "#c44e52",
-    "download": "#888888",
-}
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageTotals:
+    """Time of a stage, all microbatches together."""
+
+    stage: int  # index of the stage in the run
+    device: str  # name of its device
+    seconds: float  # seconds of computation
+    copies: float  # seconds of its copies
+    layers: tuple[int, int]  # first and last layer, -1 where they are not known
+    kinds: tuple[str, ...]  # kinds of work, in order
 
 
-def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Draw records into an image file."""
-    # path: path of the image; its suffix determines the format: `.png`, `.svg`, `.pdf`
-    require("matplotlib", purpose="a picture")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
+    """Return the totals of each device between the first record of all and the last, by name.
 
-    devices = sorted({record.device for record in records})
-    first = min(record.start for record in records)
-    figure = Figure(figsize=(12, 1.2 + 0.5 * len(devices)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    # copies first, so that computation is drawn over them
-    for kind, colour in sorted(_COLOURS.items(), key=lambda pair: pair[0] not in ("upload", "download")):
-        for row, device in enumerate(devices):
-            bars = [
-                (1e3 * (record.start - first), 1e3 * (record.end - record.start))
-                for record in records
-                if record.device == device and record.kind == kind
-            ]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
-    axes.set_yticks(range(len(devices)), devices)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    there = {record.kind for record in records}
-    handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in there]
-    axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(handles), frameon=False)
-    suffix = pathlib.Path(path).suffix.lstrip(".").lower()
-    if suffix not in canvas.get_supported_filetypes():
-        known = ", ".join(f".{name}" for name in ("png", "svg", "pdf"))
-        raise TimelineFileError(f"{os.fspath(path)}: the file name of a picture must end in {known}.")
-    with whole_file(path) as file:
-        figure.savefig(file)
-
-
-# Write a timeline as one self-contained HTML page: lanes of devices and links, and bubbles by cause.
-
-
-_LINKS = {"upload": "in", "download": "back"}
-
-
-def save_page(records: Sequence[Record], path: str | os.PathLike[str], *, title: str = "Timeline") -> None:
-    """Write records as a self-contained HTML page with zoom and tooltips.
-
-    Args:
-        records: records of a timeline; at least one.
-        path: file to write.
-        title: title of the page.
+    >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
+    >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
+    DeviceTotals(device='a', busy=2.0, transfers=1.0, idle=1.0)
     """
-    template = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    # no text of a record can end the script that it stands in
-    data = json.dumps({"title": title, **_data(records)}, separators=(",", ":")).replace("<", "\\u003c")
-    write_text(path, template.replace("/*DATA*/", data))
-
-
-def _data(records: Sequence[Record]) -> dict[str, Any]:
-    """Lanes, bars and totals. Times are in microseconds from the first record."""
-    first = min(record.start for record in records)
-    bubbles = bubbles_of(records)
-    lanes: dict[tuple[str, str], int] = {}
+    if not records:
+        return []
+    whole = max(record.end for record in records) - min(record.start for record in records)
+    found = []
     for device in sorted({record.device for record in records}):
-        kinds = {record.kind for record in records if record.device == device}
-        lanes[device, "computes"] = len(lanes)
-        for kind, name in _LINKS.items():
-            if kind in kinds:
-                lanes[device, name] = len(lanes)
+        own = [record for record in records if record.device == device]
+        busy = _covered(record for record in own if record.kind not in _COPIES)
+        either = _covered(own)
+        found.append(DeviceTotals(device, busy, either - busy, whole - either))
+    return found
 
-    def micro(time: float) -> float:
-        return round(1e6 * (time - first), 1)
 
-    return {
-        "lanes": [[device, what] for device, what in lanes],
-        "kinds": KINDS,
-        "causes": CAUSES,
-        "bars": [
-            [lanes[r.device, _LINKS.get(r.kind, "computes")], KINDS.index(r.kind), micro(r.start), micro(r.end),
-             r.stage, r.microbatch, r.layer]
-            for r in sorted(records, key=lambda record: record.start)
-        ],
-        "bubbles": [
-            [lanes[b.device, "computes"], CAUSES.index(b.cause), micro(b.start), micro(b.end)]
-            for b in sorted(bubbles, key=lambda bubble: bubble.start)
-        ],
-        "end": micro(max(record.end for record in records)),
-    }  # fmt: skip
+def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
+    """Return the totals of each stage, the slowest first.
+
+    A stage is identified by its index and its device: a timeline may hold several runs.
+    """
+    groups: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.stage, record.device), []).append(record)
+    found = []
+    for (stage, device), own in groups.items():
+        layers = [record.layer for record in own if record.layer >= 0]
+        found.append(
+            StageTotals(
+                stage=stage,
+                device=device,
+                seconds=sum(record.end - record.start for record in own if record.kind not in _COPIES),
+                copies=sum(record.end - record.start for record in own if record.kind in _COPIES),
+                layers=(min(layers, default=-1), max(layers, default=-1)),
+                kinds=tuple(dict.fromkeys(record.kind for record in own if record.kind not in _COPIES)),
+            )
+        )
+    return sorted(found, key=lambda totals: -totals.seconds)
+
+
+def _covered(records: Iterable[Record]) -> float:
+    """Seconds covered by at least one of them."""
+    total, until = 0.0, float("-inf")
+    for record in sorted(records, key=lambda record: record.start):
+        total += max(0, record.end - max(record.start, until))
+        until = max(until, record.end)
+    return total

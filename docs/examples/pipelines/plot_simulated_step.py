@@ -4,7 +4,7 @@ What a step waits for
 
 A training step computes, copies parameters to the devices and gradients back, and runs the optimizer on the host. The
 longest of these is the bottleneck; the number of tokens decides which one it is. The first half of this page
-simulates a step on a machine with two GPUs. The second half trains on simulated devices and draws what each device waits for.
+simulates a step on a machine with two GPUs. The second half trains on simulated devices and draws what each device did.
 """
 
 # %%
@@ -13,10 +13,6 @@ simulates a step on a machine with two GPUs. The second half trains on simulated
 #
 # Sixteen layers of 200 million parameters each, on ``meta``, so nothing is allocated; two GPUs with a link of 25 GB/s
 # each.
-
-import html
-import pathlib
-import tempfile
 
 import matplotlib.pyplot as plt
 import torch
@@ -30,7 +26,6 @@ from roundpipe_runtime import (
     Timeline,
 )
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.drawing import save_page
 
 WIDTH, MICROBATCHES = 5120, 4
 
@@ -113,8 +108,8 @@ plt.show()
 # A recorded training
 # -------------------
 #
-# Two steps on two simulated devices are recorded and written as a page that you can zoom. The page is one
-# file without further downloads; ``roundpipe timeline run.json --html run.html`` writes it from a stored timeline.
+# Two steps on two simulated devices are recorded and drawn. ``timeline.save("run.json")`` writes a file that
+# `Perfetto <https://ui.perfetto.dev>`_ opens.
 
 torch.set_num_threads(1)
 layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)], nn.Linear(256, 1024))
@@ -137,20 +132,4 @@ with Timeline() as timeline:
     train()
 pipe.close()
 
-
-class Page:
-    """A page inside of this one."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def _repr_html_(self):
-        style = "width:100%;height:34rem;border:0"
-        return f'<iframe title="timeline" style="{style}" srcdoc="{html.escape(self.text)}"></iframe>'
-
-
-with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder) / "run.html"
-    save_page(timeline.records, path, title="Two steps")
-    page = Page(path.read_text(encoding="utf-8"))
-page
+print(timeline.draw(100))

@@ -73,14 +73,6 @@ def test_totals_are_those_of_the_records(tmp_path, capsys):
     assert out.splitlines()[-1].split() == ["1", "a", "0", "2", "s", "1", "s", "backward"]
 
 
-def test_a_picture_is_drawn(recorded, tmp_path, capsys):
-    """And said to be."""
-    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    assert run(["timeline", str(recorded), "--picture", str(tmp_path / "run.png")]) == 0
-    assert f"drawn into {tmp_path / 'run.png'}" in capsys.readouterr().out
-    assert (tmp_path / "run.png").stat().st_size > 1000
-
-
 def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
     """Empty, damaged, foreign, missing, a folder; nothing on stdout."""
     for name, content in {
@@ -98,22 +90,13 @@ def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
         assert shown.out == ""
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line_and_2(recorded, tmp_path, capsys):
-    """A name without a format, and a file in the place of a folder."""
-    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    (tmp_path / "file").write_text("")
-    for name in ("run.xyz", "file/run.png"):
-        assert run(["timeline", str(recorded), "--picture", str(tmp_path / name)]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 def test_help_fits_into_80_columns(capsys, monkeypatch):
     """With what a user needs to know of the file."""
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["timeline", "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "--picture" in out
+    assert "--stages" in out
 
 
 def of_rank(path, started, end):

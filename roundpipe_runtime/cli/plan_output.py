@@ -367,11 +367,9 @@ def _disk(report: PlanReport) -> list[str]:
     disk, machine = report.disk, report.hardware
     if disk is None:
         return []
-    read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
-    written = disk.written_in_run + disk.written_in_step
     return [
-        f"  The disk reads {format_bytes(read)} at {format_bytes(machine.disk_read or 0)}/s.",
-        f"  The disk writes {format_bytes(written)} at {format_bytes(machine.disk_write or 0)}/s.",
+        f"  The disk reads {format_bytes(disk.read)} at {format_bytes(machine.disk_read or 0)}/s.",
+        f"  The disk writes {format_bytes(disk.written)} at {format_bytes(machine.disk_write or 0)}/s.",
     ]
 
 

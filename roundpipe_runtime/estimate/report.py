@@ -199,7 +199,7 @@ def plan_report(
         simulated=simulated[best],
         hardware=hardware,
         devices=RoundRobin(len(hardware.names)).assign(len(loads)),
-        seconds=[load.compute + load.called for load in loads],
+        seconds=[load.compute for load in loads],
         tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware),
         tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,

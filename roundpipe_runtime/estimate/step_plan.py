@@ -170,7 +170,6 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
     unread = [unread_bytes(layer, plan.tokens, plan.num_microbatch) for layer in plan.layers]
     loads = []
     plan = plan.on(len(machine.names))
-    without_calls = dataclasses.replace(machine, call=0.0)
     stages = plan.stages
     restarts = {stage.layers[0] for stage in stages if stage.kind == "backward"}
     for stage, device in zip(stages, RoundRobin(len(machine.names)).assign(len(stages)), strict=True):
@@ -187,10 +186,9 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
         )
         up, down = plan.part_bytes(stage)
         came.update((device, index) for index in stage.layers)
-        computed = plan.seconds(stage, without_calls)
         loads.append(
             StageLoad(
-                compute=computed,
+                compute=plan.seconds(stage, machine),
                 upload=upload,
                 download=sum(int(plan.layers[i].grad_bytes - unread[i][1]) for i in stage.layers) if goes_back else 0,
                 inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0) + up,
@@ -198,7 +196,6 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
                 copies=stage.copies,
                 copy=stage.copy,
                 share=plan.share_bytes(stage),
-                called=plan.seconds(stage, machine) - computed,
             )
         )
     return loads

@@ -2,8 +2,9 @@
 
 ::
 
-    # a step     forward and backward of all microbatches  |  optimizer    synchronous: one after the other
-    #            with is_async="exact", a layer is updated while the forward of those before it runs
+    a step                forward and backward of all microbatches | optimizer
+    is_async="exact"      optimizer | backward                           or the run alone, whichever is longer
+    a state on a disk     each part takes at least as long as the disk needs for its bytes
 
 :func:`roundpipe_runtime.schedule.simulate` runs the schedule; this module provides its loads and sums up its result.
 """
@@ -11,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -23,7 +23,6 @@ from ..schedule.round_robin import RoundRobin
 from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
 from .hardware import Hardware
-from .layer_footprint import LayerFootprint
 from .memory_estimate import DeviceMemory, HostMemory, device_memory, room_to_keep
 from .step_plan import StepPlan, stage_loads
 
@@ -46,7 +45,6 @@ class StepSimulation:
         tokens: tokens of the step.
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` where the state is on one.
-        called: seconds in which a device waits for the host to call layers, the mean of all devices.
         disk: bytes that the step stores and moves on a disk; ``None`` in memory.
     """
 
@@ -62,7 +60,6 @@ class StepSimulation:
     keep_parameters: float | Literal["auto"]
     tokens: int
     busy: Mapping[str, float]
-    called: float = 0.0
     disk: DiskUse | None = None
 
     @property
@@ -79,17 +76,15 @@ class StepSimulation:
     def bubbles(self) -> dict[str, float]:
         """Shares of the devices' time in which they do not compute, by the causes of a timeline.
 
-        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's,
-        ``"interpreter"`` the host's that calls the layers, and ``"dependency"`` the filling and draining of the
-        pipeline, and stages that wait for longer ones.
+        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's, and
+        ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
         """
         whole = self.seconds or 1.0
         transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
         optimizer = self.exposed_optimizer / whole
         computed = self.run.utilisation * self.run.time / whole
-        interpreter = self.called / whole
-        dependency = max(0.0, 1.0 - transfer - optimizer - computed - interpreter)
-        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency, "interpreter": interpreter}
+        dependency = max(0.0, 1.0 - transfer - optimizer - computed)
+        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency}
 
 
 def simulate(
@@ -137,29 +132,32 @@ def simulate(
         stays = stays_on_devices(plan, machine) and not (host == "disk" and machine.is_virtual and not machine.memory)
     room = _room(plan, machine, keep_parameters, stays=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
-    optimizer = plan.optimizer_bytes / machine.host_rate
-    disk = None
+    run = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
+    optimizer, disk, needed = plan.optimizer_bytes / machine.host_rate, None, 0.0
     if host == "disk":
         _check_disk(machine)
-        disk = disk_use(plan.host_memory, plan.layers, loads)
-        optimizer = optimizer_seconds(plan.host_memory, plan.layers, machine, optimizer)
-        loads = on_disk(loads)
-    alone = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
-    run, seconds = _next_to_optimizer(plan, loads, machine, alone, is_async, optimizer)
+        disk = disk_use(plan, loads)
+        needed = disk.seconds(machine, disk.read_in_run, disk.written_in_run)
+        optimizer = max(optimizer, disk.seconds(machine, disk.read_in_step, disk.written_in_step))
+        optimizer += disk.seconds(machine, disk.read_for_norm, 0)
+    alone = max(run.time, needed)
+    # all layers are updated before the last one is read in the forward: then the backward is left
+    forward = [one.end for one in run.steps if plan.stages[one.step.stage].kind == "forward"]
+    exact = max(alone, optimizer + run.time - max(forward, default=0.0))
+    seconds = {False: alone + optimizer, True: max(alone, optimizer), "exact": exact}[is_async]
     return StepSimulation(
         seconds=seconds,
         run=run,
         loads=loads,
         unhindered=simulate_schedule(loads, machine_of(machine, linked=False), plan.num_microbatch),
         optimizer_seconds=optimizer,
-        exposed_optimizer=seconds - alone.time,
+        exposed_optimizer=seconds - alone,
         device_memory=_memory_of_devices(plan, machine, stays=stays, room=room),
         host_memory=plan.host_memory,
         stays=stays,
         keep_parameters=keep_parameters,
         tokens=plan.tokens,
         busy=_busy(plan, loads, machine, disk),
-        called=_seconds_called(plan, loads) / len(machine.names),
         disk=disk,
     )
 
@@ -178,31 +176,12 @@ def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["a
     return room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
 
 
-def _next_to_optimizer(
-    plan: StepPlan,
-    loads: Sequence[StageLoad],
-    machine: Hardware,
-    alone: Simulation,
-    is_async: Literal[False, True, "exact"],
-    optimizer: float,
-) -> tuple[Simulation, float]:
-    """The run of a step as the optimizer lets it continue, and the seconds of both."""
-    if is_async is False:
-        return alone, alone.time + optimizer
-    run = alone
-    if is_async == "exact":
-        updated = _with_updates(plan, loads, machine, optimizer)
-        run = simulate_schedule(updated, machine_of(machine, linked=True), plan.num_microbatch)
-    return run, max(run.time, optimizer)
-
-
 def machine_of(machine: Hardware, *, linked: bool) -> Machine:
     """Return the devices of a machine, with its links or with ones that take no time."""
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)
-    rates = {"disk_read": machine.disk_read or math.inf, "disk_write": machine.disk_write or math.inf}
-    return Machine(count, machine.link, down=machine.down, overlaps=overlaps, **rates)
+    return Machine(count, machine.link, down=machine.down, overlaps=overlaps)
 
 
 def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: float) -> list[DeviceMemory]:
@@ -217,34 +196,10 @@ def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: 
     )
 
 
-def _seconds_called(plan: StepPlan, loads: Sequence[StageLoad]) -> float:
-    """Seconds in which devices wait for the host to call layers, over all devices."""
-    pairs = zip(plan.stages, loads, strict=True)
-    return sum(load.called * len(stage.microbatches(plan.num_microbatch)) for stage, load in pairs)
-
-
 def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
     """Return whether every device has room for all parameters and gradients at once, so that layers stay there."""
     needed = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
     return machine.memory is None or needed <= FOR_PARAMETERS * machine.memory
-
-
-def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float) -> list[StageLoad]:
-    """The loads of a run in parallel with the previous step's optimizer, which visits the layers in the same order."""
-    sizes = [layer.grad_bytes + layer.table_grad_bytes for layer in plan.layers]
-    whole, sums = sum(sizes) or 1, itertools.accumulate(sizes)
-    ready = [optimizer * size / whole for size in sums]
-    found = []
-    for stage, load in zip(plan.stages, loads, strict=True):
-        forward = [plan.seconds(dataclasses.replace(stage, layers=range(i, i + 1)), machine) for i in stage.layers]
-        if stage.kind == "fused":  # its first layers are read in the forward, which is a third of it
-            forward = [seconds / 3 for seconds in forward]
-        if stage.kind == "backward":
-            forward = [0.0] * len(forward)
-        needed = itertools.accumulate(forward, initial=0.0)
-        updates = [(ready[layer], second) for layer, second in zip(stage.layers, needed, strict=False)]
-        found.append(dataclasses.replace(load, updates=updates))
-    return found
 
 
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
@@ -273,25 +228,12 @@ def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: D
         "optimizer": plan.optimizer_bytes / machine.host_rate,
     }
     if disk is not None:
-        read = disk.read_in_run + disk.read_for_norm + disk.read_in_step
-        written = disk.written_in_run + disk.written_in_step
-        found["disk"] = max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
+        found["disk"] = disk.seconds(machine, disk.read, disk.written)
     return found
 
 
-# Bytes that may wait to be written before the host waits, as in `roundpipe_runtime.device.disk`.
-_BACKLOG = 256 * 2**20
-
 # Layers that are in memory at the same time: the current one, and the next.
 _AT_HAND = 2
-
-
-# Estimate the disk traffic and the optimizer time of a step with its state on a disk.
-#
-#     run     a stage's parameters are read before its upload, its gradients are written after their download
-#     clip    gradients are read once, for their norm
-#     step    layer 0: read | update | write      the reads of a layer run next to the update of the one before it,
-#                     layer 1: read | update | write        and to the writes of those before that
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -306,61 +248,41 @@ class DiskUse:
     read_in_step: int  # everything of the parameters that train
     written_in_step: int  # the same without gradients
 
+    @property
+    def read(self) -> int:
+        """Bytes that a step reads."""
+        return self.read_in_run + self.read_for_norm + self.read_in_step
 
-def disk_use(host: HostMemory, layers: Sequence[LayerFootprint], loads: Sequence[StageLoad]) -> DiskUse:
+    @property
+    def written(self) -> int:
+        """Bytes that a step writes."""
+        return self.written_in_run + self.written_in_step
+
+    def seconds(self, machine: Hardware, read: int, written: int) -> float:
+        """Return the seconds in which the disk reads and writes so many bytes, which it does at the same time.
+
+        Args:
+            machine: devices and host, with the rates of the disk.
+            read: bytes that are read.
+            written: bytes that are written.
+        """
+        return max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
+
+
+def disk_use(plan: StepPlan, loads: Sequence[StageLoad]) -> DiskUse:
     """Return the bytes that a step stores, reads and writes on a disk."""
-    shares = _of_layers(host, layers)
+    host, layers = plan.host_memory, plan.layers
     trained = sum(layer.trained_bytes for layer in layers)
+    stepped = trained + host.masters + host.optimizer
+    kept = host.masters + host.optimizer + host.gradients
+    whole = sum(layer.grad_bytes for layer in layers) or 1
+    largest = max((int(layer.trained_bytes + layer.grad_bytes / whole * kept) for layer in layers), default=0)
     return DiskUse(
         nbytes=host.total - host.activations,
-        resident=_AT_HAND * max((read for read, _ in shares), default=0) + host.activations,
+        resident=_AT_HAND * largest + host.activations,
         read_in_run=sum(load.upload for load in loads),
         written_in_run=sum(load.download for load in loads),
         read_for_norm=host.gradients,
-        read_in_step=trained + host.masters + host.gradients + host.optimizer,
-        written_in_step=trained + host.masters + host.optimizer,
+        read_in_step=stepped + host.gradients,
+        written_in_step=stepped,
     )
-
-
-def on_disk(loads: Sequence[StageLoad]) -> list[StageLoad]:
-    """Return the loads of stages whose parameters are read from a disk, and whose gradients are written there."""
-    return [dataclasses.replace(load, read=load.upload, written=load.download) for load in loads]
-
-
-def optimizer_seconds(host: HostMemory, layers: Sequence[LayerFootprint], machine: Hardware, in_memory: float) -> float:
-    """Return the seconds of the optimizer on a disk, with the norm of all gradients before it."""
-    # in_memory: seconds of all updates, if everything were in memory
-    read_rate, write_rate = machine.disk_read or float("inf"), machine.disk_write or float("inf")
-    whole = sum(layer.grad_bytes for layer in layers) or 1
-    read_end = began = ended = 0.0
-    writes: list[tuple[float, int]] = []  # when the write of each layer ends, and its bytes
-    for layer, (read, written) in zip(layers, _of_layers(host, layers), strict=True):
-        read_end = max(read_end, began) + read / read_rate
-        began = max(ended, read_end)
-        ended = began + in_memory * layer.grad_bytes / whole
-        before = writes[-1][0] if writes else 0.0
-        writes.append((max(before, ended) + written / write_rate, written))
-        ended = max(ended, _when_room(writes))
-    return host.gradients / read_rate + ended
-
-
-def _when_room(writes: Sequence[tuple[float, int]]) -> float:
-    """The second from which on no more bytes wait to be written than may."""
-    waiting = 0
-    for end, nbytes in reversed(writes):
-        waiting += nbytes
-        if waiting > _BACKLOG:
-            return end
-    return 0.0
-
-
-def _of_layers(host: HostMemory, layers: Sequence[LayerFootprint]) -> list[tuple[int, int]]:
-    """Bytes that the step of each layer reads and writes."""
-    whole = sum(layer.grad_bytes for layer in layers) or 1
-    kept = host.masters + host.optimizer
-    found = []
-    for layer in layers:
-        share = layer.grad_bytes / whole
-        written = int(layer.trained_bytes + share * kept)
-        found.append((int(written + share * host.gradients), written))
-    return found

@@ -22,9 +22,6 @@ class Machine:
         link: bytes per second of a link to the device; also from it, unless ``down`` is given.
         memory: bytes of memory of a device.
         down: bytes per second of a link from the device. Default: ``link``.
-        disk_read: bytes per second of a disk that all devices share, from which parameters are read. Default: they are
-            in memory.
-        disk_write: bytes per second of the disk to which gradients are written.
         overlaps: whether a device computes while its links copy. Default: ``True``; virtual devices do one thing
             after the other.
     """
@@ -34,8 +31,6 @@ class Machine:
     memory: float = math.inf
     down: float | None = None
     overlaps: bool = True
-    disk_read: float = math.inf
-    disk_write: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,16 +44,10 @@ class StageLoad:
         inputs: bytes of activations copied to the device per microbatch.
         outputs: bytes of activations copied back per microbatch.
         working: bytes that exist on the device while it computes one microbatch.
-        updates: for each layer that an optimizer updates meanwhile, the second of the iteration from which on it can be
-            read, and the second of the first microbatch's computation at which it is needed. Default: none.
         copies: number of devices that run the stage, each on every ``copies``-th microbatch. Default: 1.
         copy: the index of the copy that this load describes. Default: all copies, on one device after the other.
         share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
             copies the sum back. Default: 0, each copy sends back what it has.
-        called: seconds per microbatch in which the device waits for the host to call the layers. Default: 0.
-        read: bytes of parameters that are read from a disk before they are copied to the device, while the stage before
-            is on its device. Default: 0.
-        written: bytes of gradients that are written to a disk after they were copied back. Default: 0.
     """
 
     compute: float
@@ -67,13 +56,9 @@ class StageLoad:
     inputs: int = 0
     outputs: int = 0
     working: int = 0
-    updates: Sequence[tuple[float, float]] = ()
     copies: int = 1
     copy: int | None = None
     share: int = 0
-    called: float = 0.0
-    read: int = 0
-    written: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +98,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which they did not compute: they waited, copied, or had not been called yet."""
+        """Share of the devices' time in which they did not compute: they waited, or copied."""
         return 1.0 - self.utilisation
 
 
@@ -250,31 +235,13 @@ class _State:
         self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
         self.steps: list[TimedStep] = []
         # when the last of the gradients that copies of the last stage send each other is on the host
-        self.busy = self.began = self.sent = 0.0
-        # when the disk has read and written what it was asked for, and when the last stage was begun to be copied: the
-        # next one is read ahead from then on
-        self.disk_read = self.disk_written = self.asked = 0.0
+        self.busy = self.sent = 0.0
 
     @property
     def time(self) -> float:
-        return max([*self.computed, *self.down, *self.done, self.disk_written])
-
-    def _from_disk(self, load: StageLoad, earliest: float) -> float:
-        """The earliest time, after a given time, at which the upload of a stage may begin."""
-        if not load.read:
-            return earliest
-        self.disk_read = max(self.disk_read, self.asked) + load.read / self.machine.disk_read
-        self.asked = max(earliest, self.disk_read)
-        return self.asked
-
-    def _to_disk(self, load: StageLoad, device: int) -> None:
-        if load.written:
-            there = max(self.disk_written, self.down[device], self.computed[device])
-            self.disk_written = there + load.written / self.machine.disk_write
+        return max([*self.computed, *self.down, *self.done])
 
     def begin(self, time: float) -> None:
-        self.began = time
-        self.disk_read, self.asked = max(self.disk_read, time), max(self.asked, time)
         self.done = [time] * len(self.done)
         self.up = [max(free, time) for free in self.up]
 
@@ -288,7 +255,6 @@ class _State:
             self._run_overlapping(index, load, device, microbatches)
         else:
             self._run_alone(index, load, device, microbatches)
-        self._to_disk(load, device)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
         """Bytes of gradients received from other copies, and sent to the last one."""
@@ -301,11 +267,11 @@ class _State:
     def _run_overlapping(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
         gathered, sends = self._shares(load, microbatches)
-        arrived = self._from_disk(load, max(self.up[device], self.room[device][0])) + load.upload / link
+        arrived = max(self.up[device], self.room[device][0]) + load.upload / link
         now = max(self.computed[device], arrived)
         for microbatch in microbatches:
             start = max(now, self.done[microbatch] + load.inputs / link)
-            now = self._compute(index, load, device, microbatch, start, microbatches)
+            now = self._compute(index, load, device, microbatch, start)
             self.done[microbatch] = now + load.outputs / down
             if sends:  # after what the next stage waits for
                 self.down[device] = max(self.down[device], self.done[microbatch]) + load.share / down
@@ -323,10 +289,10 @@ class _State:
     def _run_alone(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
         gathered, sends = self._shares(load, microbatches)
-        now = self._from_disk(load, max(self.computed[device], self.up[device])) + load.upload / link
+        now = max(self.computed[device], self.up[device]) + load.upload / link
         for microbatch in microbatches:
             start = max(now, self.done[microbatch]) + load.inputs / link
-            now = self._compute(index, load, device, microbatch, start, microbatches) + load.outputs / down
+            now = self._compute(index, load, device, microbatch, start) + load.outputs / down
             self.done[microbatch] = now
             if sends:
                 now += load.share / down
@@ -335,13 +301,8 @@ class _State:
             now = max(now + gathered / link, self.sent + load.share / link)
         self.computed[device] = self.up[device] = now + load.download / down
 
-    def _compute(
-        self, index: int, load: StageLoad, device: int, microbatch: int, start: float, microbatches: Sequence[int]
-    ) -> float:
-        whole = load.compute + load.called
-        end = start + whole
-        if microbatch == microbatches[0]:  # which waits inside of the stage for layers that are being updated
-            end = max([end, *(self.began + ready + whole - needed for ready, needed in load.updates)])
+    def _compute(self, index: int, load: StageLoad, device: int, microbatch: int, start: float) -> float:
+        end = start + load.compute
         self.steps.append(TimedStep(Step(index, microbatch, device), start, end))
         return end
 

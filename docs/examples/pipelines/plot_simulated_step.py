@@ -91,7 +91,7 @@ plt.show()
 # The devices during this step:
 
 shares = {"compute": [1 - sum(step.bubbles.values()) for step in steps]}
-for cause in ("transfer", "optimizer", "dependency", "interpreter"):
+for cause in ("transfer", "optimizer", "dependency"):
     shares[cause] = [step.bubbles[cause] for step in steps]
 figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 ax.stackplot(

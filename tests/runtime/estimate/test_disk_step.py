@@ -59,7 +59,7 @@ def test_a_slow_disk_is_what_a_step_waits_for():
     """Nothing else takes time: all that is read, in order, and gradients that are written after the last of it."""
     rate = 1e6
     found = simulate(planned(), machine(disk_read=rate, disk_write=1e18), host="disk")
-    read = found.disk.read_in_run + found.disk.read_for_norm + found.disk.read_in_step
+    read = found.disk.read
     assert found.seconds == pytest.approx(read / rate, rel=1e-6)
     assert (found.bottleneck, found.busy["disk"]) == ("disk", pytest.approx(read / rate))
 

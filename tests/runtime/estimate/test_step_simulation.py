@@ -149,12 +149,12 @@ def test_the_optimizer_waits_for_the_run_or_goes_next_to_it(step):
     assert after.seconds == pytest.approx(after.run.time + optimizer)
     assert late.seconds == max(late.run.time, optimizer)
     assert late.seconds < exact.seconds < after.seconds
-    # the forward of the last layer, and its backward, come after its update
+    # the last layer, forward and backward, and the backward of those before it, come after its update
     assert exact.seconds >= optimizer + 3 * 2 * 2 * ROWS * PARAMETERS / 1e9
 
 
 def test_bubbles_are_all_of_the_time_without_computation(step):
-    """Transfers, optimizer, dependencies and the interpreter."""
+    """Transfers, optimizer, and dependencies."""
     for how, call in ((False, 0.0), (False, 0.01), ("exact", 0.0), ("exact", 0.01)):
         found = simulate(step, machine(2, call=call), is_async=how)
         computed = found.run.busy / 2 / found.seconds
@@ -196,13 +196,8 @@ def test_what_a_call_costs_the_host_counts(step):
     # two layers in the forward stage, a third of a call each; three going back, two thirds
     assert found.run.time - free.run.time == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
     assert found.busy["interpreter"] == pytest.approx(3 * MICROBATCHES * 0.3)
-    # the device does not compute then, as in a timeline
-    assert found.run.busy == free.run.busy
-    assert free.bubbles["interpreter"] == 0
-    assert found.bubbles["interpreter"] == pytest.approx((found.run.time - free.run.time) / found.seconds)
     called = simulate(step, card)
-    assert called.run.busy + called.called == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
-    assert called.run.busy == pytest.approx(simulate(step, machine()).run.busy)
+    assert called.run.busy == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
     assert called.bottleneck == "interpreter"
 
 

@@ -138,13 +138,6 @@ def test_a_device_that_does_not_overlap_does_one_thing_after_the_other():
     assert result.links == [(2 * (20 + 2 * 10), 2 * (10 + 2 * 10))]
 
 
-def test_the_first_microbatch_waits_for_layers_that_are_updated():
-    """Layers of 1 s each that can be read after 0.5, 3 and 3.5 s: the second one is waited for, the others follow."""
-    load = StageLoad(3.0, updates=[(0.5, 0.0), (3.0, 1.0), (3.5, 2.0)])
-    result = simulate([load, StageLoad(3.0)], Machine(1), 2)
-    assert [timed.end for timed in result.steps] == [5.0, 8.0, 11.0, 14.0]
-
-
 def test_copies_of_a_stage_take_turns():
     """A stage of 4 s on two of three devices: each has every second microbatch, and its own upload."""
     stages = [StageLoad(1.0), StageLoad(4.0, upload=10, download=10, copies=2)]

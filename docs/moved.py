@@ -26,7 +26,7 @@ MOVED = {
     "guide/runtime_lora": "guide/lora",
     "guide/runtime_schedule": "guide/runtime_plan#schedule-stages-and-microbatches",
     "guide/runtime_split": "guide/runtime_loss#how-a-batch-is-split",
-    "guide/runtime_stages": "guide/runtime_distributed#layers-on-different-machines",
+    "guide/runtime_stages": "guide/runtime_distributed",
     "guide/runtime_types": "guide/runtime_loss#your-own-classes-in-a-batch",
     "guide/security": "license#security",
     "guide/store_inputs": "guide/record#save-inputs-and-outputs-to-files",

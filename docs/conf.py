@@ -109,7 +109,7 @@ sphinx_gallery_conf = {
 
 # An example must run as quietly as a user's program does on the first try; progress bars would fill the page.
 os.environ.setdefault("TQDM_DISABLE", "1")
-# A package that the theme brings along (a11y_pygments) sets the root logger to INFO when it is imported; every library
+# A dependency of the theme (a11y_pygments) sets the root logger to INFO when it is imported; every library
 # would log its steps to the terminal. The first call that configures the root logger decides.
 logging.basicConfig(level=logging.WARNING)
 # matplotlib has no window here, which is what is wanted.

@@ -23,7 +23,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--peer",
         choices=("none", *(name for name in WAYS if not name.startswith("yobx_flatten"))),
         default="none",
-        help="run the same columns through what transformers brings along (onnx-diagnostic does not import with "
+        help="run the same columns through transformers' own code (onnx-diagnostic does not import with "
         "transformers 5.23)",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The ways to flatten and export that are compared: this package, and what transformers brings along.
+"""The ways to flatten and export that are compared: this package, and the code of transformers.
 
 onnx-diagnostic, the third one that is known, does not import with transformers 5.23.
 """

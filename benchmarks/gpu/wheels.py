@@ -51,7 +51,7 @@ def fetch(folder: Path) -> int:
         _cut_down(wheel)
     size = sum(path.stat().st_size for path in folder.glob("*/*.whl"))
     if size > _MOST:
-        raise SystemExit(f"{folder} has {size / 1e6:.1f} MB, and {_MOST / 1e6:.0f} are the most.")
+        raise SystemExit(f"{folder} has {size / 1e6:.1f} MB, but the limit is {_MOST / 1e6:.0f}.")
     return size
 
 

@@ -87,7 +87,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
     ]
     found += [
         f"{leaf.path} is a {type(leaf.value).__qualname__} that is not registered. Every microbatch would write into "
-        "the same one. Register it first:\n"
+        "the same object. Register it first:\n"
         "    with register_flattening_functions(patch_transformers=True): ..."
         for leaf in flat.leaves
         if is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)

@@ -359,7 +359,7 @@ def _names_and_shapes(model: nn.Module) -> str:
 
 
 def _check_causal(model: nn.Module) -> None:
-    """Refuse a model that sees the tokens that it predicts, as encoders do: its loss would mean nothing."""
+    """Refuse a model in which tokens see the tokens to predict, as in encoders: its loss would mean nothing."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):

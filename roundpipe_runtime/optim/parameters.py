@@ -514,7 +514,7 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
 def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients, in the memory of one of them."""
     if total.layout != torch.strided and gradient.layout == torch.strided:
-        return gradient.add_(total)  # torch adds sparse to dense, and not the other way round
+        return gradient.add_(total)  # torch adds sparse to dense tensors, but not dense to sparse
     return total.add_(gradient)
 
 

@@ -99,8 +99,8 @@ def register_pytree_node(
     Args:
         cls: the class; subclasses need their own registration.
         flatten: ``obj -> (children, static)``.
-        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has the two arguments the other way
-            round.
+        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has the
+            two arguments in the reverse order.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; ``None`` numbers the
             children.
         backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.

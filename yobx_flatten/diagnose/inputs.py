@@ -106,7 +106,7 @@ def check_inputs(
             ``None``, the default, keeps every size fixed.
 
     Returns:
-        Errors first, then warnings: an object that holds itself (then nothing else is checked); arguments
+        Errors first, then warnings: an object that contains itself (then nothing else is checked); arguments
         that ``forward`` does not take, does not name or never reads; objects of classes that are not registered;
         ``dynamic_shapes`` that do not fit; offloaded weights; inputs on another device; one tensor passed
         twice; slices of larger tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and

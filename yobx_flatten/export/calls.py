@@ -112,7 +112,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
             if example.loop:
                 traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
-                report.remark("the file was replayed, and not the program, which has no weights of its own.")
+                report.remark("the file was checked, but not the program, which has no weights.")
             # of a larger model the file is replayed alone: it holds what the program does
             runs = asked.proof == "full" and not traced.readers
             source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)

@@ -60,7 +60,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache that continues from the same tokens on its own: a prompt is read once for several texts."""
+        """An independent cache with the same tokens: a prompt is read once for several texts."""
         made = memo[id(self)] = type(self)(self.steps)
         made.__dict__ |= vars(self)  # nothing of it is changed in place, but for what a library writes
         if self.state is not None:
@@ -181,7 +181,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def cross_attention_cache(self) -> Any:
-        """A copy of the keys and values of what the encoder read."""
+        """A copy of the keys and values of the encoder's output."""
         return self._copy("encoder")
 
     def _copy(self, side: str) -> Any:

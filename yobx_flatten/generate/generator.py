@@ -38,7 +38,7 @@ class SpeechCall:
 
     @property
     def asks(self) -> bool:
-        """Whether anything is asked."""
+        """Whether any option is set."""
         return any(value is not None for value in dataclasses.astuple(self))
 
 

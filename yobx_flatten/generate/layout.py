@@ -75,7 +75,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder that a file is of, where its configurations are."""
+    """Return the folder of a file, with its configurations."""
     # file: a file, which may be where transformers.js looks for it
     parent = file.parent
     above = (

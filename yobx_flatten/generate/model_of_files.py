@@ -122,7 +122,7 @@ class FileModel(ModelWithoutWeights):
             self.get_encoder().steps = self.steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the files as the model is called."""
+        """Call the files with the arguments of the model's forward."""
         check_given(dict(zip((self.main_input_name,), args, strict=False)) | kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -164,7 +164,7 @@ class FileModel(ModelWithoutWeights):
         return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs)
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
-        """The heads that times of words are read off, each by its place among those of its layer in the files."""
+        """The heads for the times of words, each by its index among its layer's heads in the files."""
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
@@ -184,7 +184,7 @@ class FileModel(ModelWithoutWeights):
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
     def _weights(self, cache: FileCache, count: int) -> dict[str, Any]:
-        """The weights of attention of a call, layer by layer, with as many heads as are in the files."""
+        """The attention weights of a call, layer by layer, with the heads that the files return."""
         found = {} if cache.state is None else cache.state.weights
         if not found:
             return {}
@@ -528,12 +528,12 @@ def _defaults(method: Any) -> dict[str, Any]:
 
 
 def _kept(scores: torch.Tensor, asked: int | torch.Tensor) -> torch.Tensor:
-    """The scores of the last tokens, or of some."""
+    """The logits of the last tokens, or of selected tokens."""
     return scores[:, asked if isinstance(asked, torch.Tensor) else slice(-asked or None, None)]
 
 
 def _loop_of(stated: Mapping[str, Any]) -> Any:
-    """The class whose ``generate`` is that of the exported model."""
+    """The class that defines the exported model's ``generate``."""
     import transformers
 
     own = exported_class(stated)

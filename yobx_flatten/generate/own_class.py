@@ -71,7 +71,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         raise NotImplementedError
 
     def _changes_nothing(self, name: str, value: Any) -> bool:
-        """Whether a model returns the same without an argument."""
+        """Whether a model returns the same result without an argument."""
         if isinstance(value, torch.Tensor):
             return name in _MASKS and bool(value.all())
         is_default = isinstance(value, (int, float, str)) and value == self.arguments.get(name)
@@ -107,7 +107,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self._enabled = False
 
     def enable_adapters(self) -> None:
-        """Compute with the adapter of the last :meth:`set_adapter` again."""
+        """Use the adapter of the last :meth:`set_adapter` again."""
         if self._chosen is None:
             raise InvalidArgumentError("No adapter was chosen yet: model.set_adapter(NAME)")
         self.set_adapter(self._chosen)
@@ -150,7 +150,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object of its own class, where transformers has one; code of a folder is not run."""
+    """Return a configuration as an object of transformers' class, if it exists; code of a folder is not run."""
     # encoder: whether the model is an encoder-decoder, where the document does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
@@ -217,7 +217,7 @@ def _class_name(stated: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _model_names() -> frozenset[str]:
-    """The names of all models, read off the tables of the installed transformers; no model is imported."""
+    """The names of all models, read from the tables of the installed transformers; no model is imported."""
     from transformers.models.auto import modeling_auto
 
     tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]

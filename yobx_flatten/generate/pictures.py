@@ -190,7 +190,7 @@ TILED: Mapping[str, str] = {
     "llava_next_video": "LlavaNextVideo",
     "llava_onevision": "LlavaOnevision",
 }
-"""By type of a model, what the names of its classes begin with."""
+"""The prefix of a model's class names, by model type."""
 
 _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
@@ -209,7 +209,7 @@ class Tiles:
     def split(
         self, pixels: torch.Tensor, sizes: torch.Tensor | None, together: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tiles of each picture, without those that pad."""
+        """Return the tiles of each picture, without padding tiles."""
         # pixels: tiles of shape (images, tiles, channels, height, width), or (tiles, channels, height, width)
         # sizes: height and width of each picture before it was cut, integers of shape (images, 2)
         # together: the number of pictures of each prompt, where that is known: of several none is cut
@@ -280,7 +280,7 @@ _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurre
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
-    """Make the cache that has seen no token, by name of the input."""
+    """Make the empty cache, by name of the input."""
     # returns: zeros by name of the input; axes that vary have size 0, the first one the batch size
     made = {}
     for slot in slots:
@@ -301,7 +301,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Check that a generation loop has everything that a file takes."""
+    """Check that a generation loop has every input of a file."""
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(

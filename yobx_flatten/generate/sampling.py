@@ -1,4 +1,4 @@
-"""Choose the next token: the likeliest one or a sampled one, of scores that rules of the configuration changed."""
+"""Choose the next token, greedily or by sampling, from logits that the configuration's rules have changed."""
 
 from __future__ import annotations
 

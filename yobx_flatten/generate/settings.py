@@ -35,7 +35,7 @@ class Documents:
 
     @property
     def is_speech(self) -> bool:
-        """Whether they are of a Whisper, with languages and times that its own loop finds out."""
+        """Whether they belong to a Whisper, whose own loop determines language and times."""
         stated = any(self.generation.get(name) is not None for name in _OF_SPEECH)
         return stated and bool(self.config.get("max_source_positions"))
 
@@ -233,7 +233,7 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    """Refuse tokens that are forced or forbidden, and that a model does not have; it may suppress any."""
+    """Refuse forced or forbidden tokens that are not in the vocabulary; any token may be suppressed."""
     for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
         for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
             if isinstance(vocabulary, int) and token >= vocabulary:

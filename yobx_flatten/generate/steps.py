@@ -1,4 +1,4 @@
-"""Call the files once: read a prompt, or one token, with the cache of the call before."""
+"""Call the files once: read a prompt, or one token, with the cache of the last call."""
 
 from __future__ import annotations
 

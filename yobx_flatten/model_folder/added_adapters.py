@@ -135,7 +135,7 @@ def _stored(
 
 
 def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
-    """Write adapters next to the files that take them."""
+    """Write adapters next to the files that accept them."""
     rooms: Mapping[str, Port] | None = None
     for adapter in adapters:
         rooms = rooms_of_files(folder) if rooms is None else rooms
@@ -148,7 +148,7 @@ def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
 
 
 def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:
-    """Write the form of onnxruntime, which the clients of onnxruntime-genai load."""
+    """Write adapters in onnxruntime's format, which the clients of onnxruntime-genai load."""
     import onnxruntime
 
     def value(matrix: torch.Tensor) -> onnxruntime.OrtValue:

@@ -35,13 +35,13 @@ def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **opti
 
 
 def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
-    """Return the text that a reply to one message continues."""
+    """Return the prompt text for a reply to one message."""
     _check_template(tokenizer, folder)
     return _written(tokenizer, [{"role": "user", "content": message}])
 
 
 def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return what a model replies."""
+    """Return the reply of a model."""
     # options: keywords of `generate`; `tools` and `documents` are for the template
     of_template = {name: options.pop(name) for name in ("tools", "documents") if name in options}
     prompt = message_tokens(tokenizer, messages, **of_template)
@@ -51,7 +51,7 @@ def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **o
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
-    """Yield text as it grows, whole characters only."""
+    """Yield growing text, with complete characters only."""
     shown = ""
     for new in tokens:
         made.append(new)
@@ -101,7 +101,7 @@ CHATS = "cases/generate-chats.case"
 """Where a folder keeps the answers of the model."""
 
 CHAT_TOKENS = 50
-"""New tokens of each answer, at most."""
+"""Largest number of new tokens of each answer."""
 
 _QUESTIONS = (
     "What is the capital of France?",
@@ -120,7 +120,7 @@ _QUESTIONS = (
 def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
-    """Return questions in the tokens of a model and their mask, int64 of shape (rows, length), padded on the left."""
+    """Return tokenized questions and their mask, int64 of shape (rows, length), padded on the left."""
     # questions: what to ask; by default ten questions of our own. Without a chat template these are read as they are.
     # returns: `None` where there is no tokenizer, or, for our own questions, none with a chat template; its tokens are
     # not the model's, or the model has no room for an answer

@@ -75,7 +75,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
-    """Give the files of a folder the places in which transformers.js looks for them."""
+    """Move the files of a folder to the paths of transformers.js."""
     kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
@@ -108,7 +108,7 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
 
 
 def _most_bits(paths: Sequence[pathlib.Path]) -> str:
-    """The bits of the weights that take most bytes, of files that keep those of a checkpoint."""
+    """The bits of the weights with the most bytes, for files that keep the bits of a checkpoint."""
     sizes: collections.Counter[int] = collections.Counter()
     for path in paths:
         graph = read_onnx(path, failure=DamagedFileError).graph
@@ -290,7 +290,7 @@ def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
 
 
 def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:
-    """Compare the joined file with the two: a first call of two rows, and the next one."""
+    """Compare the joined file with the two files: a first call of two rows, and the next call."""
     import onnxruntime
 
     begin, go_on, merged = (

@@ -117,7 +117,7 @@ def _exported_again(
 
 
 def _options_of(file: pathlib.Path) -> dict[str, Any]:
-    """The options that a file was exported with, as far as it shows them."""
+    """The options that a file was exported with, as far as the file shows them."""
     opsets = read_onnx(file, failure=DamagedFileError).opset_import
     version = next(one.version for one in opsets if one.domain in ("", "ai.onnx"))
     return {"opset_version": version, "optimize": "onnxruntime" if shared_inputs(file) else None}
@@ -125,7 +125,7 @@ def _options_of(file: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> Iterator[None]:
-    """Leave room for adapters inside, in the layers in which the files of a folder have it."""
+    """In the block, the layers have the optional adapter inputs that the files of a folder have."""
     rooms = rooms_of_files(folder)
     layers = {name.rpartition(".")[0] for name in rooms}
     sizes = {

@@ -111,7 +111,7 @@ def _written(
 
 
 def _with_fixed_batch(shapes: Any) -> Any:
-    """A specification in which the first axis of every tensor stays as it is."""
+    """A specification in which the first axis of every tensor is fixed."""
     if isinstance(shapes, dict) and all(isinstance(key, int) for key in shapes):
         return {axis: dim for axis, dim in shapes.items() if axis != 0}
     if isinstance(shapes, dict):
@@ -121,7 +121,7 @@ def _with_fixed_batch(shapes: Any) -> Any:
 
 @contextlib.contextmanager
 def _for_sizes_of_its_own(model: str, path: pathlib.Path) -> Iterator[None]:
-    """Name the way to a file of fixed sizes where a program does not take others."""
+    """Suggest a file of fixed sizes if a program does not accept other sizes."""
     try:
         yield
     except ReplayError as error:
@@ -135,7 +135,7 @@ def _for_sizes_of_its_own(model: str, path: pathlib.Path) -> Iterator[None]:
 
 
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
-"""Runtimes that folders are written for."""
+"""Runtimes for which folders can be written."""
 
 FORMATS: Mapping[str, str] = {
     "onnxruntime": "onnx",
@@ -161,7 +161,7 @@ class FolderFormat:
     optimize: Literal["onnxruntime"] | None = None
     logits: str = "all"  # positions whose scores are returned: `"all"` or `"last"`
     layout: Layout = "flat"
-    word_times: bool = False  # whether the decoders of a Whisper return what times of words are read off
+    word_times: bool = False  # whether Whisper decoders return attention for word times
 
     def __post_init__(self) -> None:
         if self.batch is None and (self.bounds or {}).get("batch") == 1:
@@ -234,7 +234,7 @@ def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
 
 
 def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
-    """Return a text whose rows are within the bounds: its first token is in the cache, all others in one call."""
+    """Return a text with rows within the bounds: the first token is in the cache, all others are in one call."""
     if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
         return tokens
     return tokens[:, : min(bounds.length, bounds.new + 1)]

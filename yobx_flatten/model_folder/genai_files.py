@@ -139,7 +139,7 @@ def _slides(config: Any) -> bool:
 def picture_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Return the contents of ``genai_config.json`` for a model that sees."""
+    """Return the contents of ``genai_config.json`` for a vision-language model."""
     # inputs, shared: those of the decoder, see `decoder_config`
     # returns: `None` where its decoder cannot be run
     text = model.config.get_text_config(decoder=True)

@@ -23,7 +23,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """The cases of one adapter by file, and how far a quantised file is from the model with it."""
+    """The cases of one adapter by file, and the difference of a quantized file from the model with the adapter."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
@@ -89,7 +89,7 @@ def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
 
 
 def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError) -> pathlib.Path:
-    """Return the path of a folder; refuse what is none, with the line that writes one."""
+    """Return the path of an exported folder; refuse other paths, with the line that writes a folder."""
     if not isinstance(folder, str | os.PathLike):
         raise InvalidArgumentError(
             f"expected the path of an exported folder, found {describe_class(folder)}. To write one:\n"

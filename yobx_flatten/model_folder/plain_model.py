@@ -1,4 +1,4 @@
-"""Open a folder as a Hugging Face model that writes no text: encoders and their heads, and one that speaks.
+"""Open a folder as a Hugging Face model that generates no text: encoders with their heads, and speech models.
 
 Imports transformers.
 """
@@ -90,7 +90,7 @@ class SpeakingFileModel(ModelWithoutWeights):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Return ``True``: the files speak."""
+        """Return ``True``: the files generate speech."""
         return True
 
     def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:

@@ -40,13 +40,13 @@ Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders that PEFT wrote, by the name that an adapter is switched on by."""
 
 _CHATS = 10
-"""Answers that a file with quantised weights is compared with."""
+"""Number of answers with which a quantized file is compared."""
 
 _ROWS = {"full": 8, "standard": 4}
 """Rows of a text that files are measured on; 2 of a larger model, whose answers to chats are not compared."""
 
 _ROUNDING = 24
-"""Rows of a text that matrices are rounded to 4 bits by, after those that the file is measured on."""
+"""Rows of a text for the rounding to 4 bits, after the rows that measure the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all cases are replayed, and not those alone that a large model has the time for."""
+        """Whether all cases are run, not only the few cases for a large model."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
@@ -157,7 +157,7 @@ def plan_folder(
 
 
 def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
-    """The plan with adapters that were read, and the layers that have room for them."""
+    """The plan with the loaded adapters, and the layers that accept them."""
     form = plan.form
     in_place = form.layout in ("flat", "genai")
     if form.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
@@ -212,7 +212,7 @@ def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
 
 
 def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:
-    """Refuse a model whose files could not be checked, or could not generate as it does."""
+    """Refuse a model whose files could not be checked, or could not generate like the model."""
     if form.largest is not None:
         form.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
@@ -286,7 +286,7 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Add the chats and the text by which matrices are rounded to the plan."""
+    """Add the chats and the text for the rounding of matrices to the plan."""
     quantization, form, model = plan.quantization, plan.form, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan

@@ -23,7 +23,7 @@ def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any
     """Make the ``__getattr__`` of a module that provides private names of a library."""
     # names: the location of each name, by the provided name
     # returns: the function; it raises `AttributeError` for any other name, and `ImportError` with the version, the
-    # place and what to use instead where a release has not got the name
+    # place and what to use instead if a release lacks the name
 
     @functools.cache
     def find(name: str) -> Any:

@@ -16,7 +16,7 @@ from ..files.tensors import read_tensors
 from .ports import Port
 
 ADAPTERS = "adapters"
-"""The folder below an exported one in which adapters are."""
+"""The subfolder for adapters in an exported folder."""
 
 FIRST, SECOND = "lora_A", "lora_B"
 """How the names of the inputs end, after a dot: (rows, rank) comes first, then (rank, columns)."""
@@ -53,7 +53,7 @@ def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, tor
 
 
 def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port], where: str) -> None:
-    """Refuse matrices that files do not take, or of other sizes or another type than they take."""
+    """Refuse matrices that the files do not accept, or with a wrong size or type."""
     for name, matrix in found.items():
         port = rooms.get(name)
         if port is None:

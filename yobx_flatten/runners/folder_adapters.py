@@ -44,11 +44,11 @@ class FolderAdapters:
 
     @property
     def names(self) -> Sequence[str]:
-        """The adapters that there are."""
+        """The names of the adapters."""
         return [] if self._folder is None else adapter_names(self._folder)
 
     def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
-        """Have an adapter that was read already, or that is not in the folder yet."""
+        """Add an adapter that was read already, or that is not in the folder yet."""
         self._read[name] = matrices
 
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A cache that the library of a file writes in place: a step changes it, and nothing of it is copied.
+"""A cache that the runtime writes in place: a step changes it without a copy.
 
 .. code-block:: text
 
@@ -86,7 +86,7 @@ class TensorBuffers(InPlaceCache):
         return self._seen
 
     def reserve(self, new: int) -> None:
-        """Have memory for a step."""
+        """Allocate memory for a step."""
         total = self._seen + new
         # the trace assumes that there is room for more: a slice of all of it would be no slice
         if self._own and total < self._capacity:
@@ -107,7 +107,7 @@ class TensorBuffers(InPlaceCache):
         self._own = True
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the tokens that are there."""
+        """Return copies of the stored tokens."""
         return {name: self[name][:, :, : self._seen].clone() for name in self.presents}
 
     def grown(self, tokens: int) -> None:

@@ -59,7 +59,7 @@ def value_type(kind: str) -> ValueType:
 
 
 def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Return an input as onnxruntime takes it."""
+    """Convert an input for onnxruntime."""
     # returns: an `onnxruntime.OrtValue`, which shares the memory of `leaf` where it can; an array of text for text
     from onnxruntime import OrtValue
 
@@ -283,7 +283,7 @@ class BufferedCache(InPlaceCache):
         self._seen = 0
 
     def reserve(self, total: int, new: int) -> None:
-        """Have memory for a step."""
+        """Allocate memory for a step."""
         self._seen = total
         if total <= self.capacity:
             return

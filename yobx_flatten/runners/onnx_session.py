@@ -1,4 +1,4 @@
-"""Open an ONNX file with onnxruntime, on the device of a name or on a list of execution providers."""
+"""Open an ONNX file with onnxruntime, on a named device or with a list of execution providers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of se
 
 @contextlib.contextmanager
 def without_spinning() -> Iterator[None]:
-    """Let the threads of sessions that are opened in the block sleep while they wait, as a check is to do."""
+    """Let threads of sessions that are opened in the block sleep while they wait, for checks."""
     token = _SPINS.set(False)  # on a busy machine they wait for most of the time
     try:
         yield
@@ -222,7 +222,7 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
 
 
 def is_on_cpu(providers: Providers) -> bool:
-    """Return whether nothing but the CPU of onnxruntime computes."""
+    """Return whether only onnxruntime's CPU provider computes."""
     return [_name(one) for one in providers] == [CPU]
 
 

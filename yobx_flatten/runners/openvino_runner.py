@@ -21,7 +21,7 @@ from .in_place import CheckedRunner, InPlaceCache
 from .signature import KEY, Signature, Size
 
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-"""What a model is compiled with."""
+"""Options for compiling a model."""
 
 _TYPES = {
     "f16": torch.float16,
@@ -185,7 +185,7 @@ class StateCache(InPlaceCache):
         self.rows = torch.arange(len(self.rows), dtype=torch.int32)
 
     def crop(self, kept: int) -> None:
-        """Take out the last tokens."""
+        """Remove the last tokens."""
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from ..errors.dependencies import require
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 KEPT_SCORES = "num_logits_to_keep"
-"""Input of an ONNX file that has a value, so that none has to be given: of how many last tokens it returns scores."""
+"""Optional input of an ONNX file: the number of last tokens whose logits it returns."""
 
 _NAMES = (
     "Export it again with these names, which export_onnx gives by itself:\n"
@@ -217,7 +217,7 @@ class Element(NamedTuple):
     packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """The size of a number of elements."""
+        """The bytes of a number of elements."""
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 

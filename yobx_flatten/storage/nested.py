@@ -45,7 +45,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when there is an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object holds itself. The message has the line to type for each.
+            tensor subclass, or when an object contains itself. The message has the line to type for each.
         StaticDataError: when static data, or a leaf, is something that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -245,7 +245,7 @@ class Initializers:
             )
         start, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
         if start < 0 or length < 0:
-            raise self._damaged(record, "has no place in the file next to this one")
+            raise self._damaged(record, "has no valid offset in its data file")
         return self._folder / location, start, length
 
     def _size(self, path: pathlib.Path, record: dict[str, Any]) -> int:

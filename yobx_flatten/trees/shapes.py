@@ -122,7 +122,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
 
     Raises:
         DynamicShapesError: naming the key path, what was found there and what fits.
-        InvalidArgumentError: when an object holds itself.
+        InvalidArgumentError: when an object contains itself.
 
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
     Traceback (most recent call last):

@@ -149,7 +149,7 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
         One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
 
     Raises:
-        InvalidArgumentError: when an object holds itself.
+        InvalidArgumentError: when an object contains itself.
 
     >>> import torch
     >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]

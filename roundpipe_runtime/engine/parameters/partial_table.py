@@ -50,7 +50,7 @@ class PartialTable:
     def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
         self._device, self.by_rows, self._count = device, by_rows, count
         # A view with its own version counter, since only unread rows are written. The tensor itself refers to this
-        # object; the other way round its memory would stay until a garbage collection.
+        # object; otherwise its memory would stay until a garbage collection.
         self._memory = self.as_rows(tensor.data)
         self._is_poisoned = False
         self._lock = threading.Lock()

@@ -273,7 +273,7 @@ class PartialLayer:
                 stand = self._stands.get(id(copy))
                 if stand is None:
                     stand = self._stands[id(copy)] = stand_for(copy, table, self._known, is_proved=self._plan.is_look)
-                slot.owner._parameters[slot.name] = stand  # type: ignore[assignment] # isinstance() takes it for one
+                slot.owner._parameters[slot.name] = stand  # type: ignore[assignment] # isinstance() treats it as one
             else:
                 whole.setdefault(id(slot.owner), []).append(slot)
         for slots in whole.values():

@@ -106,7 +106,7 @@ def genai_picture_pieces(model: TransformersModel, rows: int | None = None) -> l
 
 
 FRAMES = 3000
-"""Frames of sound that the library hands to an encoder: 30 seconds."""
+"""Frames of sound that the library passes to an encoder: 30 seconds."""
 
 ALLOWED = "allowed_logits"
 """The scores in which tokens that the configuration suppresses are the least likely ones."""

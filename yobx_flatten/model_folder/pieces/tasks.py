@@ -109,7 +109,7 @@ def pieces_for(
     word_times: bool = False,
     for_genai: bool = False,
 ) -> tuple[str, list[Piece]]:
-    """Make the files to be of a model."""
+    """Split a model into the modules of its files."""
     # rows: the number of rows of every example and case; `None` for several numbers of them
     # whole_cache, logits: see `decoder_pieces`; word_times: see `encoder_decoder_pieces`
     # for_genai: whether the files are those that onnxruntime-genai runs, see `genai`; `False` by default
@@ -146,7 +146,7 @@ def pieces_for(
 
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
-    """Refuse to export less than the model does, unless the task is requested."""
+    """Refuse a task that exports only a part of the model, unless it is requested."""
     if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
         check_other_media(model, task)
     generates = getattr(model, "can_generate", None)

@@ -59,7 +59,7 @@ def decoder_pieces(
     logits: str = "all",
     proof: str = "full",
 ) -> list[Piece]:
-    """A model that reads tokens and continues with them: one file, ``model``."""
+    """A model that reads tokens and continues them: one file, ``model``."""
     # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
     # by the mask; `False` by default
     # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
@@ -365,7 +365,7 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
 
 
 Head = tuple[int, int]
-"""A layer, and a head of its attention to what the encoder read."""
+"""A layer, and a head of its cross-attention."""
 
 
 def heads_of(model: TransformersModel) -> list[Head]:
@@ -432,7 +432,7 @@ _MOST = 2048  # tokens of a call that has to be made as long as the table
 
 @torch.no_grad()
 def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
-    """Return the number of tokens that a model reads at most; ``None`` where none is known."""
+    """Return the largest number of tokens that a model reads; ``None`` if unknown."""
     # is_large: whether a call of many tokens takes too long, so that only models that take positions are asked
     config = model.config.get_text_config(decoder=True)
     stated = next((getattr(config, name) for name in _NAMES if type(getattr(config, name, None)) is int), 0)

@@ -96,7 +96,7 @@ def _language_model(model: TransformersModel) -> Any:
 
 
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
+    """A vision-language model: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
     _check_splits(model)
     has_grids = GridVisionEncoder.fits(model)
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
@@ -149,7 +149,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
 
 
 def _check_splits(model: TransformersModel) -> None:
-    """Refuse a model whose text is not read by a module that the files can have alone."""
+    """Refuse a model whose text is not read by a separate module."""
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
         # image tokens that have their own positions: the language model alone does not get them

@@ -117,7 +117,7 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
 
 
 def _is_replication(stated: object) -> bool:
-    """Whether layers of a model are repeated a number of times that can be."""
+    """Whether the number of repetitions of a model's layers is possible."""
     pairs: list[Any] = stated if isinstance(stated, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs):
         return False
@@ -201,7 +201,7 @@ _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse names that are no names of files."""
+    """Refuse names that are not valid file names."""
     if not _NAME.fullmatch(name):
         raise InvalidArgumentError(
             f"adapters: {name!r} is not a name of an adapter. Write letters, digits, _, - and dots: french=FOLDER"

@@ -19,7 +19,7 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
-from ..batch.loss import warn_if_uneven
+from ..batch.loss import LossContract, warn_if_uneven
 from ..batch.splitting import split, split_flat
 from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
@@ -168,9 +168,38 @@ class Engine(RunLifecycle):
     ) -> list[PyTree]:
         """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
         # span: indices of the layers, starting with the first
-        with warnings.catch_warnings():  # warnings about single rows or missing gradients do not concern the user
-            warnings.simplefilter("ignore")
+        with self._leaving_no_trace():
             return self._outputs_within(microbatches, config, span, trial=trial)
+
+    def try_backward(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        take: Callable[[nn.Parameter, torch.Tensor], bool],
+    ) -> None:
+        """Run forward and backward, and offer each gradient to a function; none of them reaches a parameter."""
+        contract = LossContract("sum", [one.rows for one in microbatches])
+        config = dataclasses.replace(config, execute_plan=None, last_stage_copies=1, output_device=None)
+        of_spec: dict[str, Any] = {"loss_fn": loss_fn, "take_gradient": take, "keep_outputs": False, "trial": "parts"}
+        with self._leaving_no_trace(), torch.enable_grad():
+            run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
+            try:
+                run.start_all(host_values)
+                self.execute(run, run.spec.stages)
+            finally:
+                run.discard()
+
+    @contextlib.contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Restore what a trial changes: gradient mode, and the order of the devices of the next run."""
+        with warnings.catch_warnings(), self.lock, gradient_mode_kept():
+            warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
+            cursor = self.round_robin.cursor
+            try:
+                yield
+            finally:
+                self.round_robin.cursor = cursor
 
     def _outputs_within(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
@@ -321,6 +350,8 @@ class Engine(RunLifecycle):
         """Record the state that a call has left in layers and losses."""
         try:
             yield
+            if self.row_check is not None:
+                self.row_check.warn()
         finally:
             self.loss_checks.end()
             if self.row_check is not None:

@@ -182,7 +182,7 @@ class RunLifecycle:
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         partial_plan = self._partial_plan(spec, config, size)
-        if kind == "fused":
+        if kind == "fused" and spec.trial is None:  # no gradient of a trial reaches the store
             self.store.begin_run(contents)
         at_hand = self.store.at_hand(contents, [layer for stage in spec.stages for layer in stage.layers])
         how = timer, contract, self.kept, draws, at_hand, memory, self.steps.wait_cleared, partial_plan
@@ -286,8 +286,9 @@ class RunLifecycle:
         """Discard a run that has failed."""
         self.kept.drop()  # the run may have ended in the middle of an upload
         run.discard()
-        self.store.note_failed(error)
-        self.steps.note_raised(error)
+        if run.spec.trial is None:
+            self.store.note_failed(error)
+            self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
         """Commit the results of a complete run to the model."""

@@ -10,6 +10,11 @@ differ; for those, rows are combined with different rows, while all calls draw t
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
+Outputs do not show what a backward does: scale gradients by how often an id occurs in the batch, divide them by the
+number of rows, stop those of some rows. So the gradients of the parameters are compared, too::
+
+    gradients    of a, b and c together  =  of a and b  +  of c
+
 Before an error, other rows of the batch are tried, as rounding can change a choice near a tie, such
 as the expert of a token.
 """
@@ -22,7 +27,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -37,6 +43,7 @@ from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..errors import RoundPipeWarning, SplitError, warn
 from .checks import Repeats
 from .config import RoundPipeRunConfig
+from .digests import Digest, digest, distance, typical
 from .recomputed import LayerAttributes
 from .run import Trial
 
@@ -46,6 +53,18 @@ _FEW, _SEVERAL = 3, 4
 # How many times other rows are tried before an error.
 _TRIALS = 3
 
+_HAS_STATE = (
+    "A layer keeps a state from call to call, in an attribute or a buffer, that its outputs depend on. Each microbatch "
+    "is a call, as in a loop over microbatches, so results depend on their number. For one call per batch:\n"
+    "    RoundPipeRunConfig(num_microbatch=1)"
+)
+
+# Hooks of the caller are called for batches, and not for trials.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# Gradients of up to this number of elements are kept whole.
+_WHOLE = 2**16
+
 _Hook: TypeAlias = Callable[..., Any]
 
 
@@ -53,13 +72,15 @@ class CannotTryError(Exception):
     """Layers do not run on some rows of a batch; the message gives the reason."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RowTrial:
     """Some rows of a batch."""
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
     outputs: list[Any] = dataclasses.field(default_factory=list)  # outputs of all layers for all rows, and for parts
+    is_equal: bool = False  # whether the outputs for the parts are those for all rows
+    has_state: bool = False  # whether the same rows give other outputs at the next call, with the same draws
 
     @property
     def count(self) -> int:
@@ -91,6 +112,15 @@ class Rows(Protocol):
     ) -> list[Any]:
         """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
 
+    def try_backward(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        take: Callable[[nn.Parameter, torch.Tensor], bool],
+    ) -> None:
+        """Run forward and backward, and offer each gradient to a function; none of them reaches a parameter."""
+
 
 class RowCheck:
     """Whether the rows of a pipeline's batches were found to be independent, by kind of call and mode."""
@@ -99,7 +129,9 @@ class RowCheck:
         self._repeats = Repeats()
         self._shown: set[Hashable] = set()
         self._failures: collections.Counter[Hashable] = collections.Counter()
+        self._compared: collections.Counter[Hashable] = collections.Counter()
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
+        self._has_state = False
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers treat rows independently."""
@@ -124,12 +156,23 @@ class RowCheck:
             return
         if layer is not None:
             raise _mixes(engine.layers[layer], layer)
+        self._compared[kind] += 1
+        is_odd = self._compared[kind] % 2 == 1  # calls 1, 4, 16, ...: a backward costs more than a forward
+        if config.requires_grad and is_odd and (layer := last_of_mixed_gradients(engine, trials, config)) is not None:
+            raise _mixes_gradients(engine.layers[layer], layer)
+        self._has_state = trials[-1].has_state and kind not in self._shown
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
+
+    def warn(self) -> None:
+        """Warn, after a successful call, that layers keep a state from one microbatch to the next."""
+        if self._has_state:
+            warn(_HAS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
         """Record the state of the layers after a call, which may have changed it."""
         self.tried.clear()
+        self._has_state = False
         self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
@@ -175,6 +218,65 @@ def first_that_mixes(
     return found
 
 
+def last_of_mixed_gradients(engine: Rows, trials: Sequence[RowTrial], config: RoundPipeRunConfig) -> int | None:
+    """Return the last layer whose gradients for some rows are not the sum of those for parts; ``None`` without one."""
+    # trials: rows whose outputs do not depend on other rows
+    found = None
+    for trial in (one for one in trials if one.is_equal):
+        try:
+            found = _last_mixed(engine, trial, config)
+        except Exception:  # the call itself fails in its backward, and its error gives the reason
+            return None
+        if found is None:
+            break
+    return found
+
+
+def _last_mixed(engine: Rows, trial: RowTrial, config: RoundPipeRunConfig) -> int | None:
+    whole = _gradients(engine, [trial.whole], trial, config)
+    if not whole or any(one.odd is not None for one in whole.values()):
+        return None
+    parts = _gradients(engine, trial.parts, trial, config)
+    least = 0.1 * max(map(typical, whole.values()))
+    for number in reversed(range(len(engine.layers))):
+        for parameter in engine.layers[number].parameters():
+            limit = tolerance("rows", *(one for one in (parameter.dtype, _coarsest()) if one is not None))
+            if distance(parts.get(parameter), whole.get(parameter), least) > limit:
+                return number
+    return None
+
+
+def _gradients(
+    engine: Rows, microbatches: Sequence[FlatMicrobatch], trial: RowTrial, config: RoundPipeRunConfig
+) -> dict[nn.Parameter, Digest]:
+    """The gradients of a sum over rows of the outputs, which each value of an output changes."""
+    of_whole, of_part = (pytree.tree_leaves(one) for one in (trial.outputs[0], trial.outputs[-1]))
+    has_rows = [rows_of(one, few, trial.count) is not None for one, few in zip(of_whole, of_part, strict=True)]
+    found: dict[nn.Parameter, Digest] = {}
+    lock = threading.Lock()  # several devices offer gradients
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        leaves = [leaf for leaf, kept in zip(pytree.tree_leaves(outputs), has_rows, strict=True) if kept]
+        return sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
+
+    def take(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        one = digest(gradient.cpu(), whole=_WHOLE)
+        with lock:
+            found[parameter] = found[parameter] + one if parameter in found else one
+        return True
+
+    with set_apart(engine.layers):
+        engine.try_backward(microbatches, config, loss, take)
+    return found
+
+
+def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
+    """A sum over elements whose gradients are different, and of a normal size, also for large numbers."""
+    values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    finite = torch.where(values.isfinite(), values, 0.0).float()
+    return (finite + finite.square().log1p()).sum()
+
+
 class _Comparison:
     """Runs layers on some rows, whole, in parts, and combined with different rows."""
 
@@ -185,11 +287,13 @@ class _Comparison:
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
         """The first layer that mixes these rows."""
-        if not self._differs(trial, number, together=True):
+        trial.is_equal = not self._differs(trial, number, together=True)
+        if trial.is_equal:
             return None
         if self._is_other(trial, number, "others"):
             return None  # the same rows differ at the next call even with equal draws: this proves nothing
         draws = self._is_other(trial, number, "parts", together=True)  # or keeps a state in buffers
+        trial.has_state = draws and self._is_other(trial, number, "others", together=True)
         mixes = self._depends_on_others if draws else self._differs
         return self._first(functools.partial(mixes, trial), number)
 
@@ -296,26 +400,29 @@ def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator
     """Disable batch norms, which normalise each microbatch as in a loop, and hooks of the caller."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
-    hooks = [] if with_hooks else [(m, (m._forward_pre_hooks, m._forward_hooks)) for m in modules]
+    hooks = [] if with_hooks else [(m, [getattr(m, name) for name in _HOOKS]) for m in modules]
     kept = [LayerAttributes(layer) for layer in layers]
 
     def restore() -> None:
         for norm in norms:
             norm.training = True
-        for module, (before, after) in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
+        for module, found in hooks:
+            for name, of_module in zip(_HOOKS, found, strict=True):
+                setattr(module, name, of_module)
         for attributes in kept:
             attributes.restore()
 
     with (undoing := Undoing(restore)), undoing:
         for norm in norms:
             norm.training = False
-        for module, (before, after) in hooks:
-            module._forward_pre_hooks, module._forward_hooks = _of_torch(before), _of_torch(after)
+        for module, found in hooks:
+            for name, of_module in zip(_HOOKS, found, strict=True):
+                if of_module:
+                    setattr(module, name, _of_torch(of_module))
         yield
 
 
-def _of_torch(hooks: dict[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
+def _of_torch(hooks: Mapping[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
     """The hooks of libraries: torch's compute weights, transformers' collect outputs."""
 
     def is_of_library(hook: _Hook) -> bool:
@@ -335,6 +442,16 @@ def _mixes(layer: nn.Module, number: int) -> SplitError:
         "returns different values than for the same rows in two parts. Results would depend on the split. If the "
         "rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
         '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
+        "    RoundPipeRunConfig(num_microbatch=1)"
+    )
+
+
+def _mixes_gradients(layer: nn.Module, number: int) -> SplitError:
+    return SplitError(
+        f"The batch is split along axis 0, and layer {number} ({type(layer).__name__}), or one after it, mixes rows in "
+        "its backward: the gradients for some rows together are not the sum of those for the same rows in two parts. "
+        "Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. Results would "
+        "depend on the split. Run the batch as one microbatch:\n"
         "    RoundPipeRunConfig(num_microbatch=1)"
     )
 

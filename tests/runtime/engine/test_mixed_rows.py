@@ -1,5 +1,6 @@
 """Layers that do not compute each row by itself are refused by name, whatever their classes state."""
 
+import contextlib
 import copy
 import random
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError
 from roundpipe_runtime.engine.rows import mixes_rows, shared_by_rows
 from yobx_flatten.core.compare import tolerance
 
@@ -199,8 +200,114 @@ APART = {
 def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
     """In training mode, with dropout, random numbers of all kinds, states in buffers and norms of torch."""
     pipe = pipeline(APART[kind]())
-    for _ in range(2):
+    warns = pytest.warns(RoundPipeWarning, match="keeps a state") if kind == "buffers" else contextlib.nullcontext()
+    with warns:  # of a state that outputs depend on, at the first call
         call(pipe, way)
+    call(pipe, way)
+    pipe.close()
+
+
+class Backward(torch.autograd.Function):
+    """Computes each row by itself, with another backward."""
+
+    @staticmethod
+    def forward(ctx, x, back):
+        ctx.back = back
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.back(gradient), None
+
+
+class Looks(nn.Module):
+    """A table that is looked up by the signs of the inputs."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def forward(self, x):
+        ids = (x > 0).long().flatten(0, 1)
+        found = self.made(ids)
+        return found.reshape(*x.shape[:2], -1)[..., :8]
+
+
+def backward(back):
+    return lambda: Layer(lambda layer, x: Backward.apply(x, back))
+
+
+def hooked(back):
+    def after(layer, x):
+        if x.requires_grad:
+            x.register_hook(back)
+        return x
+
+    return lambda: Layer(after)
+
+
+def by_the_mean(layer, x):
+    return x + (x - x.detach()) * x.detach().mean()
+
+
+MIXES_BACK = {
+    "by the number of ids": lambda: Looks(nn.Embedding(2, 8, scale_grad_by_freq=True)),
+    "by the number of ids, summed": lambda: Looks(nn.EmbeddingBag(2, 8, mode="sum", scale_grad_by_freq=True)),
+    "by the norm": backward(lambda gradient: gradient / gradient.norm()),
+    "by the number of rows": backward(lambda gradient: gradient / len(gradient)),
+    "less the mean": backward(lambda gradient: gradient - gradient.mean(0)),
+    "by the norm, in a hook": hooked(lambda gradient: gradient / gradient.norm()),
+    "by the mean of the batch": lambda: Layer(by_the_mean),
+    "of all but the first row": lambda: Layer(lambda layer, x: torch.cat([x[:1].detach(), x[1:]])),
+}
+APART_BACK = {
+    "a table": lambda: Looks(nn.Embedding(2, 8)),
+    "a table with padding": lambda: Looks(nn.Embedding(2, 8, padding_idx=1)),
+    "a bag": lambda: Looks(nn.EmbeddingBag(2, 8, mode="mean")),
+    "turned": backward(lambda gradient: -gradient),
+    "by the norm of each row": backward(lambda gradient: F.normalize(gradient, dim=(1, 2))),
+    "half, in a hook": hooked(lambda gradient: gradient / 2),
+    "straight through": lambda: Layer(lambda layer, x: x + (x.round() - x).detach()),
+    "stopped": lambda: Layer(lambda layer, x: x.detach()),
+}
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients"])
+@pytest.mark.parametrize("kind", MIXES_BACK)
+def test_a_layer_that_mixes_rows_in_its_backward_is_refused(kind, way):
+    """Outputs show nothing. One microbatch gives the gradients of the layers without a pipeline."""
+    pipe = pipeline(MIXES_BACK[kind]())
+    before = torch.get_rng_state()
+    with pytest.raises(SplitError, match=r"(?s)layer [12] .*in its backward.*num_microbatch=1"):
+        call(pipe, way)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert torch.equal(before, torch.get_rng_state())
+    call(pipe, "no gradients")
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", APART_BACK)
+def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), APART_BACK[kind](), nn.Linear(8, 8), nn.Tanh())
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    config = RoundPipeRunConfig(num_microbatch=3)
+    pipe.forward_backward(
+        (X,), label=LABELS, loss_fn=lambda y, label: F.mse_loss(y, label, reduction="sum"), run_config=config
+    )
+    F.mse_loss(plain(X), LABELS, reduction="sum").backward()
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    pipe.close()
+
+
+def test_hooks_of_a_backward_take_gradients_of_the_batch_only():
+    """Rows that are tried come to no hook of the caller."""
+    pipe, seen = pipeline(nn.Identity()), []
+    pipe[0].register_full_backward_hook(lambda module, given, gradients: seen.append(len(gradients[0])))
+    call(pipe, "loss", X.clone().requires_grad_())
+    assert seen == [3, 3]
     pipe.close()
 
 
@@ -241,6 +348,7 @@ def test_hooks_take_the_outputs_of_the_batch_only():
     pipe.close()
 
 
+@pytest.mark.filterwarnings("ignore:A layer keeps a state")
 def test_it_changes_no_bit_of_what_follows():
     """Random numbers, buffers and gradients are those of a pipeline that looks at nothing."""
     found = []

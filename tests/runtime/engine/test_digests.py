@@ -1,11 +1,11 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.check."""
+"""Tests of roundpipe_runtime.engine.digests."""
 
 import math
 
 import pytest
 import torch
 
-from roundpipe_runtime.huggingface.cutting.check import digest, distance, typical
+from roundpipe_runtime.engine.digests import digest, distance, typical
 
 SHAPES = [(7,), (4096,), (5000,), (3, 4097), (1200, 900)]  # less than a row of the sums, one, and more than 128
 

@@ -158,9 +158,15 @@ class RowCheck:
             raise _mixes(engine.layers[layer], layer)
         self._compared[kind] += 1
         is_odd = self._compared[kind] % 2 == 1  # calls 1, 4, 16, ...: a backward costs more than a forward
-        if config.requires_grad and is_odd and (layer := last_of_mixed_gradients(engine, trials, config)) is not None:
-            raise _mixes_gradients(engine.layers[layer], layer)
-        self._has_state = trials[-1].has_state and kind not in self._shown
+        equal = [trial for trial in trials if trial.is_equal]
+        most = min(max(count or 0 for count in rows), _FEW)  # devices have room for a microbatch
+        if config.requires_grad and is_odd and equal and most > 1:
+            few = dataclasses.replace(config, num_microbatch=math.ceil(total / most))
+            some = iter(equal) if equal[0].count <= most else few_rows(engine, batch, few)
+            layer = last_of_mixed_gradients(engine, some, _has_rows(equal[0]), config)
+            if layer is not None:
+                raise _mixes_gradients(engine.layers[layer], layer)
+        self._has_state = any(trial.has_state for trial in trials) and kind not in self._shown
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
 
@@ -218,13 +224,16 @@ def first_that_mixes(
     return found
 
 
-def last_of_mixed_gradients(engine: Rows, trials: Sequence[RowTrial], config: RoundPipeRunConfig) -> int | None:
+def last_of_mixed_gradients(
+    engine: Rows, trials: Iterator[RowTrial], has_rows: Sequence[bool], config: RoundPipeRunConfig
+) -> int | None:
     """Return the last layer whose gradients for some rows are not the sum of those for parts; ``None`` without one."""
     # trials: rows whose outputs do not depend on other rows
+    # has_rows: for each leaf of the outputs, whether it has an axis with the rows
     found = None
-    for trial in (one for one in trials if one.is_equal):
+    for trial in itertools.islice(trials, _TRIALS):
         try:
-            found = _last_mixed(engine, trial, config)
+            found = _last_mixed(engine, trial, has_rows, config)
         except Exception:  # the call itself fails in its backward, and its error gives the reason
             return None
         if found is None:
@@ -232,11 +241,11 @@ def last_of_mixed_gradients(engine: Rows, trials: Sequence[RowTrial], config: Ro
     return found
 
 
-def _last_mixed(engine: Rows, trial: RowTrial, config: RoundPipeRunConfig) -> int | None:
-    whole = _gradients(engine, [trial.whole], trial, config)
+def _last_mixed(engine: Rows, trial: RowTrial, has_rows: Sequence[bool], config: RoundPipeRunConfig) -> int | None:
+    whole = _gradients(engine, [trial.whole], has_rows, config)
     if not whole or any(one.odd is not None for one in whole.values()):
         return None
-    parts = _gradients(engine, trial.parts, trial, config)
+    parts = _gradients(engine, trial.parts, has_rows, config)
     least = 0.1 * max(map(typical, whole.values()))
     for number in reversed(range(len(engine.layers))):
         for parameter in engine.layers[number].parameters():
@@ -246,12 +255,16 @@ def _last_mixed(engine: Rows, trial: RowTrial, config: RoundPipeRunConfig) -> in
     return None
 
 
+def _has_rows(trial: RowTrial) -> list[bool]:
+    """Whether leaves of the outputs have an axis with the rows."""
+    whole, part = (pytree.tree_leaves(one) for one in (trial.outputs[0], trial.outputs[-1]))
+    return [rows_of(one, few, trial.count) is not None for one, few in zip(whole, part, strict=True)]
+
+
 def _gradients(
-    engine: Rows, microbatches: Sequence[FlatMicrobatch], trial: RowTrial, config: RoundPipeRunConfig
+    engine: Rows, microbatches: Sequence[FlatMicrobatch], has_rows: Sequence[bool], config: RoundPipeRunConfig
 ) -> dict[nn.Parameter, Digest]:
     """The gradients of a sum over rows of the outputs, which each value of an output changes."""
-    of_whole, of_part = (pytree.tree_leaves(one) for one in (trial.outputs[0], trial.outputs[-1]))
-    has_rows = [rows_of(one, few, trial.count) is not None for one, few in zip(of_whole, of_part, strict=True)]
     found: dict[nn.Parameter, Digest] = {}
     lock = threading.Lock()  # several devices offer gradients
 

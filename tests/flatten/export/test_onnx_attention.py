@@ -100,13 +100,11 @@ def test_norms_of_heads_are_not_swapped_with_tokens(exported):
     assert not nodes_of(path, "Transpose")
 
 
-def test_what_slides_out_of_the_window_is_cut_in_one_piece(exported):
-    """Every layer of Mistral slides: its keys and values leave by a ``Slice``; the replay goes past the window."""
-    path, report = exported("mistral, all layers slide")
-    names = [output.name for output in onnx.load(path).graph.output if "present" in output.name]
-    made = {node.output[0]: node.op_type for node in nodes_of(path, "Slice", "Gather")}
+def test_a_layer_that_slides_has_the_operator_too(exported):
+    """Every layer of Mistral slides; the replay goes past the window."""
+    _, report = exported("mistral, all layers slide")
 
-    assert [made[name] for name in names] == ["Slice"] * 4
+    assert report.operators["Attention"] == 2
     assert report.ok
 
 

@@ -23,7 +23,7 @@ from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.adapters import FIRST
 from ..flat_program import decompose_untranslated, flat_program
-from .rewrite.attention import fuse_attention, slice_windows
+from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
 from .rewrite.heads import put_tokens_first, rotate_together
 from .rewrite.optimize import fuse_skip_norms, join_projections, keep_last_scores, optimize_graph
@@ -117,7 +117,6 @@ def convert(
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)
-    slice_windows(graph)
     if fuse:
         fuse_attention(converted.model)
     if share:

@@ -118,7 +118,7 @@ class Quantization:
 
     @property
     def bits(self) -> int:
-        """Most bits of a stored weight."""
+        """Largest number of bits of a stored weight."""
         return 4 if self.weights == "int4" else 8
 
     @property

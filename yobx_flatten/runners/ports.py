@@ -6,7 +6,7 @@
     past_key_values.length         <-- next time --   present.length
     past_key_values.0.encoder.key      stays as the first call returned it, where no output has its name
 
-Any other part of the cache grows. A file that takes it and does not return it would forget what it read.
+Any other part of the cache grows. A file that accepts a cache but does not return it would lose earlier tokens.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) 
 
 
 def _given(case: Case, left: Sequence[str], counted: Sequence[str]) -> Case:
-    """A case with what a file takes, and a mask of ones where the model insists on one."""
+    """A case with the inputs of a file, and a mask of ones if the model requires a mask."""
     given = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
     given |= {name: torch.ones_like(given[name]) for name in counted if name.endswith("mask")}
     return dataclasses.replace(case, kwargs=given)

@@ -353,7 +353,7 @@ class _CallNews:
         self.arrived.put(reason)
 
     def note_sums(self, summed: Future[None]) -> None:
-        """Wake up who waits for the sums; stop the call if they have failed."""
+        """Wake threads that wait for the sums; stop the call if the sums have failed."""
         if error := summed.exception():
             self.stop(error)
         self.arrived.put(summed)

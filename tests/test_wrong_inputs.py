@@ -241,7 +241,7 @@ def test_a_device_that_is_not_there_names_one_that_is():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["verify", "a.txt"], "a.txt is a file. Name the folder"),
+        (["verify", "a.txt"], "yobx-flatten verify a.txt --model MODEL"),
         (["chat", "a.txt"], "a.txt is a file. Name the folder"),
         (["chat", "nowhere"], "There is no folder nowhere. To write it: yobx-flatten export MODEL -o nowhere"),
         (["generate", "a.txt", "--prompt", "x"], "a.txt is a file. Name the folder"),

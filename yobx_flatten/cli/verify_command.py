@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..generate.layout import MANIFEST
 from ..model_folder.explain import FolderExplanation, explain_folder
 from ..model_folder.verify import verify_folder
 from ..terminal.failures import CHECK_FAILED, REFUSED, UserError
@@ -50,10 +51,9 @@ def verify(
         if device is not None or explain is not None:
             raise UserError("--device and --explain are for folders that export wrote. Leave them out with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
-    if names:
-        raise UserError(
-            f"--map goes with the model of the file:\n    yobx-flatten verify {folder} --model MODEL --map ..."
-        )
+    if names or (folder.exists() and not (folder / MANIFEST).exists()):
+        why = "--map goes with the model of the file" if names else f"{folder} was not written by yobx-flatten export"
+        raise UserError(f"{why}. Name the model:\n    yobx-flatten verify {folder} --model MODEL")
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)
         explained = None if explain is None else explain_folder(folder, explain)

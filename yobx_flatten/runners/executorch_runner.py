@@ -32,6 +32,8 @@ SIGNATURE = KEY.replace(".", "_")
 ROWS = "yobx_flatten_rows"
 """Name of the method of a file that writes its cache in place; it returns a :class:`Rows` as text."""
 
+_TYPES = {0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16}
+_TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}  # by torch's number of the type; 6 is float32
 _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were tried together
 
 
@@ -189,8 +191,13 @@ def open_pte(
         warnings.simplefilter("ignore")  # that its own interface is experimental
         program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
         names = program.method_names
-    if not {METHOD, SIGNATURE} <= set(names):
-        raise ForeignFileError(f"{path} was not written by to_executorch: it does not state its inputs.")
+    if METHOD not in names:
+        raise ForeignFileError(f"{path} has no method {METHOD}. It has {', '.join(sorted(names))}.")
+    if SIGNATURE not in names:  # of another exporter: its inputs and outputs are numbers
+        stated = program.load_method(METHOD).metadata
+        tensors = [stated.input_tensor_meta(at) for at in range(stated.num_inputs())]
+        inputs = [(f"{at}", _TYPES.get(one.dtype(), torch.float32), one.sizes()) for at, one in enumerate(tensors)]
+        return ExecuTorchRunner(program, Signature(inputs, [f"{at}" for at in range(stated.num_outputs())]), path.name)
     (text,) = program.load_method(SIGNATURE).execute([])
     signature = Signature.from_json(text, str(path))
     if ROWS not in names:

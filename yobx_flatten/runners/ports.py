@@ -58,12 +58,7 @@ def present_of(name: str) -> str | None:
 
 
 def check_cache_outputs(
-    inputs: Iterable[str],
-    outputs: Collection[str],
-    where: str,
-    *,
-    of: str | None = None,
-    remedy: str = _NAMES,
+    inputs: Iterable[str], outputs: Collection[str], where: str, *, of: str | None = None, remedy: str = _NAMES
 ) -> None:
     """Refuse files that accept a growing cache and do not return all of it.
 

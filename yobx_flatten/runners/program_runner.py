@@ -13,13 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import (
-    FlattenError,
-    GenerationError,
-    NotRegisteredError,
-    ReplayError,
-    UntrustedFileError,
-)
+from ..errors import FlattenError, GenerationError, NotRegisteredError, ReplayError, UntrustedFileError
 from ..errors.dependencies import is_installed
 from ..errors.failures import first_line, raised_as
 from ..private_names.of_torch import pytree

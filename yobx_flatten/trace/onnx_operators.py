@@ -213,21 +213,14 @@ def _decomposed() -> tuple[Any, ...]:
     """Return the operators in decompositions, including those of Python."""
     from ..private_names.of_torch import decompositions
 
-    return (
-        operator_names(),
-        operators_with_kernel("CompositeImplicitAutograd"),
-        list(decompositions.items()),
-    )
+    return (operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items()))
 
 
 def _known() -> tuple[Any, ...]:
     """Return the sources of a table: the operators that libraries have defined so far, and onnxscript's functions."""
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
-    return (
-        operator_names(),
-        [(name, *entry.overloads, *entry.complex) for name, entry in functions],
-    )
+    return (operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions])
 
 
 # Interface of a model library that adapts traces, and the list of those that open blocks use.

@@ -73,6 +73,7 @@ def matched(
     # names, plain: of each leaf, as our files and as torch.export name it
     # stated: the mapping of the user, by the file's name
     # by_order: whether what has no known name at all is taken in order, as outputs may be
+    by_order |= all(map(str.isdigit, graph))  # a file without names
     found = {name: stated[name] for name in graph if name in stated}
     unknown = sorted(set(found.values()) - set(names))
     if unknown:

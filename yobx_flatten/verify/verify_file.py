@@ -22,7 +22,7 @@ import torch
 
 from ..core.compare import tolerance
 from ..declare.scopes import register_flattening_functions
-from ..errors import FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.failures import first_line
 from ..export.calls import export_onnx
@@ -103,13 +103,17 @@ def verify_file(
             'cases=[Case("the example", args), Case("five rows", others)].'
         )
     found: dict[str, VerifiedFile] = {}
+    known: set[str] = set()  # inputs and outputs of all files
     loaded = functools.cache(functools.partial(_in_type, base))
     for file in _files(place):
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         if on_file is not None:
             on_file(name)
         facts = _Facts.of(file)
-        found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, trust, explain)
+        found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, known, trust, explain)
+    if strange := sorted(set(names or ()) - known):
+        there = f"There are {', '.join(sorted(known))}."
+        raise InvalidArgumentError(f"names, --map: no file has an input or output {strange[0]}. {there}")
     return FileReport(place, found)
 
 
@@ -121,7 +125,7 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
     below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a folder may hold one for each component
     found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
     if not found:
-        raise ForeignFileError(f"There is no file with the suffix {', '.join(_SUFFIXES)} at {place}.")
+        raise ForeignFileError(f"{place} holds no file with the suffix {', '.join(_SUFFIXES)}. Name the right folder.")
     return found
 
 
@@ -177,13 +181,15 @@ def _verified(
     model: torch.nn.Module,
     cases: list[Case] | None,
     stated: Mapping[str, str],
+    known: set[str],
     trust: bool,
     explain: bool,
 ) -> VerifiedFile:
     try:
         runner = open_runner(file, trust=trust, caller="verify_file", failure=ReplayError)
-    except ReplayError as error:
+    except (ReplayError, ForeignFileError, DamagedFileError) as error:
         return VerifiedFile(why_not=first_line(error))
+    known |= {*runner.ports, *runner.outputs}
     best: dict[bool, tuple[VerifiedFile, Call]] = {}  # a merged decoder has two branches, and each has to be right
     merged = BRANCH in runner.ports and cases is None
     with register_flattening_functions(patch_transformers=True), torch.no_grad():

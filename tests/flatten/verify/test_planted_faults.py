@@ -259,6 +259,8 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
     assert verdict(proto, model, tmp_path, names={"words": "input_ids"}).ok is True
     with pytest.raises(InvalidArgumentError, match="no tokens to map"):
         verdict(proto, model, tmp_path, names={"words": "tokens"})
+    with pytest.raises(InvalidArgumentError, match=r"no file has an input or output wrods\. There are .*words"):
+        verdict(proto, model, tmp_path, names={"wrods": "input_ids"})
 
 
 def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):

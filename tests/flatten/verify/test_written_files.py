@@ -97,13 +97,35 @@ def test_a_file_of_executorch_is_compared(tmp_path):
     torch.manual_seed(0)
     linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
     x = torch.randn(4, 3)
-    export_program(linear, (x,)).to_executorch(tmp_path / "model.pte", backend="portable")
+    program = export_program(linear, (x,), dynamic_shapes=None)
+    program.to_executorch(tmp_path / "model.pte", backend="portable")
     cases = [Case("the example", (x,)), Case("other values", (torch.randn(4, 3),))]
     (one,) = verify_file(tmp_path / "model.pte", linear, cases=cases).files.values()
     assert one.ok is True, str(one)
     assert {case.runtime for case in one.report.cases} == {"executorch"}
     torch.nn.init.ones_(linear[0].weight)
     assert verify_file(tmp_path / "model.pte", linear, cases=cases).ok is False
+
+
+@pytest.mark.filterwarnings("ignore:.*read_binary:DeprecationWarning")  # its exporter reads files of its own so
+def test_a_file_that_executorch_wrote_by_itself_is_compared(tmp_path):
+    """Its inputs have no names, only types and sizes; what is damaged is not judged, and states why."""
+    pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")
+    from executorch.exir import to_edge
+
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
+    x = torch.randn(4, 3)
+    program = to_edge(torch.export.export(linear, (x,))).to_executorch()
+    (tmp_path / "model.pte").write_bytes(program.buffer)
+    cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
+    (one,) = verify_file(tmp_path / "model.pte", linear, cases=cases).files.values()
+    assert one.ok is True, str(one)
+    assert "the file fixes axis 0 of input at 4" in str(one)
+    torch.nn.init.ones_(linear[0].weight)
+    assert verify_file(tmp_path / "model.pte", linear, cases=cases).ok is False
+    (tmp_path / "model.pte").write_bytes(b"no program")
+    assert "is not a file of ExecuTorch" in str(verify_file(tmp_path / "model.pte", linear, cases=cases))
 
 
 def test_components_in_folders_are_found(tmp_path):

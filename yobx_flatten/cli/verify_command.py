@@ -52,7 +52,7 @@ def verify(
             raise UserError("--device and --explain are for folders that export wrote. Leave them out with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
     if names or (folder.exists() and not (folder / MANIFEST).exists()):
-        why = "--map goes with the model of the file" if names else f"{folder} was not written by yobx-flatten export"
+        why = "--map goes with the model of the file" if names else f"{folder}: yobx-flatten export did not write it"
         raise UserError(f"{why}. Name the model:\n    yobx-flatten verify {folder} --model MODEL")
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)

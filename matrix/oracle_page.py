@@ -31,7 +31,7 @@ calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-f
 | refused | the exporter states that it does not support the model |
 | not written | the export ends with another error |
 | does not run | onnxruntime runs a file in none of the cases |
-| not judged | `verify_file` does not know the inputs, the model itself is not precise enough, or the export takes more than 30 minutes |
+| not judged | `verify_file` does not know the inputs, the model is not precise, or the export takes over 30 minutes |
 | not run | the cell was not tried |
 
 A file is called wrong only if two computations agree on that: the model in float32 and the model in float64. The file

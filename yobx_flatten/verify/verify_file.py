@@ -205,8 +205,8 @@ def _verified(
             if one.ok and not merged:
                 return one
         if not best:
-            known = "which matches none of the calls known of this model. State names=, or pass cases="
-            return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {known}.")
+            none = "which matches none of the calls known of this model. State names=, or pass cases="
+            return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {none}.")
         (worst, of), *others = sorted(best.values(), key=lambda held: held[0].ok is True)
         if merged and worst.ok and not others:
             return VerifiedFile(why_not=f"of its two branches one was compared: {of.what}")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from benchmark_tables import write_benchmarks
-from command_tables import reference
 from error_index import write_error_index
 from oracle_table import write_oracle
 from pictures import write_pictures
@@ -62,6 +61,7 @@ def _write_command_lines(folder: Path) -> None:
     """The references of both command lines, from the help of the commands."""
     from roundpipe_runtime.cli.app import app as roundpipe
     from yobx_flatten.cli.app import app as flatten
+    from yobx_flatten.cli.reference import reference
 
     for name, app in (("command_line", flatten), ("runtime_command_line", roundpipe)):
         _write(folder / f"{name}.md", reference(app))

@@ -19,6 +19,7 @@ from .explain_command import explain
 from .export_command import export
 from .generate_command import generate
 from .list_command import list_classes
+from .repository import bench, is_installed_copy, matrix
 from .verify_command import verify
 
 
@@ -53,6 +54,12 @@ def _app() -> typer.Typer:
     made.command("explain")(explain)
     made.command("list")(list_classes)
     made.command("env")(env)
+    # of an installed copy they can only state where they are: not in its help
+    hidden = is_installed_copy()
+    made.command("bench", hidden=hidden)(bench)
+    made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        matrix
+    )
     reflow_help(made)
     return made
 

@@ -16,9 +16,10 @@ import codecs
 import contextlib
 import dataclasses
 import io
+import logging
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..terminal.output import progress, say, table
+from ..terminal.output import console as make_console
 
 WINDOW = 8
 STEPS = 6
@@ -91,32 +92,37 @@ def run_demo(
 ) -> int:
     """Export and replay the models, and print one table."""
     # output: folder for the ONNX files, made if it is not there
-    # as_json: is given the rows instead of the table
+    # as_json: is given the rows instead of the table, and stdout is left to it
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
+    console = make_console(stderr=as_json is not None)
     text = _zen_of_python()
+    _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
     rows: list[_Row] = []
     try:
-        for name in models:
-            with progress(f"building {name}"):
-                rows.append(_export(name, text, output))
+        with _stages(console, models) as stages:
+            for name in models:
+                rows.append(_export(name, text, output, stages))
     except KeyboardInterrupt as error:
         if is_new and not any(output.iterdir()):
             output.rmdir()
         raise type(error)(_what_is_there(rows)) from None
-    failed = [row for row in rows if row.failure is not None]
     if as_json is not None:
         as_json([_as_dict(row) for row in rows])
-        return int(bool(failed))
-    table(_HEADINGS, [_cells(row) for row in rows])
-    say(f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
-    for row in failed:
-        say(f"\n{row.model}: {row.failure}")
+        return int(any(row.failure is not None for row in rows))
+    console.print()
+    console.print(_table(rows))
+    _say(console, f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
+    for row in rows:
+        if row.failure is not None:
+            _say(console, f"\n{row.model}: {row.failure}")
+    console.print()
+    failed = any(row.failure is not None for row in rows)
     if not failed:
-        say(f"\n{_next_steps(rows[0])}")
-    return int(bool(failed))
+        _say(console, _next_steps(rows[0]))
+    return int(failed)
 
 
 def _what_is_there(rows: Sequence[_Row]) -> str:
@@ -131,7 +137,7 @@ def _as_dict(row: _Row) -> dict[str, Any]:
     return {
         "model": row.model,
         "file": str(row.path),
-        "layers": row.layers,
+        "layers": row.layers.replace("\n", ", "),
         "leaves": row.leaves,
         "export_seconds": row.report.export_seconds,
         "onnx_seconds": row.report.onnx_seconds,
@@ -145,7 +151,8 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 # -- one model -------------------------------------------------------------------------------------------------------
 
 
-def _export(name: str, text: str, output: pathlib.Path) -> _Row:
+def _export(name: str, text: str, output: pathlib.Path, stages: _Stages) -> _Row:
+    stages.begin(name)
     model = _build(name)
     kwargs = _inputs(model, EXAMPLE, text)
     cases = [Case(title, (), _inputs(model, sizes, text), STEPS) for title, sizes in CASES.items()]
@@ -202,7 +209,7 @@ def _zen_of_python() -> str:
 def _layers(cache: Any) -> str:
     """The layers of a cache by their codes, ``2x W8 + 2x D``."""
     if hasattr(cache, "cross_attention_cache"):
-        return f"{_layers(cache.self_attention_cache)}, cross {_layers(cache.cross_attention_cache)}"
+        return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)
     return " + ".join(f"{count}x {code}" for code, count in codes.items())
 
@@ -211,29 +218,53 @@ def _layers(cache: Any) -> str:
 
 
 _LEGEND = (
-    f"Text: the Zen of Python (import this), a token per byte. Cache layers: D keeps every token, W{WINDOW} slides "
-    f"over the last {WINDOW}; 2x is two of them, cross is what a decoder read of its encoder.\nDifferences are the "
-    "largest of all outputs"
+    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross is what a "
+    "decoder read of its encoder.\nDifferences are the largest of all outputs"
 )
-_HEADINGS = ("model", "cache layers", "leaves", "export s", "ONNX s", "ONNX MB", "max diff. torch", "max diff. ONNX")
 
 
-def _cells(row: _Row) -> list[str]:
-    report = row.report
-    return [
-        row.model,
-        row.layers,
-        str(row.leaves),
-        f"{report.export_seconds:.1f}",
-        f"{report.onnx_seconds or 0:.1f}",
-        f"{(report.onnx_bytes or 0) / 1e6:.2f}",
-        *(_worst(report, runtime) for runtime in ("torch.export", "onnxruntime")),
-    ]
+def _say(console: Any, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _table(rows: Sequence[_Row]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    files = ", ".join(row.path.name for row in rows)
+    caption = Text(f"Files in {rows[0].path.parent}: {files}")  # a Text, since a folder's name may hold [brackets]
+    # as narrow as it gets: 80 columns hold all models
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
+        pad_edge=False,
+        caption=caption,
+        caption_justify="left",
+    )
+    for heading in ("model", "cache layers"):
+        table.add_column(heading)
+    for heading in ("leaves", "export\ns", "ONNX\ns", "ONNX\nMB", "cases", "max diff.\ntorch", "max diff.\nONNX"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        report = row.report
+        table.add_row(
+            row.model,
+            row.layers,
+            str(row.leaves),
+            f"{report.export_seconds:.1f}",
+            f"{report.onnx_seconds or 0:.1f}",
+            f"{(report.onnx_bytes or 0) / 1e6:.2f}",
+            str(sum(case.runtime == "onnxruntime" for case in report.cases)),
+            *(_worst(report, runtime) for runtime in ("torch.export", "onnxruntime")),
+        )
+    return table
 
 
 def _worst(report: ExportReport, runtime: str) -> str:
     worst = _largest(report, runtime)
-    return f"{worst:.1e}" if worst <= report.tolerance else f"{worst:.1e} DIFFERS"
+    return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e}\nDIFFERS[/]"
 
 
 def _largest(report: ExportReport, runtime: str) -> float:
@@ -250,3 +281,48 @@ def _next_steps(row: _Row) -> str:
         f"next time {CACHE}.* is what came out as {PRESENT}.*\n"
         "Read:  docs/ in the repository; `make docs` builds the site"
     )
+
+
+class _Stages(logging.Handler):
+    """Shows the last stage that an export logged: on a terminal next to a bar, elsewhere one plain line per stage."""
+
+    def __init__(self, console: Any, bar: Any, total: int) -> None:
+        super().__init__(logging.INFO)
+        self.console, self.bar, self.model, self.last = console, bar, "", ""
+        self.task = bar.add_task("", total=total)
+
+    def begin(self, model: str) -> None:
+        self.model = model
+        self._show(f"building {model}", f"building {model}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "step", False):  # registrations are also logged
+            # one plain line for all cases: "replaying llama with onnxruntime"
+            names = record.args if isinstance(record.args, tuple) else ()
+            plain = str(record.msg) % (self.model, *names[1:]) if names else str(record.msg)
+            self._show(f"{self.model}: {record.getMessage()}", plain)
+
+    def _show(self, detailed: str, plain: str) -> None:
+        self.bar.update(self.task, description=detailed, advance=1)
+        if self.bar.disable and plain != self.last:
+            _say(self.console, plain)
+        self.last = plain
+
+
+@contextlib.contextmanager
+def _stages(console: Any, models: Sequence[str]) -> Iterator[_Stages]:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    logger = logging.getLogger("yobx_flatten")
+    found = logger.level
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        # building, tracing, converting, and every case and the example in both runtimes
+        stages = _Stages(console, bar, len(models) * (3 + 2 * (1 + len(CASES))))
+        logger.addHandler(stages)
+        logger.setLevel(min(found or logging.INFO, logging.INFO))
+        try:
+            yield stages
+        finally:
+            logger.setLevel(found)
+            logger.removeHandler(stages)

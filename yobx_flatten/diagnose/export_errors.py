@@ -21,7 +21,7 @@ from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
-from .opaque import Remedy, remedy_for
+from .opaque import Remedy, find_unregistered, remedy_for
 from .size_errors import (
     PROGRAM_ROWS,
     SIZE_ROWS,
@@ -34,7 +34,7 @@ from .size_errors import (
     place_of,
 )
 
-# Explain error messages about devices, weights, nested tensors and stored programs.
+# Explain error messages of tools around ``torch.export``: the old tracer, ``vmap``, stored programs.
 
 
 def _leaves(failure: Failure) -> list[tuple[str, Any]]:
@@ -46,8 +46,37 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """The same words for whatever was found."""
-    return lambda failure, found: Explanation(text, (), line)
+    """The same words for whatever was found, with the first group of the pattern for ``FOUND``."""
+    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
+
+
+def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
+    others = [one for name, value in failure.inputs().items() for one in find_unregistered(value, name=name)]
+    paths = tuple(one.path for one in others if one.inside is None)
+    what = f" ({paths[0]} is a {class_name(others[0].cls)})" if paths else ""
+    return Explanation(
+        "The old tracer (torch.jit.trace, torch.onnx.export(dynamo=False)) accepts tensors in lists, tuples and "
+        f"dicts, and ignores registrations{what}. Use torch.export:",
+        paths,
+        'export_onnx(module, args, kwargs, path="model.onnx")',
+    )
+
+
+def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
+    others = [one for name, value in failure.inputs().items() for one in find_unregistered(value, name=name)]
+    text = "The unflattened program was called with inputs of another structure than it was exported with."
+    if not others:
+        return Explanation(
+            f"{text} Call it as it was exported, and where its classes are registered:",
+            (),
+            "with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
+        )
+    return Explanation(
+        f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten the "
+        "program, and call it, where it is:",
+        (others[0].path,),
+        others[0].remedy,
+    )
 
 
 def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -90,6 +119,17 @@ def _nested(failure: Failure, found: re.Match[str]) -> Explanation:
     )
 
 
+def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    paths = tuple(path for path, leaf in _leaves(failure) if isinstance(leaf, torch.nn.Module))
+    if not paths:
+        return None
+    return Explanation(
+        f"{paths[0]} is a module among the inputs, where torch.export takes no dynamic shapes. Make it a submodule:",
+        paths,
+        "self.part = part",
+    )
+
+
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
@@ -101,6 +141,10 @@ def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
 
 
 OTHER_ROWS: list[Row] = [
+    (r"are supported as JIT inputs/outputs", _old_tracer),
+    (r"are supported as inputs or outputs of traced functions", _old_tracer),
+    (r"cannot be traced\. Only Tensors and \(possibly nested\)", _old_tracer),
+    (r"There is no flat args adapter specified", _other_structure),
     (
         r"We ran into an error when deserializing the saved file",
         _fixed(
@@ -110,11 +154,36 @@ OTHER_ROWS: list[Row] = [
             '    program = torch.export.load("model.pt2")',
         ),
     ),
+    (
+        r"^cannot pickle 'module' object",
+        _fixed(
+            "torch.save writes pickles of version 2, which have no place for torch.channels_last and other memory "
+            "formats, here among the example inputs. Take a newer version:",
+            'torch.export.save(program, "model.pt2", pickle_protocol=4)',
+        ),
+    ),
     (r"to be on the same device, but found at least two devices", _devices),
     (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
     (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
     (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
+    (r"expected \d+ shapes, got \d+", _module_among_inputs),
     (r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)", _not_storable),
+    (
+        r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor",
+        _fixed(
+            "torch.vmap accepts tensors only, and a leaf is a FOUND. Give the axes in the structure of the input, "
+            "with None for leaves that are not tensors:",
+            "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
+        ),
+    ),
+    (
+        r"passed to transform API must be Tensor, got <class '([^']+)'>",
+        _fixed(
+            "torch.func differentiates with respect to tensors only, and a leaf is a FOUND. Pass the tensors, and "
+            "rebuild the object inside:",
+            "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
+        ),
+    ),
     (
         r"functorch tensor|object has no attribute 'constant'|constant's list|\.numpy\(\) is not supported for tensor",
         _fixed(
@@ -122,6 +191,13 @@ OTHER_ROWS: list[Row] = [
             "write in place, compute with torch:",
             "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
             "with torch.no_grad():\n    tensor.mul_(2)",
+        ),
+    ),
+    (
+        r"No conversion rule .*sym_(?:max|min)",
+        _fixed(
+            "OpenVINO has no rule for the sizes of a program with caches. Convert the ONNX file:",
+            'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
         ),
     ),
 ]

@@ -18,7 +18,7 @@ from ..errors import DynamicShapesError
 from ..errors.failures import first_line
 from ..trees.arguments import inputs_by_name
 from ..trees.shapes import check_dynamic_shapes
-from .spec_diff import Difference, compare_specs
+from .spec_diff import Difference, compare_spec_texts, compare_specs
 
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
@@ -217,16 +217,21 @@ Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
 """A pattern that a message keeps from version to version, and a function that explains what matches it."""
 
 
-def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
-    text = "The program was exported for inputs of another structure"
-    differences: list[Difference] = []
+def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    names = ("exported", "called")
+    differences: list[Difference] | None = None
     if isinstance(failure.module, ExportedProgram) and (failure.args or failure.kwargs):
-        call = failure.args, dict(failure.kwargs)
-        differences = compare_specs(failure.module, call, names=("exported", "called"))
+        differences = compare_specs(failure.module, (failure.args, dict(failure.kwargs)), names=names)
     if not differences:
-        return Explanation(f"{text}. To see where:", (), "explain_error(error, program, args, kwargs)")
+        differences = compare_spec_texts(found[1], found[2], names)
+    if not differences:
+        return None
     listed = "\n".join(map(str, differences))
-    return Explanation(f"{text}:\n{listed}", tuple(difference.path for difference in differences))
+    return Explanation(
+        f"The program was exported for inputs of another structure:\n{listed}",
+        tuple(difference.path for difference in differences),
+        "",
+    )
 
 
 def _other_keywords(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -300,7 +305,7 @@ def explain_guards(failure: Failure) -> Explanation | None:
 
 PROGRAM_ROWS: list[Row] = [
     (
-        r"exported input tree spec: *\n.*\nbut actually got inputs with tree spec of:",
+        r"exported input tree spec: *\n(.*?)\nbut actually got inputs with tree spec of: *\n(.*?)\.\nPlease check",
         _other_structure,
     ),
     (r"kwarg keyword mismatch: Got the following keywords (\[.*?\]) but expected (\[.*?\])", _other_keywords),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import re
@@ -71,6 +72,15 @@ def compare_specs(
         raise InvalidArgumentError(f'compare_specs: names must be a pair like ("first", "second"), found {names!r}.')
     left, right = _view(_spec_of(first)), _view(_spec_of(second))
     return list(_compare(left, right, name, names))
+
+
+def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[Difference] | None:
+    """Compare two specs as torch prints them into a message; ``None`` if they cannot be read."""
+    try:
+        left, right = _parse(first), _parse(second)
+    except (ValueError, IndexError):
+        return None
+    return list(_compare(left, right, "tree", names))
 
 
 # -- parts of the structures -------------------------------------------------------------------------------------------
@@ -146,6 +156,52 @@ def _names_fit(names: object, children: list[_View]) -> bool:
         and all(isinstance(name, (str, int)) for name in names)
         and len(set(names)) == len(names)
     )
+
+
+# -- specs in a message ----------------------------------------------------------------------------------------------
+
+
+def _parse(text: str) -> _View:
+    """Read ``TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])``."""
+    text = text.strip()
+    if text == "*":
+        return _LEAF
+    if not (text.startswith("TreeSpec(") and text.endswith(")")):
+        raise ValueError(text)
+    cls, *context, below = _split(text.removeprefix("TreeSpec(")[:-1])
+    if not (below.startswith("[") and below.endswith("]")):
+        raise ValueError(below)
+    children = [_parse(child) for child in _split(below[1:-1])]
+    spelled = ", ".join(context)
+    try:
+        static = ast.literal_eval(spelled)
+    except (ValueError, SyntaxError):
+        return _View(cls, spelled, {f"[{index}]": child for index, child in enumerate(children)})
+    classes = [kind for kind in pytree.SUPPORTED_NODES.copy() if getattr(kind, "__name__", "") == cls]
+    return _node(cls, static, children, len(classes) == 1 and _has_fields(classes[0]))
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are neither in brackets nor in quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    skip = False
+    for position, sign in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip = sign == "\\"
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{<":
+            depth += 1
+        elif sign in ")]}>":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    rest = text[start:].strip()
+    return [*parts, rest] if rest else parts
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class FolderPlan:
     modules: SentenceModules | None  # what sentence-transformers does after the model; `None` for others
     quantization: Quantization | None
     timed: ExportReport  # the time that making the inputs took
+    text: str = ""  # what the perplexity is measured on, in words
     chats: dict[str, torch.Tensor] | None = None  # prompts whose answers are compared; `None` without them
     switch: int | None = None  # the length at which positions change; `None` for other models
     # whether `model.generate` reads all tokens again there; `None` where there is no such length, or it is not known
@@ -249,6 +250,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
             raise InvalidArgumentError(
                 f"calibration= (--calibration) is for models that generate text, not for {plan.task}."
             )
+        text = "a text"
     else:
         rows = _ROWS.get(plan.proof, 2) if form.batch is None else form.batch
         tokens = python_text(model, plan.source, rows, "\n".join(prompts))
@@ -258,11 +260,12 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
                 "text, and the tokenizer of the model."
             )
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, form.largest))
+        text = "sources of Python" if file is None else pathlib.Path(file).name
     chats = None
     any_size = form.batch is None and form.largest is None
     if quantization is not None and generates and plan.is_whole and any_size:
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
-    plan = dataclasses.replace(plan, quantization=quantization, chats=chats)
+    plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
     return _with_calibration(plan, prompts)
 
 

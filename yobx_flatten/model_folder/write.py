@@ -28,6 +28,7 @@ from ..errors.failures import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.eager_runs import Proof, sampled
+from ..export.proof.quality import Quality
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
 from ..files.document import TEXTS, own_files, read_document
@@ -62,7 +63,7 @@ from .stored_cases import (
     store_speech,
     store_text,
 )
-from .verify import FolderReport, verify_folder
+from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -338,12 +339,15 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
 
 
 def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
-    """Verify the folder as its readers can."""
+    """Verify the folder as its readers can, and write its card where weights are quantised."""
     logger.info("verifying the folder", extra={**STEP, "share": 0.8})
     with made.first.timed("verify"):
         verified = verify_folder(made.work, trust=True)  # of what was made here
     if not verified.ok and plan.proof != "none":
         raise ReplayError(f"The exported {manifest.model} does not do what the model does.\n{verified}")
+    if manifest.quality:
+        counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
+        write_card(made.work, manifest.model, plan.text, manifest.quality, counts)
     return verified
 
 
@@ -399,6 +403,40 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
     check_writable(folder)
+
+
+# Write the card of a quantised folder: how its answers differ from the model's.
+
+
+_CARD = "README.md"
+
+
+def write_card(
+    folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
+) -> None:
+    """Write ``README.md``; a file of that name is left as it is."""
+    # qualities: how far each file is from the model, by its name
+    if (folder / _CARD).exists():
+        return
+    rows = []
+    for file, quality in qualities.items():
+        size = sum(path.stat().st_size for path in (folder / file, folder / f"{file}.data") if path.exists())
+        rows.append((f"size of {file}", f"{size / 1e6:.1f} MB, {quality.weights}"))
+        ratio, divergence = quality.perplexity_ratio, quality.text_divergence
+        if ratio is not None and quality.text_tokens:
+            rows.append((f"perplexity on {quality.text_tokens} tokens of {text}", f"{ratio:.4f} of the model's"))
+        divergence = quality.divergence if divergence is None else divergence
+        if divergence is not None:
+            rows.append(("Kullback-Leibler divergence of its scores", f"{divergence:.4f} nats"))
+        if ratio is None:
+            rows.append(("difference of its outputs", f"{quality.relative_difference:.1%} of their size"))
+    for case, count in tokens.items():
+        if count.agreed is not None:
+            rows.append((f"the same greedy token, {case}", f"{count.agreed:.1%} after the model's own text"))
+    lines = [f"# {name}, quantised", "", "Exported with yobx-flatten, and measured next to the model:", ""]
+    lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
+    lines += ["`yobx-flatten verify FOLDER` measures it again, without the model.", ""]
+    (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
 
 
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")

@@ -17,7 +17,7 @@ from tests import fresh_process
 from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
-from yobx_flatten.cli import env_command
+from yobx_flatten.cli import env_command, repository
 from yobx_flatten.cli.app import app
 from yobx_flatten.errors.dependencies import install_line
 from yobx_flatten.terminal import failures
@@ -34,6 +34,8 @@ COMMANDS = [
     "explain",
     "list",
     "env",
+    "bench",
+    "matrix",
 ]
 
 
@@ -81,6 +83,7 @@ def test_every_command_has_help(name):
         (["export", "llama", "-o", "x", "--to", "tf"], "'--to': 'tf' is not one of"),
         (["list", "--kind", "lair"], "there is no kind 'lair'; there are layer, cache"),
         (["list", "--import", "no_such_module"], "the module no_such_module cannot be imported"),
+        (["bench", "speed"], "there is no benchmark 'speed'; there are"),
         (["verify", "no_such_folder"], "There is no folder no_such_folder"),
         (["generate", "no_such_folder", "--prompt", "x"], "There is no folder no_such_folder"),
         (["generate", ".", "--prompt", "x", "--temperature", "0"], "temperature must be a number above 0"),
@@ -179,6 +182,35 @@ def test_list_breaks_no_word(width, capsys, monkeypatch):
     assert wide == []
 
 
+def test_bench_lists_what_there_is(capsys):
+    """Without a name."""
+    assert main(["bench"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "generate" in names
+    assert main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == names
+
+
+@pytest.mark.parametrize("name", ["bench", "matrix"])
+def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
+    """They can only say where they are; a clone lists them."""
+    from yobx_flatten.cli import app as app_file
+    from yobx_flatten.cli.reference import reference
+
+    monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
+    installed = app_file._app()
+    assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
+    assert f"### {name}" not in reference(installed)
+
+
+@pytest.mark.parametrize("name", ["bench", "matrix"])
+def test_an_installed_copy_says_that_the_repository_is_needed(name, monkeypatch, capsys, tmp_path):
+    """These two are not in the wheel."""
+    monkeypatch.setattr(repository, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
+    assert main([name]) == 2
+    assert "is part of the repository, not of the installed package" in capsys.readouterr().err
+
+
 def test_the_module_is_the_command_in_a_fresh_process():
     """`python -m yobx_flatten`: version, and the help of a missing command with status 2."""
     shown = run("--version")
@@ -198,16 +230,22 @@ def test_the_installed_command_is_the_same_function():
     }
 
 
-def test_the_guide_has_every_command_and_option(monkeypatch):
+def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[3] / "docs"))
-    from command_tables import reference
+    from yobx_flatten.cli.reference import reference
 
     written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []
     assert "| `--to` | Write ONNX files or torch.export programs. Default: `onnx`. |" in written
+
+
+def test_matrix_hands_its_arguments_on():
+    """Its own parser answers."""
+    shown = run("matrix", "--columns", "no_such_column")
+    assert shown.returncode == 2
+    assert "no_such_column" in shown.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import io
 import logging
+import sys
 import warnings
 from typing import Any
 
@@ -65,12 +66,49 @@ def explained(call, *about):
     return explanation
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("exporter", ["jit", "onnx"])
+def test_the_old_tracer_looks_at_no_registration(exporter, tmp_path, pair_registered):
+    """The line takes the other one, which does."""
+    args = (Pair(X, X),)
+
+    def call():
+        if exporter == "jit":
+            torch.jit.trace(Adds(), args)
+        else:
+            torch.onnx.export(Adds(), args, str(tmp_path / "x.onnx"), dynamo=False)
+
+    explanation = explained(call, Adds(), args)
+    assert "ignores registrations." in explanation.text
+    assert explanation.remedy == 'export_onnx(module, args, kwargs, path="model.onnx")'
+    unregister_class_flattening(Pair)
+    assert explained(call, Adds(), args).paths == ("pair",)
+
+
+def test_an_unflattened_program_that_is_called_where_nothing_is_registered(pair_registered):
+    """torch speaks of adapters; the line registers the class."""
+    args = (Pair(X, X),)
+    program = torch.export.unflatten(torch.export.export(Adds(), args))
+    unregister_class_flattening(Pair)
+    explanation = explained(lambda: program(*args), program, args)
+    assert (explanation.paths, explanation.remedy) == (("args[0]",), "register(Pair)")
+    assert "register_flattening_functions" in explained(lambda: program(X, X)).remedy
+
+
 def test_a_stored_program_that_cannot_be_read(tmp_path, pair_registered):
     """torch puts the reason into a warning."""
     torch.export.save(torch.export.export(Adds(), (Pair(X, X),)), tmp_path / "x.pt2")
     unregister_class_flattening(Pair)
     explanation = explained(lambda: torch.export.load(tmp_path / "x.pt2"))
     assert "not registered in this process" in explanation.text
+
+
+def test_a_memory_format_among_the_inputs_is_stored_with_a_newer_pickle(tmp_path):
+    """The line works; Python 3.13 stores it with the older one."""
+    if sys.version_info < (3, 13):
+        assert "pickle_protocol=4" in explained(lambda: torch.save(torch.channels_last, io.BytesIO())).remedy
+    torch.save(torch.channels_last, tmp_path / "x", pickle_protocol=4)
+    assert torch.load(tmp_path / "x", weights_only=False) is torch.channels_last
 
 
 def test_devices_that_differ_are_named():
@@ -123,6 +161,18 @@ def test_a_nested_tensor_is_named(layout):
     assert (explanation.paths, explanation.remedy) == (("x",), "torch.nested.to_padded_tensor(x, 0.0)")
 
 
+def test_a_module_among_the_inputs_is_named():
+    """torch counts shapes."""
+    args = (X, torch.nn.Linear(2, 2))
+
+    def call():
+        shapes = {"x": {0: torch.export.Dim.AUTO}, "y": None}
+        torch.export.export(Ignores(), args, dynamic_shapes=shapes)
+
+    explanation = explained(call, Ignores(), args)
+    assert (explanation.paths, explanation.remedy) == (("y",), "self.part = part")
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 refuses it in the trace")
 def test_an_enum_among_the_inputs_is_not_stored():
     """torch exports it, ignores it in a call, and cannot store the program."""
@@ -130,6 +180,23 @@ def test_an_enum_among_the_inputs_is_not_stored():
     program = torch.export.export(Ignores(), args)
     explanation = explained(lambda: torch.export.save(program, io.BytesIO()), Ignores(), args)
     assert (explanation.paths, "here Color.RED" in explanation.text) == (("y",), True)
+
+
+def test_vmap_over_an_object_with_numbers(pair_registered):
+    """The line gives the axes, in the form of the input."""
+    pair = Pair(X, 3)
+    explanation = explained(lambda: torch.vmap(lambda p: p.a * p.b)(pair))
+    in_dims = eval(explanation.remedy.removeprefix("in_dims="), {"torch": torch, "input": pair})
+    assert torch.vmap(lambda p: p.a * p.b, in_dims=in_dims)(pair).tolist() == [[3.0] * 3] * 2
+
+
+def test_grad_by_an_object_with_none(pair_registered):
+    """The line differentiates by the tensor."""
+    pair = Pair(X)
+    explanation = explained(lambda: torch.func.grad(lambda p: p.a.square().sum())(pair))
+    line = explanation.remedy.replace("x=x", "a=x").replace("obj.x", "obj.a")
+    names = {"torch": torch, "dataclasses": dataclasses, "obj": pair, "function": lambda p: p.a.square().sum()}
+    assert eval(line, names).tolist() == [[2.0] * 3] * 2
 
 
 def test_the_inputs_of_a_program_traced_strictly(pair_registered):

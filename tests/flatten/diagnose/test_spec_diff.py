@@ -16,6 +16,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.diagnose.spec_diff import compare_spec_texts
 
 Pair = collections.namedtuple("Pair", ["left", "right"])  # the plain kind, whose spec is unlike the others
 
@@ -61,6 +62,14 @@ DIFFERENCES = [
 def test_each_difference_has_its_place(first, second, expected):
     """The path, and what stands there in both."""
     found = compare_specs(first, second)
+    assert [(one.path, one.first, one.second) for one in found] == expected
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), DIFFERENCES)
+def test_the_texts_of_two_specs_are_read_as_well(first, second, expected):
+    """A message of torch holds nothing else."""
+    texts = [str(pytree.tree_structure(tree)) for tree in (first, second)]
+    found = compare_spec_texts(*texts, ("first", "second"))
     assert [(one.path, one.first, one.second) for one in found] == expected
 
 
@@ -115,6 +124,12 @@ def test_caches_of_other_layers_differ_in_the_names_of_their_leaves():
         ("tree['past']['key_1']", "not there", "a leaf"),
         ("tree['past']['value_1']", "not there", "a leaf"),
     ]
+
+
+@pytest.mark.parametrize("text", ["", "TreeSpec", "TreeSpec(list, None, [*)", "PyTreeSpec([*, *])"])
+def test_a_text_that_is_no_spec_gives_none(text):
+    """A future torch may print another form."""
+    assert compare_spec_texts(text, text, ("a", "b")) is None
 
 
 def test_names_must_be_two():

@@ -64,6 +64,17 @@ def test_the_answers_to_the_prompts_are_kept(folder):
     assert [bytes(int(token) - 3 for token in row).decode() for row in rows] == PROMPTS
 
 
+def test_the_card_states_size_perplexity_divergence_and_tokens(folder):
+    """What the manifest has, for a reader."""
+    stated = json.loads((folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
+    card = (folder / "README.md").read_text()
+    assert f"{stated['perplexity'] / stated['model_perplexity']:.4f} of the model's" in card
+    assert f"tokens of prompts.txt | {stated['perplexity'] / stated['model_perplexity']:.4f}" in card
+    assert f"{stated['text_divergence']:.4f} nats" in card
+    assert "the same greedy token, 3 chats, " in card
+    assert f"{(folder / 'model.onnx').stat().st_size / 1e6:.1f} MB, int8" in card
+
+
 REFUSED = {
     "no quantisation": ({"quantize": None}, "needs quantize="),
     "scores of the last token": ({"logits": "last"}, "or with logits"),

@@ -37,7 +37,7 @@ from ..example import Example
 from ..flat_program import signature_of
 from ..proof.eager_runs import Case
 from ..proof.exported_call import ByName, InSharedMemory
-from ..proof.replay import Side, check_last_scores
+from ..proof.replay import Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
 from ..quantization import Quantization
 from ..source import Source, replay_cases, replay_file
@@ -116,9 +116,14 @@ def write_proven(
             continue
         report.opset = converted.model.opset_imports.get("")
         report.operators = count_operators(converted.model.graph)
+        decomposed = converted.exported_program
         del converted
         replay_onnx(file.path, source, report)
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
+        if failed and last and failed[0].error is None and decomposed is not None:
+            for case in (*source.cases, *source.varied):
+                if case.name == failed[0].case:  # none is of this name where it is that of an adapter
+                    report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)

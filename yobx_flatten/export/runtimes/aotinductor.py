@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import operator
 import os
 import pathlib
@@ -15,12 +17,13 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from ...errors import FlattenError, MissingDependencyError
+from ...errors import FlattenError, MissingDependencyError, ReplayError
+from ...errors.failures import result_or
 from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
 from ...runners.ports import present_of
-from ...runners.signature import KEY, Signature
+from ...runners.signature import KEY, Signature, Size
 from ...trace.program_inputs import Flat, joined, sizes_of
 from ..flat_program import flat_program, quietly, signature_of
 from ..traced import Traced
@@ -39,18 +42,25 @@ def write_package(traced: Traced, path: pathlib.Path) -> None:
     """Compile a program. The block must be open."""
     # path: the file to write, with the suffix `.pt2`
     program = flat_program(traced.program)
-    _compiled(program, signature_of(traced), path)
+    _compiled(program, _signature(traced, program), path)
 
 
 def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
     """Compile a program whose cache is written in place; return the inputs of it. The block must be open."""
     program = flat_program(traced.program)
-    signature = signature_of(traced)
+    signature = _signature(traced, program)
     pairs = {name: present_of(name) for name in traced.input_names}
     presents = {name: present for name, present in pairs.items() if present in traced.output_names}
     made, kept = with_buffers(program, traced.input_names, traced.output_names, presents)
     _compiled(made, signature, path, kept)
     return kept
+
+
+def _signature(traced: Traced, program: ExportedProgram) -> Signature:
+    signature = signature_of(traced)
+    # compiled code does not look at sizes: what an operator of torch refuses is refused before the call
+    smallest = {**dict.fromkeys(refused_when_empty(program, signature), 1), **signature.smallest}
+    return dataclasses.replace(signature, smallest=smallest)
 
 
 def _compiled(program: ExportedProgram, signature: Signature, path: pathlib.Path, kept: Sequence[str] = ()) -> None:
@@ -257,6 +267,79 @@ def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
         for axis, size in enumerate(tensor.meta["val"].shape)
         if isinstance(size, torch.SymInt)
     ]
+
+
+# Find the dynamic sizes that may not be 0 in an AOTInductor package.
+
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
+    """Return the sizes that may not be 0, found by runs on tensors without data."""
+    # program: a program that takes tensors; see `flat_program.flat_program`
+    # returns: names of sizes in the signature; none where torch cannot run the program without values
+    example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
+    given = {
+        next(iter(size)): example[name][axis]
+        for name, _, sizes in signature.inputs
+        for axis, size in enumerate(sizes)
+        if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size
+    }
+    calls = {name: _call_without(name, given, signature, example) for name in given}
+    refused = [name for name, call in calls.items() if call is not None and not _runs(program, call)]
+    return refused if refused and _runs(program, example) else []
+
+
+def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
+    """Return shapes with one size 0, and another size changed to fit; ``None`` if no change fits."""
+    for sizes in _nearby({**given, empty: 0}, empty):
+        shapes = {
+            name: tuple(_value(size, sizes, one) for size, one in zip(of, example[name], strict=True))
+            for name, _, of in signature.inputs
+        }
+        try:
+            signature.check_sizes(shapes, ReplayError, "")
+        except FlattenError:
+            continue
+        return shapes
+    return None
+
+
+def _nearby(sizes: Mapping[str, int], kept: str) -> Iterator[Mapping[str, int]]:
+    yield sizes
+    likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
+    for name in sizes:
+        for other in sorted(likely):
+            if other > 0 and name != kept:
+                yield {**sizes, name: other}
+
+
+def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
+    if isinstance(size, Mapping):
+        return sum(factor * sizes.get(name, 1) for name, factor in size.items())
+    return example if size is None else size
+
+
+def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
+    """Whether torch computes the shapes of all values, from those of the inputs."""
+    # half a second: sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from ...private_names.of_torch import FakeTensorMode
+
+    values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    weights = [tuple(value.shape) for value in values[: len(values) - len(shapes)]]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with quietly("torch._subclasses.fake_tensor", logging.CRITICAL), torch.no_grad(), mode:
+        pairs = zip(values, [*weights, *shapes.values()], strict=True)
+        given = [torch.empty(shape, dtype=value.dtype, device=value.device) for value, shape in pairs]
+        return result_or(lambda: _takes(program, given), lambda error: False)  # an operator raises what it likes
+
+
+def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
+    torch.fx.Interpreter(program.graph_module).run(*given)
+    return True
 
 
 # Keep the last block of a tiled reduction within its output.

@@ -91,8 +91,9 @@ class LossWays:
 
         def show(known: LossProof | None) -> LossProof:
             batch, settings = FlatBatch.of(args, kwargs, label), config
-            if len(self._engine.split(batch, config)) == 1:
-                if not self._rows.shares_batches:
+            rows = [one.rows for one in self._engine.split(batch, config)]
+            if len(rows) == 1:
+                if not self._rows.shares_batches or rows == [0]:  # the other processes have all rows of this batch
                     return ONE_MICROBATCH
                 batch, settings = self._rows.three_at_least(batch, config)
             self._engine.steps.wait_written()  # a step would change weights between two evaluations

@@ -22,7 +22,7 @@ def test_a_registered_class_comes_apart(registered):
 
 def test_a_registered_class_comes_apart_in_the_cpp_pytree(registered):
     """torch's C++ pytree sees the same leaves."""
-    cxx_pytree = pytest.importorskip("torch.utils._cxx_pytree")
+    cxx_pytree = pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
     assert cxx_pytree.tree_leaves({"pair": Pair(1, 2)}) == [1, 2]
 
 

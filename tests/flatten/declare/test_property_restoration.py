@@ -213,7 +213,7 @@ def cpp_pytree(state):
 )
 def test_any_sequence_ends_where_it_began(state, by_others, steps):
     """Tables by identity and order, and every patched attribute, with classes that others held before."""
-    pytest.importorskip("torch.utils._cxx_pytree")
+    pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
     with other_libraries.forgotten_afterwards(*ALL), cpp_pytree(state), workers() as started:
         for cls, named, fx in by_others:
             other_libraries.register(cls, name=f"theirs.{cls.__name__}" if named else None, fx=fx)

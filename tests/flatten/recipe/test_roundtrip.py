@@ -144,7 +144,7 @@ def test_nan_in_the_static_part_is_found():
 
 def test_leaves_that_differ_in_the_cpp_pytree_are_found():
     """torch's C++ pytree must see what its Python pytree sees."""
-    pytest.importorskip("torch.utils._cxx_pytree")
+    pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
     recipe = recipe_for()
     cpp_only = recipe_for(flatten=lambda bag: ([], None))
     with in_force(recipe):

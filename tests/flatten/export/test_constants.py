@@ -114,9 +114,9 @@ def test_none_and_tensors_are_not_noted():
 @pytest.mark.parametrize(
     ("module", "given", "other", "message"),
     [
-        (Sample(), {"temperature": 0.7}, {"temperature": 0.9}, r"kwargs\['temperature'\] was 0\.7 .* with 0\.9"),
-        (Sample(), {"temperature": 0.7}, {"temperature": torch.tensor(0.7)}, "with a tensor of shape"),
-        (Pool(), {"mode": Mode.MAX}, {"mode": Mode.MEAN}, r"was 'Mode\.MAX' .* with 'Mode\.MEAN'"),
+        (Sample(), {"temperature": 0.7}, {"temperature": 0.9}, r"kwargs\['temperature'\] was 0\.7 .* passes 0\.9"),
+        (Sample(), {"temperature": 0.7}, {"temperature": torch.tensor(0.7)}, "passes a tensor of shape"),
+        (Pool(), {"mode": Mode.MAX}, {"mode": Mode.MEAN}, r"was 'Mode\.MAX' .* passes 'Mode\.MEAN'"),
         (
             Repeat(),
             {"options": {"times": 3, "doubled": True, "text": "ab"}},

@@ -174,7 +174,7 @@ def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, sta
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (lambda v: ObjectSpec({"keys_0": TensorSpec([v, None, None, None])}), r"has entries \['keys_0'\].*'key_0'"),
+        (lambda v: ObjectSpec({"keys_0": TensorSpec([v, None, None, None])}), r"has the entries \['keys_0'\].*'key_0'"),
         (lambda v: SeqSpec([TensorSpec([v, None, None, None])]), r"expected an ObjectSpec .*'key_0'.*found SeqSpec"),
         (lambda v: TensorSpec([v, None, None, None]), r"expected an ObjectSpec .*found TensorSpec"),
         (lambda v: ObjectSpec({"key_0": TensorSpec([v])}), r"key_0: expected one entry for each of the 4 axes"),

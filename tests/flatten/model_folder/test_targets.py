@@ -137,7 +137,7 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
     with pytest.raises(DamagedFileError, match="is not the file that was exported"):
         verify_folder(copy, trust=True)
     (copy / name).unlink()
-    with pytest.raises(DamagedFileError, match=r"names the file .* which is not there"):
+    with pytest.raises(DamagedFileError, match=r"names the file .* which does not exist"):
         open_generator(copy, trust=True)
 
 

@@ -74,7 +74,7 @@ def path_outside(folder):
     ("damage", "message"),
     [
         (cut_short, r"two\.bin has 999 bytes, and 1000 were written"),
-        (remove_file, r"names the file 'one\.bin', which is not there"),
+        (remove_file, r"names the file 'one\.bin', which does not exist"),
         (remove_manifest, r"checkpoint\.json is missing"),
         (cut_manifest_short, r"checkpoint\.json is damaged: it is not JSON"),
         (empty_manifest, r"checkpoint\.json is damaged: it is empty"),

@@ -55,7 +55,7 @@ def test_newest_is_that_of_most_steps(tmp_path):
     [
         (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, and 10 were written"),
         (lambda path: (path / "model.safetensors").write_text("weights_12"), r"changed after it was written"),
-        (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors.*, which is not there"),
+        (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors.*, which does not exist"),
         (
             lambda path: [(path / name).unlink() for name in (MANIFEST, "trainer_state.json")],
             r"written last, is missing",

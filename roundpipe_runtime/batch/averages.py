@@ -147,9 +147,11 @@ class SteadyDraws(NoDropout):
     """
 
     # generator: generator of the device on which is computed. Default: there is only that of the host.
+    # types: gets the dtypes of what torch's functions return
 
-    def __init__(self, generator: _HasState | None = None) -> None:
+    def __init__(self, generator: _HasState | None = None, types: set[torch.dtype] | None = None) -> None:
         super().__init__()
+        self.types: set[torch.dtype] = set() if types is None else types
         self._generators = [torch.default_generator, *([] if generator is None else [generator])]
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -158,6 +160,8 @@ class SteadyDraws(NoDropout):
             return func(*args, **kwargs)
         before = [one.get_state() for one in self._generators]
         found = func(*args, **kwargs)
+        if isinstance(found, torch.Tensor):
+            self.types.add(found.dtype)
         is_drawn = isinstance(kwargs.get("generator"), torch.Generator) or not all(
             torch.equal(one, own.get_state()) for one, own in zip(before, self._generators, strict=True)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import warnings
@@ -35,7 +36,8 @@ from .config import RoundPipeRunConfig
 from .lifecycle import RunLifecycle
 from .loss_check import LossChecks, Sample, on_host
 from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
-from .rows import RowCheck, RowTrial, few_rows, set_apart
+from .parameters.on_device import Gradients
+from .rows import CannotTryError, RowCheck, RowTrial, few_rows, set_apart
 from .run import Run, Trial
 
 # From this number of one-row microbatches on, a sample of them is compared with all.
@@ -176,17 +178,24 @@ class Engine(RunLifecycle):
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
         loss_fn: Callable[[Any, Any], torch.Tensor],
-        take: Callable[[nn.Parameter, torch.Tensor], bool],
+        landed: Callable[[int, Gradients], None],
+        types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward, and offer each gradient to a function; none of them reaches a parameter."""
+        """Run forward and backward, and give the gradients of each layer to a function; none reaches a parameter."""
         contract = LossContract("sum", [one.rows for one in microbatches])
-        config = dataclasses.replace(config, execute_plan=None, last_stage_copies=1, output_device=None)
-        of_spec: dict[str, Any] = {"loss_fn": loss_fn, "take_gradient": take, "keep_outputs": False, "trial": "parts"}
+        plan = copy.copy(config.execute_plan)
+        if plan is not None:
+            plan.last_stage_copies = 1
+        config = dataclasses.replace(config, execute_plan=plan, last_stage_copies=1)
+        of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED}
+        of_spec |= {"loss_fn": loss_fn, "gradients_landed": landed, "types": types}
         with self._leaving_no_trace(), torch.enable_grad():
             run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
             try:
-                run.start_all(host_values)
-                self.execute(run, run.spec.stages)
+                # if the call itself also fails in its backward, its error gives the reason
+                with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
+                    run.start_all(host_values)
+                    self.execute(run, run.spec.stages)
             finally:
                 run.discard()
 

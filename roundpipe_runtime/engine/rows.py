@@ -44,6 +44,7 @@ from ..errors import RoundPipeWarning, SplitError, warn
 from .checks import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
+from .parameters.on_device import Gradients
 from .recomputed import LayerAttributes
 from .run import Trial
 
@@ -117,9 +118,11 @@ class Rows(Protocol):
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
         loss_fn: Callable[[Any, Any], torch.Tensor],
-        take: Callable[[nn.Parameter, torch.Tensor], bool],
+        landed: Callable[[int, Gradients], None],
+        types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward, and offer each gradient to a function; none of them reaches a parameter."""
+        """Run forward and backward, and give the gradients of each layer to a function; none reaches a parameter."""
+        # types: gets the dtypes in which layers compute
 
 
 class RowCheck:
@@ -234,7 +237,7 @@ def last_of_mixed_gradients(
     for trial in itertools.islice(trials, _TRIALS):
         try:
             found = _last_mixed(engine, trial, has_rows, config)
-        except Exception:  # the call itself fails in its backward, and its error gives the reason
+        except CannotTryError:
             return None
         if found is None:
             break
@@ -242,14 +245,14 @@ def last_of_mixed_gradients(
 
 
 def _last_mixed(engine: Rows, trial: RowTrial, has_rows: Sequence[bool], config: RoundPipeRunConfig) -> int | None:
-    whole = _gradients(engine, [trial.whole], has_rows, config)
+    types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
+    whole = _gradients(engine, [trial.whole], has_rows, config, types)
     if not whole or any(one.odd is not None for one in whole.values()):
         return None
-    parts = _gradients(engine, trial.parts, has_rows, config)
-    least = 0.1 * max(map(typical, whole.values()))
+    parts = _gradients(engine, trial.parts, has_rows, config, types)
+    least, limit = 0.1 * max(map(typical, whole.values())), tolerance("rows", *types)
     for number in reversed(range(len(engine.layers))):
         for parameter in engine.layers[number].parameters():
-            limit = tolerance("rows", *(one for one in (parameter.dtype, _coarsest()) if one is not None))
             if distance(parts.get(parameter), whole.get(parameter), least) > limit:
                 return number
     return None
@@ -262,32 +265,39 @@ def _has_rows(trial: RowTrial) -> list[bool]:
 
 
 def _gradients(
-    engine: Rows, microbatches: Sequence[FlatMicrobatch], has_rows: Sequence[bool], config: RoundPipeRunConfig
+    engine: Rows,
+    microbatches: Sequence[FlatMicrobatch],
+    has_rows: Sequence[bool],
+    config: RoundPipeRunConfig,
+    types: set[torch.dtype],
 ) -> dict[nn.Parameter, Digest]:
     """The gradients of a sum over rows of the outputs, which each value of an output changes."""
     found: dict[nn.Parameter, Digest] = {}
-    lock = threading.Lock()  # several devices offer gradients
+    lock = threading.Lock()  # several devices have gradients
 
     def loss(outputs: Any, labels: Any) -> torch.Tensor:
         leaves = [leaf for leaf, kept in zip(pytree.tree_leaves(outputs), has_rows, strict=True) if kept]
         return sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
 
-    def take(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        one = digest(gradient.cpu(), whole=_WHOLE)
-        with lock:
-            found[parameter] = found[parameter] + one if parameter in found else one
-        return True
+    def landed(layer: int, gradients: Gradients) -> None:
+        while gradients:  # popped, so that the host holds those of one layer
+            parameter, (gradient, ready) = gradients.popitem()
+            ready.result()
+            one = digest(gradient, whole=_WHOLE)
+            with lock:
+                types.add(gradient.dtype)
+                found[parameter] = found[parameter] + one if parameter in found else one
 
     with set_apart(engine.layers):
-        engine.try_backward(microbatches, config, loss, take)
+        engine.try_backward(microbatches, config, loss, landed, types)
     return found
 
 
 def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
     """A sum over elements whose gradients are different, and of a normal size, also for large numbers."""
     values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-    finite = torch.where(values.isfinite(), values, 0.0).float()
-    return (finite + finite.square().log1p()).sum()
+    finite = (values if values.isfinite().all() else torch.where(values.isfinite(), values, 0.0)).float()
+    return finite.sum() + finite.square().log1p().sum()
 
 
 class _Comparison:

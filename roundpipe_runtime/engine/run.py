@@ -183,6 +183,7 @@ class RunSpec:
     # comparison mode of a dry run: `"parts"` of rows, with torch's random functions constant, or
     # `"others"`, rows next to other rows, where all microbatches draw the same. Default: no comparison.
     trial: Trial | None = None
+    types: set[torch.dtype] = dataclasses.field(default_factory=set)  # dtypes in which a trial has computed
     # function that gets the index of a layer and its gradients on the host, once their copies have started.
     # It may remove gradients from the mapping. Default: none.
     gradients_landed: Callable[[int, Gradients], None] | None = None

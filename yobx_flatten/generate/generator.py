@@ -276,7 +276,12 @@ class Generator:
         with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-            return self._model.generate(**given)
+            if not given.keys() >= {"decoder_input_ids", "input_features"}:
+                return self._model.generate(**given)
+            from transformers import GenerationMixin
+
+            # Whisper's own loop would leave these tokens out of what it returns
+            return GenerationMixin.generate(self._model, **given)
 
     @functools.cached_property
     def _model(self) -> Any:

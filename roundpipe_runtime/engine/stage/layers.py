@@ -137,8 +137,10 @@ class StageLayers:
         if self.stage.kind == "fused":  # before a step writes what it compares with
             self._check_parameters(resident)
         run.wait_cleared()
-        gradients = resident.download_gradients(run.gradient_scale(), run.gradient_memory, run.store.landing_dtype)
-        if run.gradient_scale() != 0.0:  # zeros for all parameters are added when the run is committed
+        scale, is_trial = run.gradient_scale(), run.spec.trial is not None
+        target = (None, None) if is_trial else (run.gradient_memory, run.store.landing_dtype)
+        gradients = resident.download_gradients(scale, *target)
+        if scale != 0.0 and not is_trial:  # zeros for all parameters are added when the run is committed
             gradients = run.store.land(index, gradients)
         run.collected.gradients[index] = gradients
         if run.spec.gradients_landed is not None:
@@ -367,7 +369,8 @@ class LayerCall(CallState):
         return watch_forward(self._invoke, self.module, self.device.torch_device)
 
     def _invoke(self) -> Any:
-        with SteadyDraws(self.generator.of_device()) if self.spec.trial == "parts" else _AS_IT_IS:
+        spec = self.spec
+        with SteadyDraws(self.generator.of_device(), spec.types) if spec.trial == "parts" else _AS_IT_IS:
             return self._called()
 
     def _called(self) -> Any:

@@ -8,7 +8,6 @@ from roundpipe_runtime import RoundPipe
 from roundpipe_runtime.device.accelerator import copy_in_pieces
 from roundpipe_runtime.device.pinning import PinnedModel
 from roundpipe_runtime.device.protocol import Device
-from roundpipe_runtime.engine import rows
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, train
 from tests.runtime.small import same_bits
@@ -112,9 +111,8 @@ def test_a_download_is_pinned(device):
     assert late.counts()["bytes down, pinned"] == 4000
 
 
-def test_all_copies_of_a_training_are_pinned(monkeypatch):
+def test_all_copies_of_a_training_are_pinned():
     """Weights, gradients, activations and the batch; what remains is the loss, a number."""
-    monkeypatch.setattr(rows, "last_of_mixed_gradients", lambda *_: None)  # its gradients are read, and not kept
     late.set_order("late")
     late.counts()
     train(late_devices(2))

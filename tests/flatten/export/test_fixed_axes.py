@@ -106,6 +106,7 @@ def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
     assert torch.equal(taken, torch.full((6, 8, 7), 2.0))
 
 
+@pytest.mark.timeout(900)  # 105 s on an idle machine
 def test_the_batch_of_swin_varies():
     """Its windows are counted from batch, height and width."""
     pytest.importorskip("transformers")

@@ -221,7 +221,7 @@ def test_a_text_of_another_vocabulary_is_refused(tmp_path):
 
 
 def test_an_onnxruntime_without_its_quantizer_is_named(monkeypatch):
-    """What it says, and the line to type."""
+    """The message of the error ends with the line to type."""
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime.quantization", None)
     quantizing._library.cache_clear()
     try:

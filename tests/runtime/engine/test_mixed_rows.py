@@ -246,8 +246,8 @@ def hooked(back):
     return lambda: Layer(after)
 
 
-def by_the_mean(layer, x):
-    return x + (x - x.detach()) * x.detach().mean()
+def by_the_largest(layer, x):
+    return x + (x - x.detach()) * x.detach().amax()
 
 
 MIXES_BACK = {
@@ -257,7 +257,7 @@ MIXES_BACK = {
     "by the number of rows": backward(lambda gradient: gradient / len(gradient)),
     "less the mean": backward(lambda gradient: gradient - gradient.mean(0)),
     "by the norm, in a hook": hooked(lambda gradient: gradient / gradient.norm()),
-    "by the mean of the batch": lambda: Layer(by_the_mean),
+    "by the largest number": lambda: Layer(by_the_largest),
     "of all but the first row": lambda: Layer(lambda layer, x: torch.cat([x[:1].detach(), x[1:]])),
 }
 APART_BACK = {

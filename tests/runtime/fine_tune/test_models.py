@@ -53,7 +53,10 @@ def test_a_configuration_alone_has_random_weights(tmp_path):
             '{"model_type": "llama", "num_hidden_layers": 1000000000}',
             "num_hidden_layers = 1,000,000,000, but the limit is 10,",
         ),
-        ('{"model_type": "llama", "text_config": {"n_layer": [30000]}}', "states n_layer = 30,000, but the limit is 10,000"),
+        (
+            '{"model_type": "llama", "text_config": {"n_layer": [30000]}}',
+            "states n_layer = 30,000, but the limit is 10,000",
+        ),
         ('{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
         ('{"hidden_size": 3}', "is not a configuration of transformers"),
         ('{"model_type": "t5"}', "a model of type 't5', which transformers has no causal language model for"),

@@ -179,7 +179,7 @@ class RunLifecycle:
         timer = self._timer(kind, is_trial=spec.trial is not None)
         contract = LossContract("sum", rows) if contract is None else contract
         memory = self.gradient_memory
-        if memory is not None and spec.requires_grad and spec.trial is None:
+        if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         partial_plan = self._partial_plan(spec, config, size)
         if kind == "fused" and spec.trial is None:  # no gradient of a trial reaches the store

@@ -137,10 +137,9 @@ class StageLayers:
         if self.stage.kind == "fused":  # before a step writes what it compares with
             self._check_parameters(resident)
         run.wait_cleared()
-        scale, is_trial = run.gradient_scale(), run.spec.trial is not None
-        target = (None, None) if is_trial else (run.gradient_memory, run.store.landing_dtype)
-        gradients = resident.download_gradients(scale, *target)
-        if scale != 0.0 and not is_trial:  # zeros for all parameters are added when the run is committed
+        gradients = resident.download_gradients(run.gradient_scale(), run.gradient_memory, run.store.landing_dtype)
+        # those of a trial are only looked at; zeros for all parameters are added when the run is committed
+        if run.gradient_scale() != 0.0 and run.spec.trial is None:
             gradients = run.store.land(index, gradients)
         run.collected.gradients[index] = gradients
         if run.spec.gradients_landed is not None:

@@ -1,5 +1,6 @@
 """What ranks do when one of them fails, differs or is gone; each function returns plain values to compare."""
 
+import contextlib
 import json
 import os
 import signal
@@ -359,7 +360,8 @@ def stopped(patience: float, is_alone: bool, stopped_rank: int) -> None:
         if len(list(Path(sys.argv[3]).glob("*.done"))) == dist.get_world_size() - 1:
             for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
                 if int(child) != os.getpid():
-                    os.kill(int(child), signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # a rank that has ended by itself meanwhile
+                        os.kill(int(child), signal.SIGKILL)
     os._exit(0)
 
 

@@ -95,6 +95,7 @@ def test_gradients_of_pairs_are_scaled_before_they_come_down():
 
     device = Noting("virtual:0")
     pipe = RoundPipe(model, devices=[device], model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    pipe._rp_engine.row_check = None  # which compares gradients of a few rows before
     pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
     pipe.close()
     found = gradients(model)

@@ -185,7 +185,7 @@ OTHER_ROWS: list[Row] = [
         ),
     ),
     (
-        r"functorch tensor|object has no attribute 'constant'|constant's list|\.numpy\(\) is not supported for tensor",
+        r"functorch tensor|Expected Fake|no attribute 'constant'|constant's list|\.numpy\(\) is not supported",
         _fixed(
             "forward uses torch.func, .data or .numpy(), which a trace does not follow. Let autograd differentiate, "
             "write in place, compute with torch:",

@@ -300,7 +300,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             f"{type(module).__qualname__} cannot be traced. {text}:\n    torch.where(condition, a, b), "
             "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
         )
-    if re.search(r"program constant's list|functorch tensor|no attribute 'constant'|for tensor subclasses", message):
+    if re.search(r"constant's list|functorch tensor|Expected Fake|no attribute 'constant'|for tensor subcl", message):
         return InvalidArgumentError(f"{type(module).__qualname__} is not traced. {explain_error(error, module)}")
     if "Unsupported input type" in message:
         return explain_leaf(inputs, message)
@@ -313,7 +313,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             f"{type(module).__qualname__} bounds a size itself, and bounds= contradicts it ({example.bounds}): "
             f"{' '.join(message.split())[:400]}"
         )
-    if "to be on the same device" in message:
+    if "to be on the same device" in message or "is not on the expected device" in message:
         leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         for path, device, weights in on_other_devices(module, tensors):

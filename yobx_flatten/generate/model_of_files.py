@@ -159,6 +159,8 @@ class FileModel(ModelWithoutWeights):
             )
         if self.steps.parts.vision is not None:
             kwargs = self._with_pictures(inputs, kwargs)
+        if config.num_beams > 1 and self.steps.parts.encoder is None and not _stated(self.steps):  # read by 5.17
+            self.config.vocab_size = self._scores_of_two.shape[2]
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
         generate = super().generate
         return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs)
@@ -225,8 +227,12 @@ class FileModel(ModelWithoutWeights):
         parts = self.steps.parts
         if parts.encoder is not None or parts.vision is not None:
             return True
+        return self._scores_of_two.shape[1] == 2
+
+    @functools.cached_property
+    def _scores_of_two(self) -> torch.Tensor:
         two = torch.zeros(1, 2, dtype=torch.int64)
-        return bool(self.steps.scores(self.steps.begin(two, None, {}, None, ())).shape[1] == 2)
+        return self.steps.scores(self.steps.begin(two, None, {}, None, ()))
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Pass pictures in one object, because loops would repeat patches as if they were rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 
@@ -287,7 +289,9 @@ class Differentiated(nn.Module):
 @pytest.mark.filterwarnings("ignore:A model attribute:UserWarning")  # torch's, of what it lifts out of such a trace
 def test_an_error_of_torch_is_one_line_and_a_line_to_type():
     """Its own text, which has pages, is the cause."""
-    with pytest.raises(InvalidArgumentError, match="Differentiated cannot be exported: torch raises") as caught:
+    known = "Differentiated (cannot be exported: torch raises|is not traced. forward uses torch.func)"  # by version
+    with pytest.raises(InvalidArgumentError, match=known) as caught:
         export_program(Differentiated(), kwargs={"x": torch.randn(2, 4)})
     assert len(str(caught.value).splitlines()) <= 4
-    assert type(caught.value.__cause__).__module__.startswith("torch.")
+    *_, (innermost, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
+    assert innermost.f_globals["__name__"].startswith("torch.")

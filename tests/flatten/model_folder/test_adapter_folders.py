@@ -1,5 +1,6 @@
 """A folder of adapters stands for the model that they are of, with the adapters merged."""
 
+import importlib.util
 import json
 import os
 from functools import partial
@@ -209,7 +210,10 @@ def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, ba
     "entries",
     [
         {"init_lora_weights": "pissa_niter_1000000000"},
-        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}},
+        pytest.param(
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}},
+            marks=pytest.mark.skipif(not importlib.util.find_spec("scipy"), reason="PEFT reads LoftQ with scipy only"),
+        ),
         {"peft_type": "XLORA", "hidden_size": 8, "adapters": {"a": "owner/name"}},
     ],
     ids=["PiSSA", "LoftQ", "X-LoRA"],

@@ -9,7 +9,7 @@ pytest.importorskip("onnxscript")
 
 import transformers
 
-from tests.transformers_versions import needs_transformers
+from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs, export_folder
 from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
@@ -114,4 +114,5 @@ def test_a_small_encoder_of_images_has_a_number_of_heads_for_each_stage(name):
     size = getattr(model.config, "image_size", 64)
     with torch.no_grad():
         assert model(pixel_values=torch.zeros(1, 3, size, size))[0].isfinite().all()
-    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    largest = 4_000_000 if is_older_than("5.24.0") else 1_000_000  # before, Segformer's entries have no common name
+    assert sum(parameter.numel() for parameter in model.parameters()) < largest

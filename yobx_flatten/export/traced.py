@@ -313,7 +313,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             f"{type(module).__qualname__} bounds a size itself, and bounds= contradicts it ({example.bounds}): "
             f"{' '.join(message.split())[:400]}"
         )
-    if "to be on the same device" in message or "is not on the expected device" in message:
+    if re.search("to be on the same device|not on the expected device|found two different devices", message):
         leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         for path, device, weights in on_other_devices(module, tensors):

@@ -159,7 +159,7 @@ class FileModel(ModelWithoutWeights):
             )
         if self.steps.parts.vision is not None:
             kwargs = self._with_pictures(inputs, kwargs)
-        if config.num_beams > 1 and self.steps.parts.encoder is None and not _stated(self.steps):  # read by 5.17
+        if (config.num_beams or 1) > 1 and self.steps.parts.encoder is None and not _stated(self.steps):
             self.config.vocab_size = self._scores_of_two.shape[2]
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
         generate = super().generate

@@ -34,13 +34,10 @@ def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
     there = adapter_names(folder)
     if name not in there:
         raise GenerationError(
-            f"{folder} has no adapter {name!r}; {_listed(there)}. To add one: yobx-flatten adapter {folder} NAME=FOLDER"
+            f"{folder} has no adapter {name!r}; found: {', '.join(there) or 'none'}. To add an adapter:\n"
+            f"    yobx-flatten adapter {folder} NAME=FOLDER"
         )
     return folder / ADAPTERS / f"{name}{_SUFFIX}"
-
-
-def _listed(names: list[str]) -> str:
-    return f"there are {', '.join(names)}" if names else "it has none"
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
@@ -67,8 +64,9 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             raise DamagedFileError(f"{where}: {name} is of {matrix.dtype}, and the files take {port.dtype}.")
         sizes = list(zip(matrix.shape, port.shape, strict=False))
         if matrix.ndim != 2 or any(size not in (None, given) for given, size in sizes):
+            wanted = ", ".join("rank" if size is None else str(size) for size in port.shape)
             raise DamagedFileError(
-                f"{where}: {name} has shape {tuple(matrix.shape)}, and the files take {_shape(port)}: the adapter is "
+                f"{where}: {name} has shape {tuple(matrix.shape)}, and the files take ({wanted}): the adapter is "
                 "for a different model."
             )
     for name, matrix in found.items():
@@ -80,10 +78,6 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             raise DamagedFileError(
                 f"{where}: {name} has a rank of {matrix.shape[1]}, and {other} of {found[other].shape[0]}."
             )
-
-
-def _shape(port: Port) -> str:
-    return f"({', '.join('rank' if size is None else str(size) for size in port.shape)})"
 
 
 _MATRICES = (FIRST, SECOND)

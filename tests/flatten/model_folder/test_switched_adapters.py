@@ -441,7 +441,7 @@ def test_a_model_that_has_adapters_is_refused(root, tmp_path):
 @pytest.mark.slow
 def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
     """In Python and on the command line."""
-    with pytest.raises(GenerationError, match="has no adapter 'three'; there are one, two"):
+    with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
         open_generator(folder).generate(IDS, adapter="three")
     for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
         assert main([*command, "--adapter", "three"]) == 2

@@ -257,9 +257,7 @@ class StepRunner:
     def wait_update(self) -> None:
         """Wait for the step in the background, if there is one, and raise its error."""
         update, ahead = self._update, self._ahead
-        if update is None:
-            return
-        if self.is_here():
+        if self.is_here():  # maybe before the caller of the step has its future
             if ahead is not None and not ahead.is_ahead:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
@@ -267,6 +265,8 @@ class StepRunner:
                 "the optimizer in it. An optimizer that calls the model, like LBFGS, must step at once:\n"
                 "    model.step(step_fn)"
             )
+        if update is None:
+            return
         call = self._call()
         try:
             with noting(f"While waiting for the function given to {call}."):

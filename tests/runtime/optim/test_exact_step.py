@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from roundpipe_runtime import (
     RoundPipeWarning,
     StageError,
 )
+from roundpipe_runtime.device.worker import Worker
 from tests.runtime.small import batch, relative_error, same_bits, small_model
 
 F = nn.functional
@@ -474,6 +476,43 @@ def test_calling_the_pipeline_after_the_optimizer_is_refused(wrap):
     with pytest.raises(StageError, match="called the pipeline, which waits"):
         trained.run()
     trained.run()
+
+
+def test_a_step_that_is_faster_than_its_caller_is_refused_too(wrap, monkeypatch):
+    """The function calls the pipeline before the caller's thread has the future of the step."""
+    trained = Trained(wrap, "exact", adamw)
+    begun, calls = threading.Event(), []
+
+    def step():
+        trained.whole_step()
+        begun.set()
+        if len(calls) == 2:
+            with torch.no_grad():
+                trained.pipe(batch(6)[0])
+
+    def submit(self, work, *args):
+        future = original(self, work, *args)
+        if self.name == "optimizer":
+            begun.wait(60)
+            time.sleep(0.2)
+        return future
+
+    def check_can_run():
+        check()
+        if engine.steps.is_here():  # the next run is the first to have the lock
+            time.sleep(1)
+
+    original, engine = Worker.submit, trained.pipe._rp_engine
+    check = engine.check_can_run
+    monkeypatch.setattr(Worker, "submit", submit)
+    monkeypatch.setattr(engine, "check_can_run", check_can_run)
+    for number in (1, 2):
+        calls.append(number)
+        begun.clear()
+        trained.run()
+        trained.pipe.step(step, "exact")
+    with pytest.raises(StageError, match="called the pipeline, which waits"):
+        trained.run()
 
 
 # -- master weights --------------------------------------------------------------------------------------------------

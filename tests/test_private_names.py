@@ -1,4 +1,4 @@
-"""Private names of torch, onnxscript and transformers are imported in one file per library, and are there."""
+"""Private names of torch and transformers are imported in one file per library, and are there."""
 
 import ast
 import pathlib
@@ -7,7 +7,7 @@ import pytest
 
 import roundpipe_runtime
 import yobx_flatten
-from yobx_flatten.private_names import lookup, of_onnxscript, of_torch, of_transformers
+from yobx_flatten.private_names import lookup, of_torch, of_transformers
 
 LIBRARIES = {"torch", "onnxscript", "transformers"}
 # torch documents these under their names
@@ -67,11 +67,9 @@ def test_the_rule_sees_imports_and_attributes():
     assert sorted({line for line, _ in private_uses(source)}) == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("module", [of_torch, of_onnxscript, of_transformers], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [of_torch, of_transformers], ids=lambda module: module.__name__)
 def test_every_name_is_in_the_installed_release(module):
     """A name that a release drops is named here; those of parts that are not installed are left out."""
-    if module is of_onnxscript:
-        pytest.importorskip("onnxscript")
     if module is of_transformers:
         pytest.importorskip("transformers.exporters", reason="transformers before 5.17 has no exporters")
     missing = []

@@ -7,31 +7,46 @@ operator of the type that its pattern ends in, so it is tried at those. The grap
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from ....huggingface.cache_names import CACHE
+from ....registry.patches import AttributePatch
 from ....runners.ports import KEPT_SCORES, is_present
 from .repair import attribute, input_of, producer, replace_value, sizes_of, type_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    from onnx_ir.passes import Sequential
     from onnxscript.rewriter import RewriteRule
 
 
 def optimize_graph(model: ir.Model) -> None:
     """Fold constants, apply onnxscript's rewrite rules and fusions, and remove what is unused or computed twice."""
     # model: an `onnx_ir.Model`; it is changed in place
-    from onnxscript import optimizer, rewriter
+    from onnxscript import optimizer
     from onnxscript.rewriter import onnx_fusions
 
-    rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
-    passes = None if rules is None else _passes([_RuleOfOperator(rule) for rule in rules])
-    if passes is None:  # an onnxscript that is made of other parts
-        optimizer.optimize(model)
-    else:
-        passes(model)
+    rules = _quick_rules()
+    if rules is not None:
+        rules.acquire()
+    try:
+        optimizer.optimize_ir(model)
+    finally:
+        if rules is not None:
+            rules.release()
     onnx_fusions.fuse(model)
+
+
+@functools.cache
+def _quick_rules() -> AttributePatch | None:
+    """The patch of the rules that onnxscript applies; ``None`` for a release that keeps them elsewhere."""
+    from onnxscript import rewriter
+
+    rules = getattr(rewriter, _RULES, None)
+    return None if rules is None else AttributePatch(rewriter, _RULES, tuple(_RuleOfOperator(rule) for rule in rules))
+
+
+_RULES = "_DEFAULT_REWRITE_RULES"
 
 
 class _RuleOfOperator:
@@ -52,42 +67,6 @@ class _RuleOfOperator:
         if self._operator is not None and node.op_type != self._operator:
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
-
-
-def _passes(rules: list[_RuleOfOperator]) -> Sequential | None:
-    """Return the passes of ``optimize_ir``, in its order; ``None`` if this version of onnxscript has different ones."""
-    try:
-        import onnx_ir.passes as infra
-        import onnx_ir.passes.common as common
-        from onnxscript.rewriter import RewritePass, pattern
-
-        from ....private_names.of_onnxscript import constant_folding as folding
-
-        fold = folding.FoldConstantsPass(
-            shape_inference=True,
-            input_size_limit=folding.DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
-            output_size_limit=folding.DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
-        )
-        simplify = [
-            fold,
-            RewritePass(pattern.RewriteRuleSet(rules)),
-            common.RemoveUnusedNodesPass(),
-            common.RemoveUnusedFunctionsPass(),
-            common.RemoveUnusedOpsetsPass(),
-        ]
-        return infra.Sequential(
-            common.InlinePass(),
-            infra.PassManager(simplify, steps=2, early_stop=True),
-            common.RemoveUnusedNodesPass(),
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-            common.LiftSubgraphInitializersToMainGraphPass(),
-            common.DeduplicateInitializersPass(),
-            common.CommonSubexpressionEliminationPass(),
-            common.OutputFixPass(),
-            common.NameFixPass(),
-        )
-    except (ImportError, AttributeError, TypeError):
-        return None
 
 
 # Merge the three projections of an attention into one product, which is faster for one token.

@@ -445,7 +445,7 @@ def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
         open_generator(folder).generate(IDS, adapter="three")
     for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
         assert main([*command, "--adapter", "three"]) == 2
-        assert "there are one, two" in capsys.readouterr().err
+        assert "found: one, two" in capsys.readouterr().err
 
 
 @pytest.mark.slow

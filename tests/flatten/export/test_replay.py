@@ -181,3 +181,35 @@ def test_a_model_in_eval_neither_draws_nor_writes():
     assert any("dropout" in str(node.target) for node in program.graph.nodes)
     assert draws_random_numbers(program) == []
     assert written_state(program) == []
+
+
+class First(torch.nn.Module):
+    """The first output of a layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        found = self.layer(x)
+        return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.LSTM(4, 5),
+        torch.nn.GRU(4, 5, 2, dropout=0.5),
+        torch.nn.RReLU(),
+        torch.nn.Dropout(0.0),
+        torch.nn.Dropout(0.5),
+    ],
+    ids=str,
+)
+def test_an_operator_draws_if_two_calls_of_the_model_differ(layer, is_training):
+    """An LSTM without dropout in training mode does not draw, and its file is compared."""
+    module, x = First(layer).train(is_training), -torch.rand(3, 6, 4)
+    draws = not torch.equal(module(x), module(x))
+    program = export_program(module, (x,), cases=[], steps=1).program
+    assert bool(draws_random_numbers(program)) is draws

@@ -347,14 +347,14 @@ def draws_random_numbers(program: ExportedProgram) -> list[str]:
 
 
 def _is_switched_off(target: object, program: ExportedProgram) -> bool:
-    """A dropout of a module in ``eval()`` is in the graph and does nothing; so is that of an attention."""
-    switches = {"train", "dropout_p"}
+    """A dropout of a module in ``eval()`` is in the graph and does nothing; so is one of an LSTM with ``dropout=0``."""
+    switches = {"train", "training", "dropout", "dropout_p", "p"}
     for node in program.graph.nodes:
         if node.op != "call_function" or node.target is not target:
             continue
         given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
         named = [a for a in target._schema.arguments if a.name in switches]
-        if not named or any(given.get(a.name, a.default_value) for a in named):
+        if all(given.get(a.name, a.default_value) not in (False, 0) for a in named):
             return False
     return True
 

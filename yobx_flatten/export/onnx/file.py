@@ -25,8 +25,8 @@ from ...runners.adapters import FIRST
 from ..flat_program import decompose_untranslated, flat_program
 from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
-from .rewrite.heads import put_tokens_first, rotate_together
-from .rewrite.optimize import fuse_skip_norms, join_projections, keep_last_scores, optimize_graph
+from .rewrite.heads import put_tokens_first
+from .rewrite.optimize import join_projections, keep_last_scores, optimize_graph
 from .rewrite.repair import repair_graph, sizes_of
 from .weights import read_lazily, write_weights
 
@@ -122,8 +122,6 @@ def convert(
     if share:
         share_cache(converted.model)
         join_projections(converted.model)
-        rotate_together(converted.model)
-        fuse_skip_norms(converted.model)
     if fuse:
         put_tokens_first(converted.model)
     keep_last_scores(converted.model)

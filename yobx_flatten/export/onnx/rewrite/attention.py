@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _COUNTED = (
     *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
-    *("RMSNormalization", "LayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax"),
+    *("RMSNormalization", "LayerNormalization", "Softmax"),
 )
 _AHEAD = 64  # nodes after a concatenation among which its attention is looked for: more than any sliding layer has
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ....huggingface.cache_names import CACHE
 from ....registry.patches import AttributePatch
 from ....runners.ports import KEPT_SCORES, is_present
-from .repair import attribute, input_of, producer, replace_value, sizes_of, type_of
+from .repair import input_of, producer, sizes_of, type_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -134,54 +134,6 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     # the matrices are in the joint one: a file would store them twice
     for value in unused:
         graph.initializers.pop(str(value.name), None)
-
-
-# Merge a residual sum and its normalisation into one operator of onnxruntime.
-
-
-def fuse_skip_norms(model: ir.Model) -> None:
-    """Replace each sum of two values of one shape that an ``RMSNormalization`` reads, and the latter, in place."""
-    import onnx_ir as ir
-
-    graph = model.graph
-    for norm in [node for node in graph if node.op_type == "RMSNormalization" and node.domain == ""]:
-        add = producer(norm.inputs[0], "Add")
-        if add is None or not _fits(add, norm):
-            continue
-        epsilon = attribute(norm, "epsilon", 1e-5)
-        inputs = [*add.inputs, norm.inputs[1]]
-        fused = ir.node(
-            "SkipSimplifiedLayerNormalization",
-            inputs,
-            {"epsilon": epsilon},
-            domain="com.microsoft",
-            num_outputs=4,
-            name=norm.name,
-        )
-        # mean and variance, which are for training; an empty name leaves an output out
-        for unused in fused.outputs[1:3]:
-            unused.name = ""
-        graph.insert_before(add, fused)
-        for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
-            replace_value(old, new)
-        graph.remove([norm, add], safe=True)
-        model.opset_imports["com.microsoft"] = 1
-
-
-def _fits(add: ir.Node, norm: ir.Node) -> bool:
-    """Whether the sum is over values of one shape (batch, tokens, hidden), and each token is normalised separately."""
-    left, right, total, weights = input_of(add, 0), input_of(add, 1), add.outputs[0], input_of(norm, 1)
-    # the kernel on the CPU is for float32 (1) and float16 (10), of one type for all
-    if left.dtype is None or not left.dtype == right.dtype == weights.dtype or left.dtype not in (1, 10):
-        return False
-    if left.shape is None or right.shape is None or total.shape is None or weights.shape is None:
-        return False
-    # the operator of onnxruntime knows no other axis
-    last = attribute(norm, "axis", -1) in (-1, len(total.shape) - 1)
-    if not last or len(total.shape) != 3 or len(weights.shape) != 1 or weights.shape[0] != total.shape[-1]:
-        return False
-    # it does not broadcast: a bias that is added is not a residual
-    return list(left.shape) == list(right.shape) == list(total.shape)
 
 
 # Let a caller request a decoder's scores of only the last tokens, by an input that has a default value.

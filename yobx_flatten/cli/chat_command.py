@@ -49,7 +49,9 @@ def chat(
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     generator = opened.with_adapter(adapter)
     if generator.parts.encoder is not None:
-        raise UserError(f"{folder} cannot chat, it reads one text: yobx-flatten generate {folder} --prompt TEXT")
+        raise UserError(
+            f"{folder} has no chat template. To continue a text: yobx-flatten generate {folder} --prompt TEXT"
+        )
     tokenizer = chat_tokenizer(folder)
     draws = sample or (sample is None and (temperature != 1.0 or (top_k, top_p, seed) != (None, None, None)))
     sampling = None if sample is None else Sampling()  # as configured, or the likeliest

@@ -129,7 +129,7 @@ def _what_is_there(rows: Sequence[_Row]) -> str:
     names = [row.path.name for row in rows if row.path.exists()]
     if not names:
         return "interrupted, nothing was written"
-    return f"interrupted; {', '.join(names)} in {rows[0].path.parent} {'is' if len(names) == 1 else 'are'} whole"
+    return f"interrupted; {', '.join(names)} in {rows[0].path.parent} {'is' if len(names) == 1 else 'are'} complete"
 
 
 def _as_dict(row: _Row) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def _layers(cache: Any) -> str:
 
 
 _LEGEND = (
-    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross is what a "
-    "decoder read of its encoder.\nDifferences are the largest of all outputs"
+    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross keeps the "
+    "keys of the encoder.\nDifferences are the largest of all outputs"
 )
 
 
@@ -276,10 +276,9 @@ def _next_steps(row: _Row) -> str:
     others = [name for name in names if not name.startswith(CACHE)]
     cache = [name for name in names if name.startswith(CACHE)]
     return (
-        f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\n'
-        f"Feed:  session.run(None, feeds) with {', '.join(others)}, {cache[0]} ... {cache[-1]}; "
-        f"next time {CACHE}.* is what came out as {PRESENT}.*\n"
-        "Read:  docs/ in the repository; `make docs` builds the site"
+        f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\nFeed:  session.run(None, feeds) '
+        f"with {', '.join(others)}, {cache[0]} ... {cache[-1]}; in the next call, pass the outputs {PRESENT}.* as "
+        f"{CACHE}.*\nRead:  docs/ in the repository; `make docs` builds the site"
     )
 
 

@@ -61,7 +61,7 @@ def _folder(path: pathlib.Path, *, trust: bool) -> list[tuple[str, str]]:
         return [(str(path), str(RecordedCalls.load(path)))]
     files = sorted([*path.glob("*.onnx"), *path.glob("*.pt2")])
     if not files:
-        raise UserError(f"{path} holds no .onnx, no .pt2 and no recorded calls")
+        raise UserError(f"{path} contains no .onnx or .pt2 file and no recorded calls")
     return [_file(file, trust=trust) for file in files]
 
 

@@ -124,7 +124,7 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
     if not paths:
         return None
     return Explanation(
-        f"{paths[0]} is a module among the inputs, where torch.export takes no dynamic shapes. Make it a submodule:",
+        f"The input {paths[0]} is a module, for which torch.export accepts no dynamic shapes. Make it a submodule:",
         paths,
         "self.part = part",
     )
@@ -133,8 +133,8 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
-        f"The program has an input {name}, here {value}, which cannot be stored in a file; the program ignores what "
-        "a call passes there. Keep it in the module, or make it static data of its object:",
+        f"The program ignores its input {name} ({value}), which a file cannot store. Keep the value in the module, or "
+        "make it static data of its object:",
         (name,),
         'field: object = dataclasses.field(metadata={"static": True})',
     )
@@ -157,8 +157,8 @@ OTHER_ROWS: list[Row] = [
     (
         r"^cannot pickle 'module' object",
         _fixed(
-            "torch.save writes pickles of version 2, which have no place for torch.channels_last and other memory "
-            "formats, here among the example inputs. Take a newer version:",
+            "torch.save writes pickles of version 2, which cannot contain memory formats such as "
+            "torch.channels_last. Use a newer pickle version:",
             'torch.export.save(program, "model.pt2", pickle_protocol=4)',
         ),
     ),
@@ -251,7 +251,7 @@ def explain_error(
     if misfit := misfit_in_our_words(failure):
         return explain_misfit(failure, misfit, ())
     message = failure.message if is_text else f"{type(error).__name__}: {failure.message}"
-    text = f"This error is not known here. torch reports: {_first_line_of(message)}"
+    text = f"This error is unknown. torch reports: {_first_line_of(message)}"
     return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
 
 

@@ -250,7 +250,7 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
     if is_constant_class(cls) or issubclass(cls, _CONSTANTS):
         name = "type" if issubclass(cls, type) else cls.__qualname__.rpartition("<locals>.")[2]
         return Remedy(
-            "A program is exported for one value of it: keep it in the module, or make it static data of its object",
+            "A program is exported for one value: keep the value in the module, or make it static data of its object",
             f'field: {"torch." * (cls.__module__ == "torch")}{name} = dataclasses.field(metadata={{"static": True}})',
         )
     if cls.__module__.partition(".")[0] in {*sys.stdlib_module_names, "builtins"} - {"__main__"}:

@@ -46,15 +46,15 @@ class Report(abc.ABC):
         notes, nothing = [], self.without_number()
         if nothing:
             notes.append(
-                f"every element of {', '.join(nothing)} is NaN or infinite in the model itself, so the comparison "
-                "shows nothing. Look for NaN in its weights and its inputs."
+                f"the model itself returns only NaN or infinite values in {', '.join(nothing)}, so nothing was "
+                "compared. Look for NaN in its weights and inputs."
             )
         most: dict[str, float] = {}
         for shares in self.nan_shares():
             most |= {name: max(share, most.get(name, 0.0)) for name, share in shares.items() if name not in nothing}
         parts = [f"{share:.1%} of {name}" for name, share in most.items() if share]
         if parts:
-            notes.append(f"NaN in the model itself, where the comparison shows nothing: up to {', '.join(parts)}.")
+            notes.append(f"values that are NaN in the model itself were not compared: up to {', '.join(parts)}.")
         return notes
 
     def _least_nan(self) -> dict[str, float]:

@@ -33,19 +33,19 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
         paths.append(format_size(name))
         if int(size) < 2:
             sentences.append(
-                f"{format_size(name)} was to vary, but has size {size} in the example, which torch.export fixes. "
-                "Pass an example of size 2 or more, or let it be fixed:"
+                f"{format_size(name)} should vary, but has size {size} in the example; torch.export fixes sizes 0 and "
+                "1. Pass an example of size 2 or more, or fix the size:"
             )
         else:
             sentences.append(
-                f"{format_size(name)} was to vary, but the code works for size {size} only. Remove the code that "
-                "fixes it, or let it be fixed:"
+                f"{format_size(name)} should vary, but the code works for size {size} only. Change the code, or fix "
+                "the size:"
             )
     for pair in equal + related:
         sides = [format_size(side) for side in pair]
         paths += sides
         kind = "are equal" if pair in equal else "vary together"
-        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Say so:")
+        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Declare this:")
     for name, guard in narrower:
         paths.append(format_size(name))
         sentences.append(
@@ -72,8 +72,8 @@ def format_size(text: str) -> str:
 def _fixed_by_the_example(failure: Failure, found: re.Match[str]) -> Explanation:
     path = re.sub(r"inputs\['(\w+)'\]", r"\1", found[2])
     return Explanation(
-        f"{path} was to vary, but has size {found[1]} in the example, which torch.export fixes. Pass an "
-        "example of size 2 or more, or let torch find out:",
+        f"{path} should vary, but has size {found[1]} in the example; torch.export fixes sizes 0 and 1. Pass an "
+        "example of size 2 or more, or let torch choose:",
         (path,),
         "Dim.AUTO  # instead of Dim.DYNAMIC",
     )
@@ -114,7 +114,7 @@ def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Expla
     line = "export_program(module, args, kwargs)  # writes them"
     if bool(failure.args) != bool(failure.kwargs) and _names_its_arguments(failure.module):
         line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
-    return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nIt can be written for you:", paths, line)
+    return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nTo generate dynamic_shapes:", paths, line)
 
 
 def _names_its_arguments(module: object) -> bool:
@@ -127,9 +127,9 @@ def _names_its_arguments(module: object) -> bool:
 
 def _planted(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
-        f"Two tensors do not fit each other{place_of(failure.error)}\n{first_line(failure.error)}\n"
-        "Where the example fits and another size does not, one of them has a size that the code fixes, as in "
-        "torch.ones(3, 4), or a buffer of that size. Make it of the size of the input, or keep that size fixed:",
+        f"Two tensors do not fit each other{place_of(failure.error)}\n{first_line(failure.error)}\nIf only the "
+        "example's size works, the code creates a tensor of a fixed size, as in torch.ones(3, 4), or uses a buffer "
+        "of that size. Use the input's size, or keep the size fixed:",
         (),
         "torch.ones(x.shape[0], 4)\ndynamic_shapes={'x': {0: None}}",
     )
@@ -239,7 +239,7 @@ def _other_keywords(failure: Failure, found: re.Match[str]) -> Explanation:
     paths = tuple(f"kwargs[{name!r}]" for name in given if name not in expected)
     missing = [name for name in expected if name not in given]
     text = [f"{', '.join(paths)} was not passed by keyword when the program was exported."] if paths else []
-    text += [f"{', '.join(missing)} is missing: it was passed by keyword then."] if missing else []
+    text += [f"{', '.join(missing)} is missing: the export passed it by keyword."] if missing else []
     return Explanation(" ".join(text) + " Call the program as it was exported:", paths, _call(expected))
 
 
@@ -296,8 +296,8 @@ def explain_guards(failure: Failure) -> Explanation | None:
     if not frames or (frames[-1].filename, frames[-1].name) != ("<string>", "_"):
         return None
     return Explanation(
-        "The program could not check its inputs. Known causes: None where the example had a tensor, or an example that "
-        "is a slice of a larger tensor. Pass what the example had, and export with contiguous examples:",
+        "The program could not check its inputs. Known causes: None instead of a tensor, or an example that is a "
+        "slice of a larger tensor. Pass tensors where the example had tensors, and export with contiguous examples:",
         (),
         "example.contiguous()",
     )

@@ -112,7 +112,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
             if example.loop:
                 traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
-                report.remark("the file was checked, but not the program, which has no weights.")
+                report.remark("the file was checked; the program has no weights and was not checked.")
             # of a larger model the file is replayed alone: it holds what the program does
             runs = asked.proof == "full" and not traced.readers
             source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
@@ -207,7 +207,7 @@ def prove_program(
     tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
-    """Check a program that other code exported against its module; return the same as ``export_program``.
+    """Check a ``torch.export`` program against its module; return the same as ``export_program``.
 
     ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
     ``register_flattening_functions``, where every cache has this package's registration.
@@ -370,7 +370,7 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
         what, where = (fixed, "it varies") if kept else ("every size of the inputs", "sizes vary")
         raised = f"torch.export raises {type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
         reason = error.reason if isinstance(error, ConversionRefusedError) else raised
-        way = "To state which sizes vary, pass dynamic_shapes=."
+        way = "To set which sizes vary, pass dynamic_shapes=."
         remark = f"{what} is fixed as in the example: where {where}, {reason}. {way}"
         shapes = narrowed(example, kept) if kept else None
         yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))

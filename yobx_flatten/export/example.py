@@ -200,7 +200,8 @@ def _replaced(
         return dataclasses.replace(example, why_not=larger)
     found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
-        f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
+        f"the example was replaced by another with {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
+        f"({', '.join(fixed)})."
     )
     remarks = (*example.remarks, remark)
     return dataclasses.replace(
@@ -358,8 +359,8 @@ def check_all_read(
         close = difflib.get_close_matches(unread[0], parameters, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))}, took it in its "
-            f"**kwargs and did not read it. Its parameters are {', '.join(parameters)}.{hint}"
+            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))} and never reads it "
+            f"from its **kwargs. Its parameters are {', '.join(parameters)}.{hint}"
         )
 
 

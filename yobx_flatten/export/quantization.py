@@ -178,13 +178,13 @@ def choose_quantization(
     others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
     if others:
         raise InvalidArgumentError(
-            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has some of "
-            f"{others[0]}. Convert them first: model.float()"
+            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has "
+            f"{others[0]} weights. Convert them first: model.float()"
         )
     if chosen.activations == "token" and "float16" in facts.matrix_types:
         raise InvalidArgumentError(
-            f'{caller}: activations="token" needs float32 weights, but {facts.name} has some in float16. Leave it '
-            "out, or convert them first: model.float()"
+            f'{caller}: activations="token" needs float32 weights, but {facts.name} has float16 weights. Leave '
+            "activations= out, or convert the weights: model.float()"
         )
     if runtime != "onnxruntime":
         _check_tool(chosen, runtime, caller)

@@ -174,7 +174,8 @@ def check_text(example: Example, quantization: Quantization | None) -> None:
         vocabulary = config.get_text_config(decoder=True).vocab_size
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
             reason = (
-                f"its vocabulary has {vocabulary} tokens, and the text has {int(tokens.min())} to {int(tokens.max())}"
+                f"its vocabulary has {vocabulary} tokens, and the text contains tokens {int(tokens.min())} to "
+                f"{int(tokens.max())}"
             )
     if reason is not None:
         raise InvalidArgumentError(

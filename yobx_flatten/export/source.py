@@ -72,7 +72,8 @@ class Allowed:
         reason = Yardstick.why_not(module)
         if reason:
             report.remark(
-                f"the error of the type of the weights was not measured, since {reason}: {report.tolerance} is allowed."
+                f"the rounding error of the weights' dtype was not measured, since {reason}: {report.tolerance} is "
+                "allowed."
             )
             return
         is_same = known is not None and known.is_of(module)
@@ -213,7 +214,7 @@ def _add(found: CaseResult, report: ExportReport) -> None:
         return
     name, difference, _ = found.worst(report.tolerance)
     reason = found.error or f"{name} differs by {difference:.1e}"
-    report.remark(f"with infinite values {found.runtime} does not do what the module does ({reason}).")
+    report.remark(f"with infinite values, {found.runtime} differs from the module ({reason}).")
 
 
 def _result(
@@ -246,8 +247,8 @@ def _by_rounding(found: CaseResult, example: Example, case: Case, traced: Traced
     explained = dataclasses.replace(found, allowed={**found.allowed, **allowed})
     if explained.within(report.tolerance):
         report.remark(
-            f"{case.name}: the last digits of the inputs change the module itself by up to "
-            f"{max(allowed.values()):.1e}, so the comparison shows no more."
+            f"{case.name}: rounding errors of the inputs change the module's own outputs by up to "
+            f"{max(allowed.values()):.1e}, so this difference is allowed."
         )
     return explained
 

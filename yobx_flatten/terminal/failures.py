@@ -41,7 +41,7 @@ _OTHER_NAMES = dict(pair.split("=") for pair in _PAIRS.split())
 
 
 class UserError(FlattenError, ValueError):
-    """A name on the command line does not exist."""
+    """The command line names an unknown file or option."""
 
 
 def explain_failure(

@@ -502,7 +502,7 @@ def test_explain_refuses_what_is_no_model(tmp_path, capsys):
     assert "text.onnx" in capsys.readouterr().err
     (tmp_path / "text.onnx").unlink()
     assert main(["explain", str(tmp_path)]) == 2
-    assert "holds no .onnx, no .pt2 and no recorded calls" in capsys.readouterr().err
+    assert "contains no .onnx or .pt2 file and no recorded calls" in capsys.readouterr().err
 
 
 def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):

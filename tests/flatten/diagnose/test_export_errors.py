@@ -117,7 +117,7 @@ CASES = {
         remedy="torch.from_numpy(y)",
     ),
     "a Dim that the code fixes": Case(
-        "batch was to vary, but the code works for size 2 only",
+        "batch should vary, but the code works for size 2 only",
         Fixes(),
         (X,),
         shapes={"x": {0: Dim("batch")}},
@@ -125,7 +125,7 @@ CASES = {
         remedy="batch = 2",
     ),
     "a dynamic axis that the code fixes": Case(
-        r"x\.shape\[0\] was to vary, but the code works for size 2 only",
+        r"x\.shape\[0\] should vary, but the code works for size 2 only",
         Fixes(),
         (X,),
         shapes={"x": {0: Dim.DYNAMIC}},
@@ -133,7 +133,7 @@ CASES = {
         remedy="Dim.AUTO  # instead of Dim.DYNAMIC",
     ),
     "a Dim of size 1": Case(
-        "batch was to vary, but has size 1 in the example",
+        "batch should vary, but has size 1 in the example",
         Takes(),
         (X[:1],),
         shapes={"x": {0: Dim("batch")}},
@@ -141,7 +141,7 @@ CASES = {
         remedy="batch = 1",
     ),
     "a dynamic axis of size 1": Case(
-        r"x\.shape\[0\] was to vary, but has size 1 in the example",
+        r"x\.shape\[0\] should vary, but has size 1 in the example",
         Takes(),
         (X[:1],),
         shapes={"x": {0: Dim.DYNAMIC}},
@@ -296,7 +296,7 @@ CASES = {
         remedy="program.module()(..., x=..., y=...)",
     ),
     "called with None": Case(
-        "could not check its inputs. Known causes: None where the example had a tensor",
+        "could not check its inputs. Known causes: None instead of a tensor",
         Both(),
         (X, X + 1),
         call=(X, None),
@@ -453,7 +453,7 @@ def test_a_log_that_is_not_known_is_named_by_its_error(log, first):
     """Not by the line that begins each traceback."""
     explained = explain_error(log)
     assert not explained.known
-    assert explained.text.split("\n")[0] == f"This error is not known here. torch reports: {first}"
+    assert explained.text.split("\n")[0] == f"This error is unknown. torch reports: {first}"
 
 
 def test_a_log_with_a_known_error_is_explained():

@@ -43,7 +43,7 @@ def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
         export_program(kind(), (torch.randn(3, 4),), cases=cases)
     text = str(caught.value)
     assert "test_errors_of_cases.py" in text
-    assert "has a size that the code fixes" in text
+    assert "the code creates a tensor of a fixed size" in text
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

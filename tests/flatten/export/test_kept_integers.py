@@ -120,7 +120,7 @@ def test_a_head_and_its_embedding_are_one_table_of_integers(tmp_path):
     model, path = Tied().eval(), tmp_path / "m.onnx"
     report = export_onnx(model, (torch.arange(6).reshape(2, 3),), path=path, cases=[], quantize="int4").report
     assert any("in the file once" in remark for remark in report.remarks)
-    assert any(remark.startswith("made of integers with scales") for remark in report.remarks)
+    assert any(remark.startswith("already integers with scales") for remark in report.remarks)
     assert report.onnx_bytes < 0.25 * 4 * ROWS * COLUMNS
     assert report.quality.relative_difference < 0.01
 
@@ -138,7 +138,7 @@ def test_int4_rounds_what_has_no_integers_and_keeps_the_rest(tmp_path):
     """One of two matrices is of a checkpoint in 4 bits; the report states how many."""
     model = torch.nn.Sequential(torch.nn.Linear(64, COLUMNS), _linear(**FORMS["8 below"])).eval()
     report = export_onnx(model, (torch.randn(3, 64),), path=tmp_path / "m.onnx", cases=[], quantize="int4").report
-    (note,) = [remark for remark in report.remarks if remark.startswith("made of integers")]
+    (note,) = [remark for remark in report.remarks if remark.startswith("already integers")]
     assert f"{ROWS * COLUMNS / 1e6:.3g} million in 4 bits" in note
     zeros = [tensor for tensor in _graph(tmp_path / "m.onnx").initializer if "zero_points" in tensor.name]
     assert len(zeros) == 1

@@ -72,7 +72,7 @@ def test_transformers_reads_some_there():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"other": X}, r"Keeps.forward has no parameter 'other', took it in its \*\*kwargs and did not read it. Its p"),
+        ({"other": X}, r"Keeps.forward has no parameter 'other' and never reads it from its \*\*kwargs. Its p"),
         ({"xs": X}, r"did not read it\. Its parameters are x\. Did you mean 'x'\?"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_produ
     assert first.index[-1] == 5  # the column of the number
     assert float(first.found) != float(first.expected)
     (cause,) = first.causes
-    assert f"its weight {weight} is not that of the model: 1 of " in cause
+    assert f"its weight {weight} differs from the model's in 1 of " in cause
     assert numbers in cause
     assert "modeling_llama.py, line" in first.source
     assert first.others == ()
@@ -131,7 +131,7 @@ def test_an_attribute_that_was_changed_is_named(made, tmp_path):
 
     copied, name = _changed(folder, tmp_path / "out", change)
     first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
-    assert (first.node, first.causes) == (name, ("its attribute epsilon is not that of the model.",))
+    assert (first.node, first.causes) == (name, ("its attribute epsilon differs from the model's.",))
 
 
 @pytest.mark.slow

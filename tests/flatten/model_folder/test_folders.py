@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path):
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.stdout == "2 []\n2 []\n", shown.stderr
     small, full = (line for line in shown.stderr.splitlines() if line.startswith("yobx-flatten: "))
-    assert small.startswith("yobx-flatten: The disk is too small")
+    assert small.startswith("yobx-flatten: The disk of ")
     assert full.startswith("yobx-flatten: the disk is full")
 
 

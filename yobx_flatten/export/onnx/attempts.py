@@ -54,8 +54,8 @@ _SHOWN = 4
 """Largest number of size comparisons in a note: picture windows need hundreds of characters."""
 
 _SEVERAL_ROWS = (
-    "onnxruntime's GroupQueryAttention adds several tokens to a cache for one row only: give several rows their "
-    "whole prompts first, and then one token per call, as generation loops do."
+    "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With several rows, "
+    "pass whole prompts first, then one token per call, as generation loops do."
 )
 
 
@@ -230,7 +230,7 @@ def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, i
 def _notes(refused: Sequence[str]) -> list[str]:
     shortest = sorted(refused, key=len)
     found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
-    return [f"the model's code fixes sizes, and the file refuses others: {', '.join(found)}."] * bool(found)
+    return [f"the model's code fixes sizes; the file refuses other sizes: {', '.join(found)}."] * bool(found)
 
 
 # Replay cases with an ONNX file in onnxruntime, and report sizes that the file cannot run.
@@ -272,7 +272,7 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
         )
     if traced.drawing:
         remarks.append(
-            "onnxruntime draws its own random numbers, so a comparison shows nothing: export without random numbers "
+            "onnxruntime draws its own random numbers, so outputs cannot be compared: export without random numbers "
             "(module.eval()), or pass them as an input."
         )
     takes = argument_of(example.module.forward) is not None
@@ -339,7 +339,7 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     reason = f"{reason} {operator}{_place(traced.program, operator)}" if operator else reason
     fixed = "    dynamic_shapes=None  # or the axes that vary"
     if not operator or (missing is not None and of_sizes):
-        advice = f"Fix the sizes that it stops at:\n{fixed}"
+        advice = f"Fix the sizes that the exporter rejects:\n{fixed}"
     else:
         advice = (
             "Use other operators, or pass a function of onnxscript that implements it:\n"

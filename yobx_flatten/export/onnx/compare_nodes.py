@@ -181,7 +181,7 @@ def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:
     texts = [{part.name: part.SerializeToString(deterministic=True) for part in one.attribute} for one in (node, same)]
     for name in sorted(texts[0].keys() | texts[1].keys()):
         if texts[0].get(name) != texts[1].get(name):
-            yield f"its attribute {name} is not that of the model."
+            yield f"its attribute {name} differs from the model's."
 
 
 def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str
             apart = (pair[0] - pair[1]).abs()
             index = tuple(int(part) for part in numpy.unravel_index(int(apart.argmax()), apart.shape))
             yield (
-                f"its weight {name} is not that of the model: {int(apart.ne(0).sum())} of {apart.numel()} numbers, "
+                f"its weight {name} differs from the model's in {int(apart.ne(0).sum())} of {apart.numel()} values: "
                 f"[{', '.join(map(str, index))}] is {pair[0][index]:.6g}, and {pair[1][index]:.6g} in the model."
             )
 

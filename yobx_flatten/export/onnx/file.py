@@ -102,8 +102,8 @@ def convert(
     found = converted.model.opset_imports.get("")
     if opset_version is not None and found != opset_version:
         raise InvalidArgumentError(
-            f"opset_version={opset_version}: torch's exporter cannot write it for this model, and took {found}. Pass "
-            f"opset_version={found}, or None for the exporter's own choice. No file was kept."
+            f"opset_version={opset_version}: torch's exporter cannot write this version for this model, and wrote "
+            f"{found}. Pass opset_version={found}, or None for the exporter's own choice. No file was kept."
         )
     read_lazily(converted.model, readers or {})
     graph = converted.model.graph

@@ -218,8 +218,8 @@ def remark_quantized(
     """Note in a report how weights were stored."""
     if quantization.weights == "keep":
         report.remark(
-            f"{found.count} weights are stored as their original integers, {found.bytes / 1e6:.2f} MB instead "
-            f"of {found.float_bytes / 1e6:.2f} MB; all others as they are."
+            f"{found.count} weights are stored as their original integers, {found.bytes / 1e6:.2f} MB instead of "
+            f"{found.float_bytes / 1e6:.2f} MB; all others are unchanged."
         )
     else:
         more = bits and set(bits.values()) != {quantization.bits}
@@ -230,8 +230,8 @@ def remark_quantized(
         )
     if found.by_token:
         report.remark(
-            f"{found.by_token} of them have one scale per output, and their activations are quantized to 8 bits with "
-            "one scale per token: many tokens take less time."
+            f"{found.by_token} of them have one scale per output and activations in 8 bits with one scale per token, "
+            "which is faster for many tokens."
         )
     if found.by_text:
         report.remark(f"{found.by_text} of them were rounded with a text: each weight compensates earlier errors.")
@@ -239,7 +239,7 @@ def remark_quantized(
         report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
     if found.kept:
         kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
-        report.remark(f"made of integers with scales, which are stored without rounding them again: {kept}.")
+        report.remark(f"already integers with scales, stored without rounding again: {kept}.")
     for width, stored in ((8, "int8"), (32, "full")):
         others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
         if others:

@@ -188,14 +188,14 @@ def _choose_inputs(
             return whole, True, {}
         if parted is None or _loss(parted) > 2 * _loss(exact):
             report.remark(
-                "quantizing the activations to 8 bits would cost more than quantizing the weights: "
-                f"{_loss(whole):.1e} nats of divergence, not {_loss(exact):.1e}."
+                f"the activations are not quantized: 8 bits would raise the divergence from {_loss(exact):.1e} to "
+                f"{_loss(whole):.1e} nats."
             )
             return exact, False, {}
     report.remark(
-        "the activations are quantized to 8 bits in two parts, small values and the rest of large ones: "
-        f"{_loss(parted):.1e} nats of divergence, in one part {_loss(whole):.1e}. "
-        'activations="float" (--activations float) keeps them, and is slower.'
+        "the activations are quantized to 8 bits in two parts, small values and the remainder of large values: "
+        f'{_loss(parted):.1e} nats of divergence instead of {_loss(whole):.1e}. activations="float" (--activations '
+        "float) keeps them, and is slower."
     )
     return parted, False, splits
 

@@ -81,13 +81,13 @@ class Left:
 
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
     """Return notes on changed arguments and random draws that a program does not repeat; none if there are none."""
-    drawn = [f"{name}: a program" for name, effect in lost.items() if effect == "drawn"]
-    found = [f"forward draws from {one} has the numbers of its trace in each call. Draw with torch." for one in drawn]
+    drawn = [name for name, effect in lost.items() if effect == "drawn"]
+    found = [f"forward draws from {one}: each call repeats the numbers of the trace. Draw with torch." for one in drawn]
     changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
     if changes:
         found.append(
-            f"forward changes {changes} in its arguments and does not return that. Files do not return it either; the "
-            "program writes to tensors in place, and changes nothing else."
+            f"forward changes {changes} in its arguments and does not return the change. Files drop it; the program "
+            "only writes to tensors in place."
         )
     return found
 

@@ -149,7 +149,7 @@ class ExportReport(Report):
             )
             of_adapter = f" with the adapter {name!r}" if name and self.quality.ok else ""
             return (
-                f"The exported {self.module}{of_adapter} is further from the eager model than its quantised weights "
+                f"The exported {self.module}{of_adapter} differs more from the eager model than its quantised weights "
                 f"explain ({worst if of_adapter else self.quality}). {_nearer(self.quality)}"
             )
         failed = self.failed()
@@ -262,8 +262,7 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
     return [
-        f"the type of the weights changes the model itself by up to {yardstick.costs[name]:.1e} next to "
-        f"{yardstick.precise} (output "
+        f"{yardstick.precise} weights would change the model itself by up to {yardstick.costs[name]:.1e} (output "
         f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
     ]
 
@@ -275,8 +274,8 @@ def _of_padding(cases: list[CaseResult]) -> list[str]:
         return []
     where = dict.fromkeys(case.case for case in cases if case.left_out)
     return [
-        f"positions that the attention mask excludes were left out of the comparison of {', '.join(outputs)} "
-        f"({'; '.join(where)}): what a model computes there is never read."
+        f"positions that the attention mask excludes were not compared in {', '.join(outputs)} ({'; '.join(where)}): "
+        "no later step reads them."
     ]
 
 
@@ -363,7 +362,7 @@ class Yardstick:
         return (
             ""
             if needed < memory_available() // 2
-            else "its weights in twice as many bits take more than half of the free memory"
+            else "a copy of its weights in twice as many bits would need more than half of the free memory"
         )
 
     def allowed(self, case: Case) -> Mapping[str, float]:

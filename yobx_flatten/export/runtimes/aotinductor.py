@@ -33,8 +33,8 @@ def check_compiler(caller: str) -> None:
     """Check that there is a C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")):
         raise MissingDependencyError(
-            f"{caller} compiles C++, and there is no g++, clang++ or cl here. Install one, or name it:\n"
-            "    apt install g++\n    export CXX=/path/to/g++"
+            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install one, or set its path:\n    apt "
+            "install g++\n    export CXX=/path/to/g++"
         )
 
 

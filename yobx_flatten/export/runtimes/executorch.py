@@ -47,8 +47,8 @@ def check_bounds(signature: Signature) -> None:
     ]
     if free:
         raise DynamicShapesError(
-            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Name them:\n"
-            '    export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
+            f"ExecuTorch plans memory for the largest sizes, and {', '.join(free)} have no maximum. Set it:\n    "
+            'export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
         )
 
 
@@ -139,8 +139,8 @@ def _advice(error: Exception, backend: Backend) -> str:
 
 def _without_kernel(operators: str) -> str:
     return (
-        f"It has no kernel for {operators}, whichever backend is chosen: write the model without it, or take another "
-        'runtime:\n    target="openvino" (to_openvino)'
+        f"ExecuTorch has no kernel for {operators} in any backend. Change the model, or choose another runtime:\n    "
+        'target="openvino" (to_openvino)'
     )
 
 

@@ -195,7 +195,7 @@ def _axes_of_rows(
     shapes = {name: [str(size) for size in node.meta["val"].shape] for name, node in returned.items()}
     alone = [name for name, shape in shapes.items() if rows not in shape]
     if alone:
-        raise FlattenError(f"{', '.join(alone)} has no axis of rows.")
+        raise FlattenError(f"{', '.join(alone)} has no batch axis.")
     return given, {name: shape.index(rows) for name, shape in shapes.items()}
 
 

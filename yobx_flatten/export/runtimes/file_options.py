@@ -55,8 +55,8 @@ class FileOptions:
         folder = self.keep_failed
         if folder is not None and folder.absolute() == self.path.parent.absolute():
             raise InvalidArgumentError(
-                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself, where a failed file would "
-                "replace a good one. Name another folder."
+                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself: a failed file would replace a "
+                "good one. Name another folder."
             )
         quantization = choose_quantization(self.quantize, facts, self.caller, self.runtime)
         is_onnx = self.runtime == "onnxruntime"
@@ -133,17 +133,17 @@ def check_room(
     free = shutil.disk_usage(there).free
     if free < written:
         raise NoRoomError(
-            f"The disk is too small: the weights take {format_bytes(written)}, and {format_bytes(free)} are free in "
-            f"{there}. Name a folder on another disk, or make room there."
+            f"The disk of {there} is too small: the weights take {format_bytes(written)}, and {format_bytes(free)} "
+            "are free. Free some space, or name a folder on another disk."
         )
     # a file is mapped next to a model that is read layer by layer, and gives way
     needed = (4 * largest if largest else in_memory * weights) + _BESIDE
     left = memory_available()
     if weights >= _TRIFLE and left < needed:
         raise NoRoomError(
-            f"The export needs {format_bytes(needed)} of memory in addition to the model, and {format_bytes(left)} are "
-            "available. Close other programs, export in float16, or skip the checks, which need most of it:\n"
-            '    proof="none"'
+            f"The export needs {format_bytes(needed)} of memory in addition to the model, and {format_bytes(left)} "
+            "are available. Close other programs, export in float16, or skip the checks, which need the most "
+            'memory:\n    proof="none"'
         )
 
 

@@ -62,7 +62,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
         _save(model, traced, path)
     copied = copied_states(path)
     if copied:
-        raise FlattenError(f"OpenVINO does not know the attention of {len(copied)} of {len(kept)} parts of the cache.")
+        raise FlattenError(f"OpenVINO does not recognize the attention of {len(copied)} of {len(kept)} cache tensors.")
     return list(kept)
 
 
@@ -260,7 +260,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
     made[0].set_rt_info("0", ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     replace_openvino(path, made)
     counts = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(kept.items()))
-    report.remark(f"made of integers with scales, which are stored without rounding them again: {counts}.")
+    report.remark(f"already integers with scales, stored without rounding again: {counts}.")
 
 
 def _decompressed(openvino: Any, grid: WeightGrid) -> Any:

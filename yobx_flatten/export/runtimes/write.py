@@ -69,8 +69,8 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
     options.check_example(source.example)
     if options.quantization is not None and options.runtime == "executorch" and source.is_given:
         raise InvalidArgumentError(
-            f"{options.caller}: torchao quantises a module before its trace, and this program was traced by other "
-            "code. Trace it here:\n    export_program(module, args, kwargs, bounds=...)"
+            f"{options.caller}: torchao quantizes a module before the trace, and this program is already traced. "
+            "Export the module:\n    export_program(module, args, kwargs, bounds=...)"
         )
     if source.example.loop:
         source.traced.check_cache_outputs(source.facts.name)
@@ -339,6 +339,6 @@ def _without_counter(example: Example, traced: Traced, report: ExportReport) -> 
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
-        why_not = "the model computes something else from the length of the mask"
+        why_not = "the model also uses the length of the mask elsewhere"
     report.remark(f"{CACHE}.length, how many tokens were seen, is an input that other tools do not feed: {why_not}.")
     return None

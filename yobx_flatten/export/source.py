@@ -337,7 +337,7 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
     places = [f"{name}.shape[{axis}] is fixed at {size} by the trace" for name, axis, size in each]
     if not places:
         return []
-    return [f"{', '.join(places)}: the model accepts other sizes there. Its program and files refuse them."]
+    return [f"{', '.join(places)}: the model accepts other sizes; the program and its files refuse them."]
 
 
 def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:

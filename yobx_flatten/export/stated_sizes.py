@@ -91,8 +91,8 @@ def _as_expression(expression: sympy.Basic, place: str) -> Expression:
     found = as_expression(expression)
     if found is None:
         raise DynamicShapesError(
-            f"{place}: {expression} has an operator that sizes do not have. Use +, *, //, %, min, max of sizes, and "
-            "comparisons of them."
+            f"{place}: {expression} has an operator that sizes do not support. Use +, *, //, %, min, max and "
+            "comparisons."
         )
     return found
 

@@ -81,7 +81,7 @@ class Traced:
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
-        remedy = f"Return it under the name {CACHE!r}, or state that no call follows:\n    loop=False"
+        remedy = f"Return it under the name {CACHE!r}, or declare that no call follows:\n    loop=False"
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:
@@ -89,14 +89,14 @@ class Traced:
         found = [] if self.left is None else self.left.remarks()
         if self.written:
             found.append(
-                f"forward writes to {', '.join(self.written)}: the program updates its own copy from call to call; "
-                "the module's is unchanged."
+                f"forward writes to {', '.join(self.written)}: each call of the program updates the program's copy; "
+                "the module is unchanged."
             )
         if self.constants:
             values = [f"{name}={value}" for name, value in self.constants.items()]
             found.append(
-                f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} fixed in the file, and in the program: for "
-                "another value, export again with it."
+                f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} fixed in the program and the file: for "
+                "another value, export again."
             )
         returned = [f"{name}={text_of(value)}" for name, value in self.constant_outputs.items() if value is not None]
         if returned:
@@ -118,13 +118,13 @@ class Traced:
         if self.largest:
             sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
             found.append(
-                f"{', '.join(sizes)}: above, the model's code takes another branch. The program and its "
-                "files refuse larger ones."
+                f"{', '.join(sizes)}: above, the model's code takes another branch. The program and its files refuse "
+                "larger sizes."
             )
         if self.asserts_values:
             found.append(
-                "the model's code refuses some inputs by their values. The program asserts that, and a file of ONNX, "
-                "OpenVINO or ExecuTorch computes with them: check them before the call."
+                "the model's code refuses some inputs by their values. The program checks them; files of ONNX, "
+                "OpenVINO and ExecuTorch do not. Check the inputs before the call."
             )
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]

@@ -68,7 +68,7 @@ def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # a number varies, and not a tensor
-        return Varied(remarks=["other sizes and values were not replayed, since a number is among what varies."])
+        return Varied(remarks=["other sizes and values were not tested, since an input that varies is a number."])
     found = tensors_of(example, signature)
     if not found or len(found) != len(signature.inputs):
         return Varied()
@@ -415,8 +415,8 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
     if callable(getattr(module, "set_attn_implementation", None)):
         way = ' Another kernel may not: model.set_attn_implementation("eager")'
     return (
-        "The model itself answers differently when another row is padded: the answer to a row moves by "
-        f"{far[name]:.1e} (output {name!r}), so that no file agrees with it at every mask.{way}"
+        f"The model itself changes a row's output by {far[name]:.1e} (output {name!r}) when another row is padded, so "
+        f"no file agrees with the model at every mask.{way}"
     )
 
 

@@ -70,7 +70,9 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
     if in_parent and os.fspath(path.resolve()) in {part.mountpoint for part in psutil.disk_partitions(all=True)}:
-        raise OSError(errno.EBUSY, "it is a mount point, which cannot be replaced. Name a folder in it", str(path))
+        raise OSError(
+            errno.EBUSY, "it is a mount point, which cannot be replaced. Name a folder inside the mount", str(path)
+        )
     try:
         pathlib.Path(tempfile.mkdtemp(prefix=".trial-", dir=there)).rmdir()
     except OSError as error:

@@ -50,8 +50,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             )
         if has_read(given):
             raise InvalidArgumentError(
-                f"The cache is {describe_class(given)} with {tokens_in(given) or 'some'} tokens, which the files have "
-                "not read. Pass the cache that a call of this model returned, or none."
+                f"The cache is {describe_class(given)} with {tokens_in(given) or 'some'} tokens from another model. "
+                "Pass a cache that a call of this model returned, or none."
             )
         vars(given).clear()
         made.__class__ = cls
@@ -74,7 +74,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
             "The cache of an exported model cannot be stored: its keys and values are in the memory of the library "
-            "that runs them. Store the tokens, and read them again; copy.deepcopy(cache) copies it in this process."
+            "that runs them. Store the tokens, and run the model on them again; copy.deepcopy(cache) works within "
+            "this process."
         )
 
     def hold(self) -> None:
@@ -164,8 +165,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self.again = kept - self._held_seen
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
-                f"{self.steps.parts.decoder.name} holds a window or a state, from which {self.seen - kept} tokens "
-                "cannot be removed. Call generate without this cache."
+                f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state: its cache cannot drop "
+                f"{self.seen - kept} tokens. Call generate without this cache."
             )
         else:
             self.again -= self.seen - kept

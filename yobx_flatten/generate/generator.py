@@ -210,15 +210,15 @@ class Generator:
         self._check_writes("stream")
         if self.settings.other_loops:
             raise GenerationError(
-                f"generation_config.json asks for {', '.join(self.settings.other_loops)}, where tokens do not come one "
-                "after the other: call generate(), or remove the entry."
+                f"generation_config.json sets {', '.join(self.settings.other_loops)}, which does not produce tokens "
+                "one by one: call generate(), or remove the entry."
             )
         source, pictures = self._read(inputs)
         if self._is_whole_speech(inputs, SpeechCall()):
             raise InvalidArgumentError(
                 "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
-                "generate(), or state the first tokens:\n"
-                "    stream(input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+                "generate(), or pass the first tokens:\n    stream(input_features=sound, "
+                "decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
         return self._stream(self._begin(inputs, source, pictures), max_new_tokens, sampling)
 

@@ -45,8 +45,8 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
     found = [path for path in others if path.is_file()]
     if len(found) > 1:
         raise GenerationError(
-            f"{folder} holds {', '.join(path.name for path in found)}: the same model with weights of several types. "
-            "Move the one to run to its own folder, and open that."
+            f"{folder} holds {', '.join(path.name for path in found)}: the same model in several dtypes. Move one "
+            "file to its own folder, and open that folder."
         )
     return found[0] if found else folder / name
 
@@ -64,8 +64,8 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
             missing = [file.name for file in found.values() if not file.is_file()]
             if missing:
                 raise GenerationError(
-                    f"{path} holds {found['decoder'].name}, and lacks {', '.join(missing)}. Copy the whole folder, or "
-                    "export it again."
+                    f"{path} contains {found['decoder'].name}, but not {', '.join(missing)}. Copy the whole folder, "
+                    "or export it again."
                 )
             return found
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)

@@ -180,8 +180,8 @@ class FileModel(ModelWithoutWeights):
         missing = [[layer, head] for layer, head in wanted if head not in places.get(layer, ())]
         if missing or not wanted:
             raise InvalidArgumentError(
-                f"alignment_heads is {wanted}, and the files return the weights of {list(self.steps.heads.values())}. "
-                "State these, or export the files again with word_times=True."
+                f"alignment_heads is {wanted}, but the files return the weights of {list(self.steps.heads.values())}. "
+                "Set these heads, or export again with word_times=True."
             )
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
@@ -280,7 +280,7 @@ class FileModel(ModelWithoutWeights):
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
             raise InvalidArgumentError(
-                "This cache belongs to other files, or another adapter. Pass what a call of this model returned."
+                "This cache belongs to other files or another adapter. Pass a cache that this model returned."
             )
         return cache
 
@@ -347,7 +347,7 @@ class FileModel(ModelWithoutWeights):
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
-                f"{name}: {self.steps.parts.decoder.name} counts the tokens from {cache.seen} on. Leave it out."
+                f"{name}: {self.steps.parts.decoder.name} counts positions itself, from {cache.seen}. Leave {name} out."
             )
 
     def _after_encoder(
@@ -370,7 +370,7 @@ class FileModel(ModelWithoutWeights):
             encoder_mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
         elif "encoder_attention_mask" in self.steps.parts.decoder.ports and encoder_mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(encoder_mask.shape)}, and the encoder read "
+                f"attention_mask has shape {tuple(encoder_mask.shape)}, but the encoder's input has "
                 f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": encoder_mask.long()}
@@ -550,6 +550,6 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
     if not issubclass(own, GenerationMixin):  # a class of another task, whose folder was written for its decoder
         return GenerationMixin
     raise GenerationError(
-        f"{own.__name__} has its own generate, which reads layers that the files do not have. Generate without "
-        "further keywords, with open_generator(folder).generate(...), or with the model itself."
+        f"{own.__name__} has its own generate, which needs layers of the model. Generate without further keywords, "
+        "with open_generator(folder).generate(...), or with the model itself."
     )

@@ -84,7 +84,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         if name in find_labels(type(self)):
             return f"{found}. They return no loss: compute one from their outputs, in a Trainer by compute_loss_func=."
         if name.startswith("output_"):
-            return f"{found}. They return what they were exported with: the model itself returns more."
+            return f"{found}. The files return only the outputs of the export; for more, call the model itself."
         way = "pass rows of one size" if name in _MASKS else "call the model itself"
         return f"{found}. The outputs would differ from the model's: leave {name} out, or {way}."
 
@@ -119,8 +119,8 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     def load_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: adapters are in the folder."""
         raise InvalidArgumentError(
-            "The adapters of files are in their folder. Add one there, and open the folder again:\n"
-            "    yobx-flatten adapter DIR NAME=FOLDER"
+            "Adapters must be added to the exported folder. Add one, and open the folder again:\n    yobx-flatten "
+            "adapter DIR NAME=FOLDER"
         )
 
     add_adapter = load_adapter
@@ -145,7 +145,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files are where they are."""
         raise InvalidArgumentError(
-            "save_pretrained: the files of this model are in a folder already. Copy that: shutil.copytree(a, b)"
+            "save_pretrained: this model is already a folder. Copy the folder: shutil.copytree(a, b)"
         )
 
 

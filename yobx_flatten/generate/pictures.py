@@ -65,8 +65,8 @@ class Pictures:
         places = int(torch.eq(tokens, token).sum())
         if places != len(features):
             raise InvalidArgumentError(
-                f"The prompt has {places} {self.word} tokens (id {self.token_id}), the {self.word}s make "
-                f"{len(features)}. Let the model's processor write the prompt."
+                f"The prompt has {places} {self.word} tokens (id {self.token_id}), but the {self.word}s need "
+                f"{len(features)}. Make the prompt with the model's processor."
             )
         between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
         return [Seen(token, features, torch.cat(between) if between else None)]
@@ -288,9 +288,8 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
-                f"{name} has no value before the first token: this file continues a text, and cannot begin one. Name a "
-                "file without a cache among its inputs for the first call:\n"
-                "    OnnxGenerator(path, prefill=first_path)"
+                f"{name} has no value before the first token: this file can only continue a text. For the first call, "
+                "add a file without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
             )
         # axis 0 is the batch, and every other size that varies is a number of tokens
         sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]
@@ -305,13 +304,13 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(
-            f"{where} takes {', '.join(unknown)}, which a generation loop does not know. It knows "
+            f"{where} has the inputs {', '.join(unknown)}, which a generation loop does not pass. It passes "
             f"{', '.join(sorted(known))}, and {CACHE}.*."
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:
         raise GenerationError(
-            f"{where} takes {', '.join(text)}, which are text or sequences. A generation loop feeds tensors of numbers "
+            f"{where} has inputs {', '.join(text)} of strings or sequences. A generation loop passes numeric tensors "
             "only."
         )
 

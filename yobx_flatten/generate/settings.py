@@ -55,11 +55,11 @@ class Switch:
             return False
         if self.rereads is None:
             raise GenerationError(
-                f"This text grew past {self.length} tokens, where the rotary angles of the model change (longrope, "
-                "dynamic), and the folder does not state whether the model then reads its text again, as Phi-3 does, "
-                "so the next tokens could be wrong. yobx_flatten.json of an exported folder states it; write the "
-                f"folder with\n    export_folder(model, folder)\nor begin with a prompt of more than {self.length} "
-                "tokens, or ask for fewer new ones."
+                f"This text grew past {self.length} tokens, where the model's rotary angles change (longrope, "
+                "dynamic). The folder does not contain yobx_flatten.json, which records whether the model then "
+                "recomputes its text, as Phi-3 does, so the next tokens could be wrong. Export with\n    "
+                f"export_folder(model, folder)\nor begin with a prompt of more than {self.length} tokens, or ask for "
+                "fewer new ones."
             )
         return True
 
@@ -237,7 +237,7 @@ def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: o
     for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
         for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
             if isinstance(vocabulary, int) and token >= vocabulary:
-                raise GenerationError(f"{folder} states {name} = {token:,}, and its model has {vocabulary:,} tokens.")
+                raise GenerationError(f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens.")
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

@@ -42,15 +42,14 @@ def speak(
 
     if asked.get("output_cross_attentions"):
         raise InvalidArgumentError(
-            "output_cross_attentions: the files return frames only. The model itself has that: "
+            "output_cross_attentions: the files return frames only. Call the model itself: "
             "model.generate_speech(..., output_cross_attentions=True)"
         )
     stated = {} if settings.documents is None else dict(settings.documents.config)
     config = config_from(stated, encoder=True)
     if not isinstance(config, transformers.SpeechT5Config):
         raise GenerationError(
-            f"The files write spectrograms, and their config.json is that of {config.model_type!r}. Only SpeechT5 is "
-            "known."
+            f"The files generate spectrograms for {config.model_type!r} (config.json). Only SpeechT5 is supported."
         )
     frames = _Frames(parts, config, masks)
     kinds = (transformers.SpeechT5ForTextToSpeech, transformers.SpeechT5ForSpeechToSpeech)

@@ -153,7 +153,7 @@ class Steps:
                 tokens = self._start_tokens(batch)
             if len(tokens) != batch:
                 raise InvalidArgumentError(
-                    f"decoder_input_ids has {len(tokens)} rows, and the encoder reads {batch}. Pass as many."
+                    f"decoder_input_ids has {len(tokens)} rows, but the encoder's input has {batch}. Pass {batch} rows."
                 )
             mask = torch.ones_like(tokens)
         else:
@@ -228,8 +228,8 @@ class Steps:
             missing = [name for name in kept.values() if name not in context]
             if missing:
                 raise InvalidArgumentError(
-                    f"{decoder.name} needs {missing[0]} and others, which {self.parts.encoder.name} returns next to "
-                    "the features. Pass encoder_outputs as get_encoder() returned them, or what the encoder reads."
+                    f"{decoder.name} also needs {missing[0]} from {self.parts.encoder.name}. Pass encoder_outputs as "
+                    "get_encoder() returned them, or the encoder's inputs."
                 )
             made = {name: context[present] for name, present in kept.items()}
         empty = empty_cache([slot for slot in decoder.slots if slot.port.name not in made], rows)
@@ -285,7 +285,7 @@ class Steps:
         if used > most:
             begun = sequence.new.shape[1]
             raise InvalidArgumentError(
-                f"The text has {used} tokens, and the model has {most} positions. "
+                f"The text has {used} tokens, but the model has {most} positions. "
                 + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
             )
 
@@ -384,8 +384,8 @@ def tokens_of(name: str, value: Any) -> torch.Tensor:
     lowest = int(tokens.min())
     if lowest < 0:
         raise InvalidArgumentError(
-            f"{name} holds {lowest}, which is not a token. Where it stands for padding, pass a token and a mask:\n"
-            f"    generate(ids.clamp(min=0), attention_mask=(ids != {lowest}).long())"
+            f"{name} contains {lowest}, which is not a token. For padding, pass a token and a mask:\n    "
+            f"generate(ids.clamp(min=0), attention_mask=(ids != {lowest}).long())"
         )
     return tokens
 

@@ -104,9 +104,9 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     if not getattr(text, "use_bidirectional_attention", None):
         return None
     return (
-        f"{type(model).__qualname__} was called without token_type_ids. Its attention is causal only with a mask, "
-        "which transformers drops in some calls, so that eager results differ between calls. Pass token_type_ids (0 "
-        "for the prefix, 1 for generated tokens)."
+        f"{type(model).__qualname__} was called without token_type_ids. transformers then drops the mask in some "
+        "calls, and eager results differ between calls. Pass token_type_ids (0 for the prefix, 1 for generated "
+        "tokens)."
     )
 
 

@@ -81,8 +81,8 @@ def add_adapter(
     rooms = rooms_of_files(path)
     if manifest.runtime != "onnxruntime" or not rooms:
         raise InvalidArgumentError(
-            f"The files of {path} have no room for adapters. Export the model with it:\n"
-            f"    export_folder(model, folder, adapters={{{name!r}: {os.fspath(adapter)!r}}})   (--adapter NAME=FOLDER)"
+            f"The files of {path} have no inputs for adapters. Export the model with the adapter:\n    "
+            f"export_folder(model, folder, adapters={{{name!r}: {os.fspath(adapter)!r}}})   (--adapter NAME=FOLDER)"
         )
     if name in adapter_names(path) and not overwrite:
         raise FolderExistsError(f"{path} has an adapter {name!r}. Choose another name, or pass overwrite=True.")

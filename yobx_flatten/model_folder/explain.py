@@ -88,7 +88,7 @@ def explain_folder(
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(
             f"{path} is {'quantised' if manifest.quality else f'for {manifest.runtime}'}, but only ONNX files with "
-            "unquantized weights are compared by node. Export it without quantize=, and explain that folder."
+            "unquantized weights are compared by node. Export without quantize=, and explain that folder."
         )
     if not manifest.cases:
         raise InvalidArgumentError(f'{path} holds no cases to run: it was exported with proof="none".')
@@ -164,7 +164,7 @@ def pieces_of_folder(
     missing = sorted({f"{piece.stem}.onnx" for piece in pieces} ^ set(runners))
     if missing:
         raise InvalidArgumentError(
-            f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): {missing[0]} is of one of "
-            "them only. Name the model that was exported: model=FOLDER"
+            f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): only one of the two has "
+            f"{missing[0]}. Name the model that was exported: model=FOLDER"
         )
     return pieces, rows

@@ -33,14 +33,13 @@ def check_genai(model: TransformersModel, task: str) -> None:
         return
     why = {
         "image-text-to-text": why_pictures,
-        "text2text-generation": "its one type for an encoder and a decoder of text, marian-ssru, has a decoder with a "
-        "recurrent state",
-        "image-to-text": "it has no type for an encoder of pictures with a decoder that attends to it",
+        "text2text-generation": "its only text encoder-decoder type, marian-ssru, has a recurrent decoder",
+        "image-to-text": "it has no type for image encoder-decoders with cross-attention",
     }.get(task, f"it has no type for {task}")
     if task == "automatic-speech-recognition":
         if config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES:
             return
-        why = f"of models that attend to sound it runs Whisper, with {FRAMES} frames (max_source_positions=1500)"
+        why = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
     raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
 
 

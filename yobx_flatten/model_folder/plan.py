@@ -124,8 +124,8 @@ def plan_folder(
         asked = "keep"
     if asked is not None and task_of(model) in SPEAKS:
         raise InvalidArgumentError(
-            f"quantize= is not for {facts.name}: each frame depends on earlier ones, and errors of quantized weights "
-            'are not measured in the sound. Leave quantize= out, or take dtype="float16".'
+            f"quantize= is not for {facts.name}: errors would add up from frame to frame and are not measured in the "
+            'sound. Leave quantize= out, or take dtype="float16".'
         )
     quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
     prompts = _checked_prompts(accuracy, quantization, form)
@@ -256,8 +256,8 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
         tokens = python_text(model, plan.source, rows, "\n".join(prompts))
         if prompts and tokens is None:
             raise InvalidArgumentError(
-                f"{file} has less than 16 tokens, or tokens that {type(model).__qualname__} does not have. Give more "
-                "text, and the tokenizer of the model."
+                f"{file} has fewer than 16 tokens, or tokens outside the vocabulary of {type(model).__qualname__}. "
+                "Give more text, or the model's tokenizer."
             )
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, form.largest))
         text = "sources of Python" if file is None else pathlib.Path(file).name

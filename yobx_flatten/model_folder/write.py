@@ -297,8 +297,8 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
     elif is_asked:
         way = "" if plan.form.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
         raise InvalidArgumentError(
-            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: it provides memory for the keys of "
-            f'all tokens, and for nothing else. Leave layout="genai" out{way}.'
+            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: it only has caches that keep all "
+            f'tokens. Leave layout="genai" out{way}.'
         )
 
 
@@ -344,7 +344,7 @@ def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> Folder
     with made.first.timed("verify"):
         verified = verify_folder(made.work, trust=True)  # of what was made here
     if not verified.ok and plan.proof != "none":
-        raise ReplayError(f"The exported {manifest.model} does not do what the model does.\n{verified}")
+        raise ReplayError(f"The exported {manifest.model} differs from the model.\n{verified}")
     if manifest.quality:
         counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
         write_card(made.work, manifest.model, plan.text, manifest.quality, counts)
@@ -376,7 +376,7 @@ def _open(
         opened = open_model(found, dtype=wanted, weights=weights, to=to)
         if not stated or stated == found.config.architectures:
             return opened
-        noted = f"{type(opened.model).__name__} was exported for {task}; the model is stored as a {stated[0]}."
+        noted = f"the checkpoint is a {stated[0]}; {type(opened.model).__name__} was exported for {task}."
         return dataclasses.replace(opened, remarks=(noted, *opened.remarks))
     given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():
@@ -386,8 +386,8 @@ def _open(
             )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InvalidArgumentError(
-            f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}. A "
-            "module of your own becomes a file:\n    export_onnx(module, args, path=...)"
+            f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}. For "
+            "your own module:\n    export_onnx(module, args, path=...)"
         )
     folder, no_folder = origin_of(without_peft(model))
     return OpenedModel(model, folder, no_folder=no_folder)
@@ -399,9 +399,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise FolderExistsError(
-            f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
-        )
+        raise FolderExistsError(f"{folder} is not empty. Name another folder, or pass overwrite=True (--overwrite).")
     check_writable(folder)
 
 

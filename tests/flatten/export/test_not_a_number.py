@@ -37,7 +37,10 @@ def test_the_share_of_a_leaf(leaf, share):
 @pytest.mark.parametrize("answer", [lambda x: x / 0.0 * 0.0, lambda x: x / 0.0], ids=["NaN", "infinite"])
 def test_outputs_without_a_number_prove_nothing(tmp_path, answer):
     module = Answers(lambda x: {"sum": x.sum(), "nothing": answer(x)})
-    with pytest.raises(ReplayError, match=r"Answers could not be checked: the model itself returns only NaN or infinite values in nothing"):
+    with pytest.raises(
+        ReplayError,
+        match=r"Answers could not be checked: the model itself returns only NaN or infinite values in nothing",
+    ):
         export_program(module, (torch.ones(3, 2),))
     with pytest.raises(ReplayError, match=r"could not be checked"):
         export_onnx(module, (torch.ones(3, 2),), path=tmp_path / "nan.onnx")

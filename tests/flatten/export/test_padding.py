@@ -168,7 +168,7 @@ def of_values(padded):
     return {"values": torch.arange(10.0).reshape(2, 5), "keep": keep}
 
 
-SENTENCE = r"what the eager model does \(.*\)\. The model itself answers differently when another row is padded: "
+SENTENCE = r"what the eager model does \(.*\)\. The model itself changes a row's output by "
 
 
 @pytest.mark.parametrize(("kind", "given"), [(BothWays, of_words), (OfTheBatch, of_values)])
@@ -183,7 +183,7 @@ def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kin
     one, other = given(False), given(True)
     with torch.no_grad():
         moved = (module(**one) - module(**other)).abs()
-    stated = float(re.search(r"the answer to a row moves by (\S+) ", str(raised.value)).group(1))
+    stated = float(re.search(r"changes a row's output by (\S+) ", str(raised.value)).group(1))
     assert stated == pytest.approx(float(moved[1:].max()), rel=0.1)
 
 

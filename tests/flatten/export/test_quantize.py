@@ -116,7 +116,9 @@ def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
     """With the figures, and what to type; what was there stays."""
     path = tmp_path / "model.onnx"
     path.write_text("before")
-    with pytest.raises(ReplayError, match=r'(?s)differs more from the eager.*perplexity ratio.*quantize="int8"') as found:
+    with pytest.raises(
+        ReplayError, match=r'(?s)differs more from the eager.*perplexity ratio.*quantize="int8"'
+    ) as found:
         _exported(path, Quantization("int4", block_size=128, perplexity_ratio=1.0000001))
     assert path.read_text() == "before"
     assert not found.value.report.ok
@@ -216,7 +218,9 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
 def test_a_text_of_another_vocabulary_is_refused(tmp_path):
     """Before anything is traced: a token that the table of the model does not have."""
     tokens = torch.full((1, 8), 259)
-    with pytest.raises(InvalidArgumentError, match="its vocabulary has 259 tokens, and the text contains tokens 259 to 259"):
+    with pytest.raises(
+        InvalidArgumentError, match="its vocabulary has 259 tokens, and the text contains tokens 259 to 259"
+    ):
         _exported(tmp_path / "m.onnx", Quantization(tokens=tokens))
 
 

@@ -141,7 +141,7 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
         files.generate(ids, output_attentions=True, max_new_tokens=3)
     with torch.no_grad():
         cache = cache_of(model(ids))
-    with pytest.raises(InvalidArgumentError, match="4 tokens, which the files have not read"):
+    with pytest.raises(InvalidArgumentError, match="4 tokens from another model"):
         files(ids, **{installed_name(): cache})
     with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(1, 9\); it must be \(1, 4\)"):
         files(ids, attention_mask=torch.ones(1, 9))

@@ -199,7 +199,7 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     for wrong, words in [
         (torch.tensor([[0], [-2]]), "decoder_input_ids holds -2, which is not a token"),
         (torch.zeros(2, 1), "decoder_input_ids must be integers"),
-        (torch.zeros(3, 1).long(), "decoder_input_ids has 3 rows, and the encoder reads 2"),
+        (torch.zeros(3, 1).long(), "decoder_input_ids has 3 rows, but the encoder's input has 2"),
     ]:
         with pytest.raises(InvalidArgumentError, match=words):
             text.generate(tokens, decoder_input_ids=wrong)

@@ -38,9 +38,9 @@ def test_a_damaged_configuration_is_named(tmp_path):
     [
         ({"num_beams": 10**9}, "num_beams"),
         ({"num_return_sequences": 5000}, "num_return_sequences"),
-        ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, and its model has 300 tokens"),
-        ({"bad_words_ids": [[5], [7, 300]]}, r"bad_words_ids = 300, and its model has 300 tokens"),
-        ({"forced_bos_token_id": 300}, r"forced_bos_token_id = 300, and its model has 300 tokens"),
+        ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, but its model has 300 tokens"),
+        ({"bad_words_ids": [[5], [7, 300]]}, r"bad_words_ids = 300, but its model has 300 tokens"),
+        ({"forced_bos_token_id": 300}, r"forced_bos_token_id = 300, but its model has 300 tokens"),
     ],
 )
 def test_numbers_that_no_model_has_are_refused_before_a_loop_takes_memory(tmp_path, stated, message):

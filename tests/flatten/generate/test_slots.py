@@ -75,7 +75,7 @@ def test_an_input_that_no_loop_has_is_named():
 def test_an_input_that_is_no_numbers_is_refused():
     """A loop makes tensors of numbers; what it does not know is named before."""
     ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
-    with pytest.raises(GenerationError, match=r"m\.onnx takes input_ids, which are text or sequences"):
+    with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
         check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")
     with pytest.raises(GenerationError, match="takes attention_mask, which a generation loop does not know"):
         check_ports(ports, ["input_ids"], "m.onnx")

@@ -58,7 +58,7 @@ def test_two_types_of_one_file_are_not_chosen_between(llama, tmp_path):
     (copied / "onnx" / "model.onnx").rename(copied / "onnx" / "model_q4.onnx")
     assert located(copied, "model.onnx").name == "model_q4.onnx"
     shutil.copy(copied / "onnx" / "model_q4.onnx", copied / "onnx" / "model_fp16.onnx")
-    with pytest.raises(GenerationError, match=r"model_fp16\.onnx, model_q4\.onnx: the same model with weights"):
+    with pytest.raises(GenerationError, match=r"model_fp16\.onnx, model_q4\.onnx: the same model in several dtypes"):
         open_generator(copied)
 
 

@@ -165,7 +165,7 @@ def test_image_tokens_that_are_not_masked_as_text_are_refused():
 
     import transformers
 
-    with pytest.raises(GenerationError, match="token_type_ids to treat image tokens unlike text"):
+    with pytest.raises(GenerationError, match="token_type_ids to mark image tokens"):
         vision_language_pieces(SimpleNamespace(forward=transformers.Qwen3VLForConditionalGeneration.forward))
 
 

@@ -77,8 +77,8 @@ def test_this_package_runs_the_same_files(llava):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gemma3", "the library hands the decoder no types of tokens"),
-        ("qwen2_vl", "positions in time, height and width"),
+        ("gemma3", "the library passes no token types"),
+        ("qwen2_vl", "3D positions"),
         ("llava_next", "cut into tiles"),
         ("idefics3", "cut into tiles"),
     ],

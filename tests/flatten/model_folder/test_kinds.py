@@ -60,7 +60,7 @@ def test_a_model_of_images_is_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("speech_to_text", "reads sound in another form than Whisper: its configuration has no num_mel_bins"),
+        ("speech_to_text", "is an audio encoder-decoder unlike Whisper: its configuration has no num_mel_bins"),
         ("xlstm", "takes no past_key_values"),
     ],
 )

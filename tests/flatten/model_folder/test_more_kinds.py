@@ -413,7 +413,7 @@ def test_blip_2_with_an_encoder_is_refused_with_the_call_that_exports(tmp_path):
     """The line is followed: one call becomes a file."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
     model = blip_2(model_type="t5", **sizes)
-    with pytest.raises(GenerationError, match=r"pixel_values between the tokens of its encoder.*\n    export_onnx"):
+    with pytest.raises(GenerationError, match=r"pixel_values between the encoder's tokens.*\n    export_onnx"):
         export_folder(model, tmp_path / "out")
     ids = torch.tensor([[95] * 4 + [5, 6, 7]])
     inputs = {"pixel_values": numbers(1, 3, 16, 16), "input_ids": ids, "decoder_input_ids": torch.tensor([[0, 9]])}

@@ -153,7 +153,7 @@ def test_a_call_that_cannot_be_done_is_refused_in_a_line(folder, change, words):
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [({"quantize": "int8"}, "depends on earlier ones"), ({"layout": "transformers.js"}, "one file")],
+    [({"quantize": "int8"}, "add up from frame to frame"), ({"layout": "transformers.js"}, "one file")],
 )
 def test_what_nothing_proves_is_refused(option, words, tmp_path):
     """Before the work."""

@@ -350,7 +350,7 @@ def test_layers_without_room_are_named(root, tmp_path):
     with pytest.raises(DamagedFileError, match=r"k_proj\.lora_A, .*have room in q_proj, v_proj\. Export the model"):
         add_adapter(tmp_path / "out", "two", root / "two")
     export_folder(root / "base", tmp_path / "plain", proof="none")
-    with pytest.raises(InvalidArgumentError, match=r"no room for adapters(.|\n)*adapters=\{'two'"):
+    with pytest.raises(InvalidArgumentError, match=r"no inputs for adapters(.|\n)*adapters=\{'two'"):
         add_adapter(tmp_path / "plain", "two", root / "two")
 
 
@@ -397,7 +397,7 @@ def test_an_adapter_that_changes_the_weights_of_the_model_is_refused(root, tmp_p
     shutil.copytree(root / "one", tmp_path / "pissa")
     file = tmp_path / "pissa/adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": "pissa"}))
-    with pytest.raises(InvalidArgumentError, match="'pissa', which changes the weights of the model itself"):
+    with pytest.raises(InvalidArgumentError, match="'pissa', which changes the base weights"):
         export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "pissa"})
 
 

@@ -32,15 +32,15 @@ EMBEDDING = "embedding"
 _OTHERS = (
     (
         GridVisionEncoder.fits,
-        "its pictures have positions in time, height and width, which the library makes in its own way",
+        "its image tokens have 3D positions, which the library computes differently",
     ),
     (TiledVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
     (NestedVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
     (
         BlockwiseDecoder.fits,
-        "tokens of a picture see each other, and the library hands the decoder no types of tokens",
+        "image tokens attend to each other, and the library passes no token types",
     ),
-    (DeepstackDecoder.fits, "features of pictures also enter between its layers"),
+    (DeepstackDecoder.fits, "image features also enter between its layers"),
 )
 
 

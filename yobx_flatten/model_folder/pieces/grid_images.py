@@ -147,7 +147,7 @@ class NestedVisionEncoder(torch.nn.Module):
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
         if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
             raise GenerationError(
-                f"{type(model).__qualname__} does more with a picture than its vision_model and its connector. Export "
+                f"{type(model).__qualname__} processes images in more modules than vision_model and connector. Export "
                 "the calls of a run: with record_calls(model) as calls: model.generate(...)"
             )
 
@@ -191,8 +191,8 @@ class TiledVisionEncoder(torch.nn.Module):
             packed = tiles.packed([found["image_features"]], found["image_newline"][0], given["image_sizes"])
             if not compare(features, packed, "sums"):
                 raise GenerationError(
-                    f"{type(model).__qualname__} does more with a picture than its vision tower, its projector and "
-                    "its packing. Export the calls of a run: with record_calls(model) as calls: model.generate(...)"
+                    f"{type(model).__qualname__} processes images in more modules than its vision tower, projector "
+                    "and packing. Export the calls of a run: with record_calls(model) as calls: model.generate(...)"
                 )
 
 

@@ -244,9 +244,9 @@ def encoder_decoder_pieces(
         )
     if reads != "input_ids" and model.get_encoder().main_input_name == "input_ids":  # BLIP-2 with T5
         raise GenerationError(
-            f"{type(model).__qualname__} puts {reads} between the tokens of its encoder, which folders do not "
-            "support. Export one call, with decoder_input_ids among its inputs:\n"
-            "    export_onnx(model, kwargs=inputs, path=...)"
+            f"{type(model).__qualname__} inserts {reads} between the encoder's tokens, which folders do not support. "
+            "Export one call, with decoder_input_ids among its inputs:\n    export_onnx(model, kwargs=inputs, "
+            "path=...)"
         )
     encoder = _ENCODERS[reads](model)
     read_as = encoder_output_class(model)
@@ -344,9 +344,9 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
     missing = [name for name in ("num_mel_bins", "max_source_positions") if not hasattr(model.config, name)]
     if missing:
         raise GenerationError(
-            f"{type(model).__qualname__} reads sound in another form than Whisper: its configuration has no "
-            f"{missing[0]}, so the files of an encoder-decoder model are not known for it. Record a call and export "
-            "that:\n    with record_calls(model) as calls: model.generate(...)"
+            f"{type(model).__qualname__} is an audio encoder-decoder unlike Whisper: its configuration has no "
+            f"{missing[0]}, so folders do not support it. Record a call and export that:\n    with "
+            "record_calls(model) as calls: model.generate(...)"
         )
     # the encoder halves the number of frames, and takes this one only
     frames = 2 * model.config.max_source_positions

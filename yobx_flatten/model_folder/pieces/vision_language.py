@@ -154,12 +154,12 @@ def _check_splits(model: TransformersModel) -> None:
     if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
         # image tokens that have their own positions: the language model alone does not get them
         raise GenerationError(
-            f"{type(model).__qualname__} needs {kinds[0]} to treat image tokens unlike text. The exported files of a "
-            "vision-language model have no such input."
+            f"{type(model).__qualname__} needs {kinds[0]} to mark image tokens. Exported vision-language files have "
+            "no such input."
         )
     if _language_model(model) is None:
         raise GenerationError(
-            f"{type(model).__qualname__} has no model.language_model to export for itself. {_OTHER_WAYS}"
+            f"{type(model).__qualname__} has no model.language_model to export separately. {_OTHER_WAYS}"
         )
 
 

@@ -88,7 +88,7 @@ def base_of(folder: pathlib.Path, name: str) -> str:
     _, stated = config_of(folder, name)
     base = stated.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelSourceError(f"{name} holds an adapter, and does not state of which model. {_remedy(name)}")
+        raise ModelSourceError(f"{name} contains an adapter, and does not name its base model. {_remedy(name)}")
     return base
 
 
@@ -139,7 +139,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
             )
     # in which PEFT makes the first weights of PiSSA and LoftQ, before it reads those of the file
     if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):
-        raise ModelSourceError(f"{folder / ADAPTER} asks for 1,000 steps or more of its first weights.")
+        raise ModelSourceError(f"{folder / ADAPTER} initializes weights in 1,000 or more iterations. The limit is 999.")
     # each text that may be a pattern is tried on the names of all layers, as PEFT does, with limits
     held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
     texts: list[Any] = []
@@ -260,7 +260,7 @@ def _check_kind(config: Any, folder: pathlib.Path) -> None:
             raise _unfit(folder, f"it has {name}")
     start = config.init_lora_weights
     if isinstance(start, str) and start != "gaussian":
-        raise _unfit(folder, f"it began with {start!r}, which changes the weights of the model itself")
+        raise _unfit(folder, f"it was initialized with {start!r}, which changes the base weights")
 
 
 def _check_names(folder: pathlib.Path) -> None:
@@ -296,7 +296,7 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
         with raised_as(failed, FlattenError, OSError, MemoryError):
             injected(model, folder, str(folder), choice="refuse")
         if any(parameter._version != version for parameter, _, version in trained):
-            raise _unfit(folder, "it changes the weights of the model itself")
+            raise _unfit(folder, "it changes the base weights")
         yield _matrices(model, folder)
     finally:  # also where PEFT failed half-way, which has no way back
         for module, held in layers:
@@ -322,7 +322,7 @@ def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch
             raise _unfit(folder, f"{name} is {type(base).__qualname__}, and only linear layers have room for adapters")
         for key in layer.lora_A:
             if getattr(layer, "lora_variant", {}).get(key) is not None or layer.lora_B[key].bias is not None:
-                raise _unfit(folder, f"{name} computes more than two products")
+                raise _unfit(folder, f"{name} has more than the two matrix products of LoRA")
             first, second = layer.lora_A[key].weight.detach(), layer.lora_B[key].weight.detach()
             dtype = base.weight.dtype
             found[f"{name}.{FIRST}"] = first.T.to(dtype).contiguous()

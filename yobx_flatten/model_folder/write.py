@@ -376,7 +376,7 @@ def _open(
         opened = open_model(found, dtype=wanted, weights=weights, to=to)
         if not stated or stated == found.config.architectures:
             return opened
-        noted = f"the checkpoint is a {stated[0]}; {type(opened.model).__name__} was exported for {task}."
+        noted = f"{type(opened.model).__name__} was exported for {task}; the model is stored as a {stated[0]}."
         return dataclasses.replace(opened, remarks=(noted, *opened.remarks))
     given = {"dtype": dtype, "weights": None if weights == "auto" else weights, "unmatched_weights": unmatched}
     for name, value in given.items():

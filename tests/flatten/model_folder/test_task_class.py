@@ -53,7 +53,7 @@ def test_embeddings_of_a_checkpoint_with_a_head_are_those_of_automodel(tmp_path,
     assert torch.allclose(hidden[MASK.bool()], wanted[MASK.bool()], atol=1e-4)
     assert "logits" not in names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [stored_as]
-the checkpoint is a {kind};     assert f"{stored_as} was exported for feature-extraction." in str(
+    assert f"{stored_as} was exported for feature-extraction; the model is stored as a {kind}." in str(
         done.reports["model.onnx"]
     )
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_pretraining_is_exported_without_its_head(tmp_path, kind
         wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
     done = export_folder(folder, tmp_path / "out", to="program", proof="sample")
     assert done.task == "feature-extraction"
-the checkpoint is a {kind};     assert f"{base} was exported for feature-extraction." in str(
+    assert f"{base} was exported for feature-extraction; the model is stored as a {kind}." in str(
         done.reports["model.pt2"]
     )
     found = open_model(tmp_path / "out", trust=True)(IDS, attention_mask=MASK).last_hidden_state

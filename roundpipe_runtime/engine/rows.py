@@ -11,7 +11,7 @@ differ; for those, rows are combined with different rows, while all calls draw t
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
 Outputs do not show what a backward does: scale gradients by how often an id occurs in the batch, divide them by the
-number of rows, stop those of some rows. So the gradients of the parameters are compared, too::
+number of rows, stop those of some rows. So the gradients of the parameters are also compared::
 
     gradients    of a, b and c together  =  of a and b  +  of c
 

@@ -91,7 +91,7 @@ def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
     """Before the model is loaded."""
     before = sorted(path.name for path in folder.iterdir())
     assert main(["export", "llama", "-o", str(folder)]) == 2
-    assert "holds something already" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == before
 
 

@@ -77,7 +77,7 @@ def test_nan_at_padding_is_not_compared_and_not_noted():
     report = export_program(Tokens(), (), given, cases=[Case("padded", (), padded)]).report
     assert report.ok
     assert "NaN" not in str(report)
-    assert "positions that the attention mask excludes were left out" in str(report)
+    assert "positions that the attention mask excludes were not compared" in str(report)
 
 
 def test_recorded_calls_and_stored_cases_say_so(tmp_path):

@@ -202,7 +202,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
         export_onnx(linear, (x,), path=path, quantize=4)
     with pytest.raises(InvalidArgumentError, match=r"ReLU has none\. Leave quantize out"):
         export_onnx(torch.nn.ReLU(), (x,), path=path, quantize="int4")
-    with pytest.raises(InvalidArgumentError, match=r"some of float64.*model\.float\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"float64 weights.*model\.float\(\)"):
         export_onnx(torch.nn.Linear(64, 64).double(), (x.double(),), path=path, quantize="int4")
     with pytest.raises(InvalidArgumentError, match="cannot read the text of tokens=, since Linear is not"):
         export_onnx(linear, (x,), path=path, quantize=Quantization(tokens=torch.ones(2, 5, dtype=torch.int64)))

@@ -21,7 +21,7 @@ from ..core.compare import is_text
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import first_line, raised_as
 from .adapters import FIRST, SECOND
-from .in_place import InPlaceCache, new_tokens
+from .in_place import TensorBuffers, new_tokens
 from .ports import ELEMENTS, KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
 
@@ -203,9 +203,11 @@ class OnnxRunner:
                 values[slot.port.name] = cache[slot.port.name]
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {first_line(error)}")):
             found = self._call(values, buffers)
-        outputs, following = split_cache(found, self.slots, cache)
+        slots = [slot for slot in self.slots if slot.port.name not in self.shared]
+        outputs, following = split_cache(found, slots if buffers is not None else self.slots, cache)
         if buffers is not None:
             buffers.update(following)
+            buffers.grown(new_tokens(feeds))
             following = buffers
         return {name: from_value(value) for name, value in outputs.items()}, following
 
@@ -229,12 +231,12 @@ class OnnxRunner:
             buffers = cache
         else:
             buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
-        buffers.reserve(feeds["attention_mask"].shape[1], new_tokens(feeds))
+        buffers.reserve(new_tokens(feeds))
         return buffers
 
     def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:
         binding = self._session.io_binding() if buffers is None else buffers.binding
-        kept = [] if buffers is None else list(buffers.presents.values())
+        kept = () if buffers is None else buffers.presents.values()
         made = [name for name in self.outputs if name not in kept]
         for name, value in (values if buffers is not None else {**values, **self._adapter}).items():
             binding.bind_ortvalue_input(name, value)
@@ -242,7 +244,8 @@ class OnnxRunner:
             # without a shape: onnxruntime takes new memory for it, and never that of an input
             binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        return dict(zip([*kept, *made], binding.get_outputs(), strict=True))  # in the order in which they were bound
+        # in the order in which they were bound, those of the cache first
+        return dict(zip(made, binding.get_outputs()[len(kept) :], strict=True))
 
     def _call_with_text(self, values: Mapping[str, Any]) -> dict[str, Any]:
         # no OrtValue holds text; `run` takes arrays and OrtValues and returns arrays
@@ -259,11 +262,9 @@ def _size(size: Any) -> int | None:
 SHARED_CACHE = "yobx_flatten.shared_cache"
 """Key of a file's metadata; the value names the inputs whose memory may be that of their outputs, with commas."""
 
-_LEAST = 256  # tokens
 
-
-class BufferedCache(InPlaceCache):
-    """The cache by name of the input, ``onnxruntime.OrtValue``s, and the binding that they are part of."""
+class BufferedCache(TensorBuffers):
+    """Buffers of a cache, other leaves as ``onnxruntime.OrtValue``s, and the binding that the buffers are part of."""
 
     # fixed: inputs that are the same in each step, bound once; none by default
 
@@ -274,49 +275,20 @@ class BufferedCache(InPlaceCache):
         presents: Mapping[str, str],
         fixed: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(values, presents)
+        super().__init__({**values, **{name: from_value(values[name]) for name in presents}}, presents)
         self.binding = session.io_binding()
         for name, value in (fixed or {}).items():
             self.binding.bind_ortvalue_input(name, value)
-        self.capacity = 0
-        self._arrays: dict[str, Any] = {}
-        self._seen = 0
 
-    def reserve(self, total: int, new: int) -> None:
-        """Allocate memory for a step."""
-        self._seen = total
-        if total <= self.capacity:
-            return
-        self.capacity = max(2 * total, _LEAST)
-        for name in self.presents:
-            old = self._arrays[name] if name in self._arrays else self[name].numpy()
-            self._move(name, old[:, :, : total - new])
-
-    def crop(self, kept: int) -> None:
-        """Do nothing: memory after the tokens of the mask is written again."""
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the cache."""
-        for name, array in self._arrays.items():
-            found = array[:, :, : self._seen][rows.numpy()]
-            if len(rows) == len(array):
-                array[:, :, : self._seen] = found
-            else:
-                self._move(name, found)
-
-    def _move(self, name: str, tokens: Any) -> None:
-        """Bind new memory that begins with these tokens."""
-        import numpy
+    def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Bind the new memory too."""
         from onnxruntime import OrtValue
 
-        batch, heads, seen, size = tokens.shape
-        # zeros take no memory before something is written
-        array = numpy.zeros((batch, heads, self.capacity, size), tokens.dtype)
-        array[:, :, :seen] = tokens
-        self._arrays[name] = array
-        self[name] = OrtValue.ortvalue_from_numpy(array)  # shares the memory of the array
-        self.binding.bind_ortvalue_input(name, self[name])
-        self.binding.bind_ortvalue_output(self.presents[name], self[name])
+        super()._move(leaves)
+        for name in leaves:
+            value = OrtValue.ortvalue_from_numpy(self[name].numpy())  # shares the memory of the tensor
+            self.binding.bind_ortvalue_input(name, value)
+            self.binding.bind_ortvalue_output(self.presents[name], value)
 
 
 _TOKENS = ("input_ids", "inputs_embeds")

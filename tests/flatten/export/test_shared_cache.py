@@ -12,7 +12,7 @@ from tests.cache_words import WORD, cache_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
 from yobx_flatten.model_folder.source.classes import small_model
-from yobx_flatten.runners import onnx_runner
+from yobx_flatten.runners import in_place
 from yobx_flatten.runners.open import open_runner
 
 NAMES = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
@@ -45,8 +45,8 @@ def test_it_is_replayed_in_both_forms(llama):
 
 
 def test_steps_write_into_the_same_memory(llama, monkeypatch):
-    """Eleven tokens in memory for sixteen, which then becomes twice as large; the model's own scores throughout."""
-    monkeypatch.setattr(onnx_runner, "_LEAST", 16)
+    """Fifteen tokens in memory for sixteen, which then becomes twice as large; the model's own scores throughout."""
+    monkeypatch.setattr(in_place, "_LEAST", 16)
     model, path, _ = llama
     runner = open_runner(path)
     tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -61,8 +61,8 @@ def test_steps_write_into_the_same_memory(llama, monkeypatch):
             wanted = model(**feeds, **{WORD: past}, use_cache=True)
         past = cache_of(wanted)
         torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=0)
-        places.append((cache.capacity, *(cache[name].data_ptr() for name in NAMES)))
-    assert [capacity for capacity, *_ in places] == [16] * 12 + [34] * 4
+        places.append((cache[NAMES[0]].shape[2], *(cache[name].data_ptr() for name in NAMES)))
+    assert [capacity for capacity, *_ in places] == [16] * 11 + [32] * 5
     assert len(set(places)) == 2
 
 

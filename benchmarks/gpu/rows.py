@@ -122,22 +122,29 @@ def make_model(row: Row, device: torch.device) -> nn.Module:
     if row.few_bits:
         from roundpipe_runtime.huggingface import quantize_frozen
 
+        _compute_frequencies(model)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model = quantize_frozen(model, "nf4", weights=lambda name: draw(name, shapes[name]))
     else:
         names = {name: parameter.shape for name, parameter in model.named_parameters()}
         model = model.to_empty(device="cpu")
+        _compute_frequencies(model)
         model.tie_weights()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(draw(name, names[name]))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are not drawn
     model = model.to("cpu")
     if row.adapters:
         from roundpipe_runtime.fine_tune import Lora, add_lora
 
         model = add_lora(model, Lora(row.adapters, 2 * row.adapters))
     return model.train()
+
+
+def _compute_frequencies(model: Any) -> None:
+    """Make the buffers of rotations, which are computed from the configuration, and not drawn."""
+    with torch.device("cpu"):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 def _drawn(device: torch.device) -> Callable[[str, torch.Size], torch.Tensor]:

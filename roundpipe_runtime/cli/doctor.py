@@ -344,7 +344,7 @@ def _events(device: torch.device, rates: DeviceRates) -> Check:
     least, most = _CLOCKS_AGREE
     if least <= rates.clock <= most:
         return Check(f"events of {device}", "ok", found)
-    return Check(f"events of {device}", "warning", found, "Plans are made from the device's clock: measure again.")
+    return Check(f"events of {device}", "warning", found, "roundpipe plan would use this wrong clock: measure again.")
 
 
 def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:

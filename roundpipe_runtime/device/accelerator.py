@@ -157,7 +157,7 @@ class AcceleratorDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a parameter; the computation waits for them, so they pass the parameters of other stages."""
+        """Copy rows of a parameter before queued parameters of other stages, since a computation waits for them."""
         # target: reserved memory. Nothing has read these rows, so the copy waits for no computation by default.
         # after_compute: whether the computation wrote these rows. Default: `False`.
         if after_compute:

@@ -247,7 +247,7 @@ class PinnedMemory:
 
     @property
     def keys(self) -> list[Hashable]:
-        """The keys in the order of the slabs."""
+        """The keys, in the order of their memory slabs."""
         return list(self._places)
 
     @property

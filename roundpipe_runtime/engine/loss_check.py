@@ -243,7 +243,7 @@ class LossChecks:
         return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
     def forget(self, failed: LossProof) -> None:
-        """Forget that a loss is computed from joined outputs if that also fails; the next call checks again."""
+        """Forget a check result whose way of computing the loss failed; the next call checks again."""
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:

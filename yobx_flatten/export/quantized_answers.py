@@ -143,7 +143,7 @@ def reads_once(kwargs: Mapping[str, Any]) -> bool:
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> RoundingCalls | None:
-    """Return the calls with which matrices are rounded; ``None`` without a text."""
+    """Return the model calls that calibrate the rounding of matrices; ``None`` without a calibration text."""
     # at_most: so many texts and tokens of each; `None`, the default, for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:

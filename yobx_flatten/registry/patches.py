@@ -124,7 +124,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module by the other finders, and add the action to its loader."""
+        """Find the module with the other import finders, and make its loader run the action."""
         if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:

@@ -227,7 +227,7 @@ _ATTACHED = "_dynamic_spec"
 
 
 def spec_classes() -> types.ModuleType | None:
-    """Return the module of the classes; ``None`` if it is not imported, or if torch is too old."""
+    """Return ``torch.fx.experimental.dynamic_spec``; ``None`` if it is not imported, or if torch is too old."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 

@@ -237,7 +237,7 @@ def call_layer(
 
 
 class LayerCall(CallState):
-    """The attempts of one call. There are several per layer and microbatch, so nothing is bound to arguments."""
+    """State of one layer call, across repeated attempts at its forward."""
 
     # entries: leaves that get the gradients of the inputs; `None` for inputs without one
 

@@ -221,7 +221,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
                 raise CannotJoinError("a value for all rows differs between microbatches")
         return first
     if len({(*t.shape[:axis], *t.shape[axis + 1 :]) for t in column}) > 1:
-        raise CannotJoinError(f"tensors of shapes {[tuple(t.shape) for t in column]} are not rows of one")
+        raise CannotJoinError(f"shapes {[tuple(t.shape) for t in column]} cannot be concatenated along axis {axis}")
     return torch.cat(list(column), axis)
 
 

@@ -74,7 +74,7 @@ class FileOptions:
         return dataclasses.replace(self, quantize=quantization)
 
     def check_example(self, example: Example) -> None:
-        """Refuse an example without data, or one that cannot read the text of the quantisation."""
+        """Refuse an example without data, and a calibration text that the model cannot read."""
         if example.no_data:
             without = "; export_program works without." if self.caller == "export_onnx" else "."
             raise InvalidArgumentError(

@@ -45,7 +45,7 @@ def verify(
 
     With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, past its window,
     with padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a file
-    cannot be judged.
+    cannot be judged, or runs in no case.
     """
     if model is not None:
         if device is not None or explain is not None:

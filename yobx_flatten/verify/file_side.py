@@ -58,6 +58,7 @@ class FileSide(ByName):
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
         self._call, self._inputs, self._outputs = call, call.inputs, outputs
+        self.ran = False  # in any case
         self.other_types: dict[str, str] = {}  # outputs that the file returns in another type of floats
 
     def compare(
@@ -97,7 +98,7 @@ class FileSide(ByName):
 
     def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         feeds = {name: self._fed(port, inputs) for name, port in self._runner.ports.items()}
-        found = self._runner.run(feeds)
+        found, self.ran = self._runner.run(feeds), True
         return {self._outputs[name]: value for name, value in found.items() if name in self._outputs}
 
     def _fed(self, port: Port, inputs: Mapping[str, Any]) -> Any:
@@ -105,8 +106,7 @@ class FileSide(ByName):
         if leaf is None and port.name.endswith(WINDOW):
             return torch.full([size or 1 for size in port.shape], self._call.window)
         value = derived(port, inputs, reads_cache=self._call.reads_cache) if leaf is None else inputs[leaf]
-        is_data = isinstance(value, torch.Tensor) and port.dtype is not None
-        return value.to(port.dtype).contiguous() if is_data else value
+        return value if port.dtype is None or not isinstance(value, torch.Tensor) else value.to(port.dtype).contiguous()
 
 
 def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torch.Tensor:

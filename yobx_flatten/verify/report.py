@@ -17,7 +17,7 @@ class VerifiedFile:
 
     Attributes:
         call: the call of the model that the file stands for; ``""`` where none was found.
-        report: the cases, as of an export; ``None`` where nothing could be compared.
+        report: the cases, as of an export; ``None`` where no call was found.
         why_not: why nothing could be compared; ``""`` where something was.
         names: our names by the file's, of inputs and of outputs.
         not_compared: outputs of the file that stand for nothing that the model returns.
@@ -34,7 +34,7 @@ class VerifiedFile:
     @property
     def ok(self) -> bool | None:
         """Whether every case matches the model; ``None`` if nothing was compared."""
-        return None if self.report is None else self.report.ok
+        return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
         """Return this result with the cases of other calls of the same file."""
@@ -57,7 +57,7 @@ class VerifiedFile:
         return found
 
     def __str__(self) -> str:
-        if self.report is None:
+        if self.report is None or self.why_not:
             return f"NOT JUDGED: {self.why_not}"
         lines = [f"{'right' if self.ok else 'WRONG'}: {self.call}", str(self.report)]
         if self.not_compared:

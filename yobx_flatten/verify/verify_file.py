@@ -207,7 +207,7 @@ def _verified(
         if not best:
             none = "which matches none of the calls known of this model. State names=, or pass cases="
             return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {none}.")
-        (worst, of), *others = sorted(best.values(), key=lambda held: held[0].ok is True)
+        (worst, of), *others = sorted(best.values(), key=lambda held: (held[0].ok is True, held[0].ok is None))
         if merged and worst.ok and not others:
             return VerifiedFile(why_not=f"of its two branches one was compared: {of.what}")
         if not worst.ok and explain and file.suffix == ".onnx" and not facts.quantized:
@@ -217,10 +217,8 @@ def _verified(
 
 def _rank(one: VerifiedFile) -> tuple[int, int]:
     """Return how well a file matches a call, for sorting."""
-    if one.report is None:
-        return 0, 0
-    passed = [case for case in one.report.cases if case.within(one.report.tolerance)]
-    return sum(case.error is None for case in one.report.cases), len(passed)
+    cases = [] if one.report is None else [(case, one.report.tolerance) for case in one.report.cases]
+    return sum(case.error is None for case, _ in cases), sum(case.within(allowed) for case, allowed in cases)
 
 
 def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, str]) -> VerifiedFile:
@@ -254,7 +252,8 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
     if missing:
         report.remark(f"not compared, as the file does not return them or they are not read: {', '.join(missing)}.")
     unread = [name for name in runner.outputs if name not in outputs]
-    return VerifiedFile(call.what, report, names={**call.inputs, **outputs}, not_compared=unread)
+    why = "" if side.ran else f"it runs in no case: {report.cases[0].error}"
+    return VerifiedFile(call.what, report, why, names={**call.inputs, **outputs}, not_compared=unread)
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:

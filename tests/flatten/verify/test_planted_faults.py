@@ -263,6 +263,17 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
         verdict(proto, model, tmp_path, names={"wrods": "input_ids"})
 
 
+def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path):
+    """onnxruntime opens the file and fails at each call: nothing was compared, and the reason is stated."""
+    proto = copied(right)
+    nodes = [constant("shape", [7919, -1, 64]), helper.make_node("Reshape", ["unchanged", "shape"], ["logits"])]
+    returned_through(proto, "logits", *nodes)
+    report = verdict(proto, model, tmp_path)
+    assert report.ok is None, str(report)
+    (one,) = report.files.values()
+    assert "runs in no case" in str(one)
+
+
 def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):
     """onnxruntime's own dynamic quantisation is measured; a file whose weights are lost is not excused."""
     from onnxruntime.quantization import quantize_dynamic

@@ -122,9 +122,10 @@ class TensorBuffers(InPlaceCache):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows; the memory is reused if their number stays."""
+        own = self._own  # before the first layer is moved
         for name in self.presents:
             found = self[name][:, :, : self._seen][rows]
-            if self._own and len(rows) == len(self[name]):
+            if own and len(rows) == len(self[name]):
                 self[name][:, :, : self._seen] = found
             else:
                 self._move({name: found})

@@ -220,10 +220,9 @@ def _registered_twice(slot: _Slot, recipe: Recipe) -> str:
         else f"To keep your functions inside the block, register before you enter it:\n"
         f"    register_class_flattening({name}, ...)\n    {slot.recipe.remedy}"
     )
-    return (
-        f"{describe_class(recipe.cls)} is already registered {held}, with other functions "
-        f"({_function_name(slot.recipe.flatten)} instead of {_function_name(recipe.flatten)}). {way_out}"
-    )
+    before, now = _function_name(slot.recipe.flatten), _function_name(recipe.flatten)
+    differs = f" ({before} instead of {now})" if before != now else ""
+    return f"{describe_class(recipe.cls)} is already registered {held}, with other functions{differs}. {way_out}"
 
 
 def _function_name(function: object) -> str:

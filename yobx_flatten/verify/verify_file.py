@@ -109,7 +109,13 @@ def verify_file(
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         if on_file is not None:
             on_file(name)
-        facts = _Facts.of(file)
+        try:
+            facts = _Facts.of(file)
+        except (ForeignFileError, DamagedFileError) as error:
+            if file == place:
+                raise
+            found[name] = VerifiedFile(why_not=first_line(error))  # the other files of the folder are judged
+            continue
         found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, known, trust, explain)
     if strange := sorted(set(names or ()) - known):
         there = f"There are {', '.join(sorted(known))}."

@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from yobx_flatten import Case, export_onnx
 from yobx_flatten.__main__ import main
-from yobx_flatten.errors import InvalidArgumentError, UntrustedFileError
+from yobx_flatten.errors import ForeignFileError, InvalidArgumentError, UntrustedFileError
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.testing import assert_same_as_model
 from yobx_flatten.verify import verify_file
@@ -272,6 +272,18 @@ def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path)
     assert report.ok is None, str(report)
     (one,) = report.files.values()
     assert "runs in no case" in str(one)
+
+
+def test_a_damaged_file_leaves_the_others_of_its_folder_judged(right, model, tmp_path):
+    """Alone it is an error."""
+    onnx.save(right, tmp_path / "a.onnx")
+    (tmp_path / "b.onnx").write_bytes((tmp_path / "a.onnx").read_bytes()[:1000])
+    found = verify_file(tmp_path, model).files
+    assert found["a.onnx"].ok is True
+    assert found["b.onnx"].ok is None
+    assert "b.onnx is damaged" in str(found["b.onnx"])
+    with pytest.raises(ForeignFileError, match=r"b\.onnx is damaged"):
+        verify_file(tmp_path / "b.onnx", model)
 
 
 def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):

@@ -281,7 +281,7 @@ class BufferedCache(TensorBuffers):
             self.binding.bind_ortvalue_input(name, value)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Bind the new memory too."""
+        """Also bind the new memory."""
         from onnxruntime import OrtValue
 
         super()._move(leaves)

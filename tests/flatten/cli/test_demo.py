@@ -103,7 +103,7 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
     assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is whole")])
+@pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is complete")])
 def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
     """Exit status 130; a folder that was made for nothing is gone again."""
     calls = []

@@ -216,7 +216,7 @@ def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_
     """`loop=False`: the outputs are the module's own."""
     report = export_onnx(module().eval(), kwargs=make(), path=tmp_path / "m.onnx", loop=False).report
     assert not any(name.startswith("present.") for name in report.output_names)
-    (note,) = [remark for remark in report.remarks if "does not return that" in remark]
+    (note,) = [remark for remark in report.remarks if "does not return the change" in remark]
     assert present[0].split(".")[1] in note
 
 
@@ -227,7 +227,7 @@ def test_a_program_of_torch_export_is_proven_with_a_note(module, make, present):
     with register_flattening_functions():
         program = torch.export.export(model, (), make())
         report = prove_program(program, model).report
-    (note,) = [remark for remark in report.remarks if "does not return that" in remark]
+    (note,) = [remark for remark in report.remarks if "does not return the change" in remark]
     assert present[0].split(".")[1] in note
 
 

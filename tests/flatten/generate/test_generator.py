@@ -168,7 +168,7 @@ def test_top_k_of_one_is_greedy(mistral):
         ({"input_ids": ["hello", "you"]}, "Read a text with the tokenizer of the model:"),
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
-        ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids holds -1, which is not a token\."),
+        ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids contains -1, which is not a token\."),
         ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "Pass the same"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
         ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
@@ -270,7 +270,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="ProgramGenerator takes"):
         ProgramGenerator(3)
     scale = export_program(torch.nn.Identity(), kwargs={"input": torch.ones(2, 3)}, cases=[])
-    with pytest.raises(GenerationError, match="takes input, which a generation loop does not know"):
+    with pytest.raises(GenerationError, match="has the inputs input, which a generation loop does not pass"):
         ProgramGenerator(scale)
     tokens = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
     for module, words in (
@@ -287,7 +287,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
 def test_a_folder_with_one_file_missing_says_which(tmp_path):
     """Of the three of an encoder-decoder model."""
     (tmp_path / "decoder_with_past_model.onnx").touch()
-    with pytest.raises(GenerationError, match=r"lacks decoder_model\.onnx, encoder_model\.onnx"):
+    with pytest.raises(GenerationError, match=r"but not decoder_model\.onnx, encoder_model\.onnx"):
         OnnxGenerator(tmp_path)
 
 

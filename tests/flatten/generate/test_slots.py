@@ -68,7 +68,7 @@ def test_a_fixed_number_of_rows_is_kept():
 
 def test_an_input_that_no_loop_has_is_named():
     """With those that it has."""
-    with pytest.raises(GenerationError, match="x takes token_type_ids, which a generation loop does not know"):
+    with pytest.raises(GenerationError, match="x has the inputs token_type_ids, which a generation loop does not pass"):
         check_ports({"token_type_ids": Port("token_type_ids", (None,), torch.int64)}, ["input_ids"], "x")
 
 
@@ -77,5 +77,5 @@ def test_an_input_that_is_no_numbers_is_refused():
     ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
     with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
         check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")
-    with pytest.raises(GenerationError, match="takes attention_mask, which a generation loop does not know"):
+    with pytest.raises(GenerationError, match="has the inputs attention_mask, which a generation loop does not pass"):
         check_ports(ports, ["input_ids"], "m.onnx")

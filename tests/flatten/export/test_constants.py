@@ -94,7 +94,7 @@ def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given,
     """The file computes what the module does, and the report says with which values for good."""
     kwargs = {"x": X, **given}
     exported = export_onnx(module, kwargs=kwargs, path=tmp_path / "m.onnx")
-    (note,) = [remark for remark in exported.report.remarks if "fixed in the file" in remark]
+    (note,) = [remark for remark in exported.report.remarks if "fixed in the program and the file" in remark]
     assert [value for value in said if value not in note] == []
     assert {case.runtime for case in exported.report.cases} == {"torch.export", "onnxruntime"}
     assert torch.equal(exported(**kwargs)["y"], module(**kwargs)["y"])
@@ -108,7 +108,7 @@ def test_none_and_tensors_are_not_noted():
             return x if mask is None else x * mask
 
     report = export_program(Masked(), kwargs={"x": X, "mask": None}).report
-    assert not any("fixed in the file" in remark for remark in report.remarks)
+    assert not any("fixed in the program and the file" in remark for remark in report.remarks)
 
 
 @pytest.mark.parametrize(

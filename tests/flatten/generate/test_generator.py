@@ -197,13 +197,13 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
         with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
             sound.generate(input_features=features)
     for wrong, words in [
-        (torch.tensor([[0], [-2]]), "decoder_input_ids holds -2, which is not a token"),
+        (torch.tensor([[0], [-2]]), "decoder_input_ids contains -2, which is not a token"),
         (torch.zeros(2, 1), "decoder_input_ids must be integers"),
         (torch.zeros(3, 1).long(), "decoder_input_ids has 3 rows, but the encoder's input has 2"),
     ]:
         with pytest.raises(InvalidArgumentError, match=words):
             text.generate(tokens, decoder_input_ids=wrong)
-    with pytest.raises(InvalidArgumentError, match="input_ids holds -3, which is not a token"):
+    with pytest.raises(InvalidArgumentError, match="input_ids contains -3, which is not a token"):
         text.generate(tokens - 4)
     settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
     with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):

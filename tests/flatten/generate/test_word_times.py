@@ -108,7 +108,7 @@ def test_the_heads_are_those_that_are_stated_now(heard):
 def test_a_head_that_is_not_in_the_files_is_refused(heard):
     """Not answered by the weights of another head."""
     with pytest.raises(
-        InvalidArgumentError, match=r"\[\[1, 1\]\], and the files return .*\(1, 0\), \(1, 2\), \(2, 3\)"
+        InvalidArgumentError, match=r"\[\[1, 1\]\], but the files return .*\(1, 0\), \(1, 2\), \(2, 3\)"
     ):
         open_generator(heard[1]).generate(
             input_features=sound(100), language="en", return_token_timestamps=True, alignment_heads=[[1, 1]]

@@ -72,7 +72,7 @@ def test_texts_go_to_the_last_position(folder, padding):
     assert torch.equal(generator.generate(prompt, mask, max_new_tokens=5), wanted)
     with pytest.raises(IndexError):
         model.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    with pytest.raises(InvalidArgumentError, match="The text has 25 tokens, and the model has 24 positions"):
+    with pytest.raises(InvalidArgumentError, match="The text has 25 tokens, but the model has 24 positions"):
         generator.generate(prompt, mask, max_new_tokens=6)
     steps = generator.stream(prompt, mask, max_new_tokens=9)
     assert [next(steps).tolist() for _ in range(5)] == wanted[:, -5:].T.tolist()

@@ -107,7 +107,7 @@ def test_export_program_keeps_the_recorded_prefill_of_the_model_itself():
         model, kwargs=call.kwargs, dynamic_shapes={"input_ids": {1: torch.export.Dim.AUTO}}, cases=[]
     )
     (remark,) = exported.report.remarks
-    assert remark.startswith("use_cache=True is fixed in the file")
+    assert remark.startswith("use_cache=True is fixed in the program and the file")
 
 
 def test_encoder_and_decoder_are_recorded_on_their_own():

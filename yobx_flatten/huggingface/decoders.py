@@ -60,7 +60,23 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
     return None
 
 
-class SlidingDecoder(torch.nn.Module):
+class Continued(torch.nn.Module):
+    """A module that states how its outputs become the inputs of its next call."""
+
+    def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+        """Make the inputs of the next call: random tokens, as many as before, and the returned cache."""
+        # ids: Kyutai's speech to text reads tokens with audio codes, each with its own vocabulary; they are unchanged
+        ids, cache = kwargs["input_ids"], outputs[PRESENT]
+        if ids.dim() == 2:
+            drawn = torch.randint(
+                0, outputs["logits"].shape[-1], ids.shape, generator=torch.Generator().manual_seed(seed)
+            )
+            ids = drawn.to(ids.device)
+        kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], cache, strict=True)]
+        return {**kwargs, "input_ids": ids, "cache": kept}
+
+
+class SlidingDecoder(Continued):
     """A decoder with only sliding layers, without the counter input, which other tools do not pass."""
 
     # kwargs: example keyword arguments of the model. The classes and windows of the cache's layers are kept, and values
@@ -140,20 +156,11 @@ class SlidingDecoder(torch.nn.Module):
         return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: the kept cache, as many random tokens, a longer mask.
-
-        Tokens with audio codes (Kyutai's speech to text) are unchanged: each codebook has its own vocabulary.
-        """
-        ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
-        generator = torch.Generator().manual_seed(seed)
-        if ids.dim() == 2:
-            ids = torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device)
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1),
-            "position_ids": kwargs["position_ids"] + ids.shape[1],
-            "cache": outputs[PRESENT],
-        }
+        """Make the inputs of the next call: the kept cache, as many random tokens, a longer mask."""
+        following, mask = super().next_inputs(kwargs, outputs, seed), kwargs["attention_mask"]
+        ids = following["input_ids"]
+        longer = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)
+        return {**following, "attention_mask": longer, "position_ids": kwargs["position_ids"] + ids.shape[1]}
 
 
 def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:

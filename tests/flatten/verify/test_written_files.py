@@ -28,6 +28,7 @@ def test_a_folder_of_optimum_is_right():
     assert merged.report.input_names[-1] == "use_cache_branch"
     assert merged.call == "decoder_model, decoder_with_past_model", "both branches"
     assert len(merged.report.cases) >= 6
+    assert [case.steps for case in merged.report.cases] == [1, 1, 1, 3, 3, 3], "a loop over the file's own cache"
 
 
 def test_a_folder_of_optimum_with_another_weight_is_wrong():

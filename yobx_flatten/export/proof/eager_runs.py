@@ -17,7 +17,7 @@ from ...diagnose.export_errors import explain_error
 from ...errors import FlattenError, InvalidArgumentError, describe_class
 from ...errors.failures import first_line, raised_as
 from ...huggingface.cache_names import forward_of, named_for
-from ...huggingface.decoders import SlidingDecoder
+from ...huggingface.decoders import Continued
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ..model_facts import weight_bytes
@@ -189,7 +189,7 @@ def _copied(steps: list[Step]) -> list[Step]:
 
 def _following(module: torch.nn.Module) -> Next:
     """Return the function that makes the inputs of the next step from the outputs of the last."""
-    if isinstance(module, SlidingDecoder):
+    if isinstance(module, Continued):
         return module.next_inputs
 
     def following(kwargs: Mapping[str, Any], outputs: Any, seed: int) -> dict[str, Any] | None:

@@ -59,8 +59,9 @@ class Nested:
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Return the next inputs with the program's own cache instead of the eager one."""
-        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `SlidingDecoder`
-            return {**kwargs, "cache": outputs[PRESENT]}
+        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `Continued`
+            kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], outputs[PRESENT], strict=True)]
+            return {**kwargs, "cache": kept}
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
         return following if cache is None else {**following, self._cache_is: cache}
 

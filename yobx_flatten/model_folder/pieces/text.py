@@ -27,7 +27,14 @@ from ...export.proof.eager_runs import Case
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
-from ...huggingface.decoders import SlidingDecoder, StateDecoder, counts_by_itself, has_states_alone, why_not_sliding
+from ...huggingface.decoders import (
+    Continued,
+    SlidingDecoder,
+    StateDecoder,
+    counts_by_itself,
+    has_states_alone,
+    why_not_sliding,
+)
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
@@ -195,7 +202,7 @@ class FirstDecoder(_Decoder):
         return {"logits": found.logits, **weights, "present": layers}
 
 
-class NextDecoder(_Decoder):
+class NextDecoder(_Decoder, Continued):
     """Every later call: reads the encoder's keys, and returns the decoder's own keys only."""
 
     def forward(
@@ -277,7 +284,7 @@ def encoder_decoder_pieces(
     examples, others = calls(rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
-        cases = [Case(name, (), made[place]) for name, made in others.items()]
+        cases = [Case(name, (), made[place], steps=3 if module is following else 1) for name, made in others.items()]
         shapes = dynamic_shapes(examples[place], sized if "pixel_values" in examples[place] else None)
         if stem == "encoder_model" and reads == "input_ids":
             # what it reads is also called by the decoders

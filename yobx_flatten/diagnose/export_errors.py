@@ -231,7 +231,7 @@ def explain_error(
     ...     program = torch.export.export(Adds(), (torch.zeros(2),), dynamic_shapes={"x": {0: batch}})
     ... except Exception as error:
     ...     print(explain_error(error))
-    batch was to vary, but the code works for size 2 only. Remove the code that fixes it, or let it be fixed:
+    batch should vary, but the code works for size 2 only. Change the code, or fix the size:
         batch = 2
     """
     is_text = isinstance(error, str)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...batch.averages import SteadyDraws
 from ...device.protocol import NOW, Device, Event, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
@@ -191,7 +192,8 @@ class Visit:
         if resident.traits.reenters.get(module.training) is not False:
             back = partial(run_backward, code=module, device=self.device.torch_device)
         # with its copies in place: checkpoints inside the layer call parts of it again
-        results = resident.call(partial(graph.backward, gradients, back))
+        with SteadyDraws(self.generator.of_device(), self.spec.types) if self.spec.trial == "parts" else _NO_MODES:
+            results = resident.call(partial(graph.backward, gradients, back))
         resident.take_gradients()
         if self.spec.take_gradient is not None:
             resident.hand_over(self.spec.take_gradient)

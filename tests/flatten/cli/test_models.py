@@ -269,7 +269,7 @@ def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatc
     monkeypatch.setattr(stored_cases, "generation_case", other)
     assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 1
     shown = capsys.readouterr().err
-    assert "does not do what the model does" in shown
+    assert "differs from the model" in shown
     assert "FAIL generate" in shown
     assert list(tmp_path.iterdir()) == []
 

@@ -136,7 +136,7 @@ def test_a_folder_whose_case_says_something_else_is_not_verified(folder, tmp_pat
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"output_cross_attentions": True}, "The model itself"),
+        ({"output_cross_attentions": True}, "Call the model itself"),
         ({"speaker_embeddings": numbers(2, 11)}, r"must be \(2, 12\)"),
         ({"speaker_embeddings": None}, "speaker_embeddings"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\)"),

@@ -17,7 +17,7 @@ SIZES = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "initializer_range": 0.5,
+    "initializer_range": 0.2,
 }
 IDS = torch.tensor([[5, 9, 11, 42, 7], [8, 3, 17, 60, 98]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

@@ -102,6 +102,8 @@ class CutModel(RoundPipe):
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
         """Return how the loss of a call is computed; the options of the call store it."""
         options: CallOptions = kwargs[CALL_OPTIONS]
+        if options.weight_by is not None:  # of `LongRows`, whose layers exchange tokens: a check of one process waits
+            return options.weight_by
         resolved = self._rp_config(config)
         is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
         if resolved.loss_reduction == "joined":

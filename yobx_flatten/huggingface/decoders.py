@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,20 +60,25 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
     return None
 
 
+def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Replace what a call returned of its cache; an encoder's keys, which it does not return, stay."""
+    kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
+    return {**kwargs, "cache": kept}
+
+
 class Continued(torch.nn.Module):
     """A module that states how its outputs become the inputs of its next call."""
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: random tokens, as many as before, and the returned cache."""
         # ids: Kyutai's speech to text reads tokens with audio codes, each with its own vocabulary; they are unchanged
-        ids, cache = kwargs["input_ids"], outputs[PRESENT]
+        ids = kwargs["input_ids"]
         if ids.dim() == 2:
             drawn = torch.randint(
                 0, outputs["logits"].shape[-1], ids.shape, generator=torch.Generator().manual_seed(seed)
             )
             ids = drawn.to(ids.device)
-        kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], cache, strict=True)]
-        return {**kwargs, "input_ids": ids, "cache": kept}
+        return {**with_returned(kwargs, outputs[PRESENT]), "input_ids": ids}
 
 
 class SlidingDecoder(Continued):

@@ -22,7 +22,7 @@ from ..draws import CallDraws, LayerTraits
 from ..layer_graph import Values, enter, is_refused_write, other_leaves, run_backward, watch_forward
 from ..parameters.on_device import LayerOnDevice, check_not_kept
 from ..recomputed import CURRENT, CallState, VisitGenerator, run_seeded
-from ..run import Run
+from ..run import Run, RunSpec
 
 _NOTHING = contextlib.nullcontext()
 _DOWNLOAD = "the download of its gradients"
@@ -198,8 +198,6 @@ class Place:
 
 CallKind = Literal["forward", "fused", "recompute"]
 
-_AS_IT_IS = contextlib.nullcontext()
-
 # Errors that a layer also raises when all of its parameters are present.
 _NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
@@ -234,6 +232,11 @@ def call_layer(
         mutates_inputs[call.training] = True
         call.attempt_with_all(as_leaves=False)
     return call
+
+
+def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.AbstractContextManager[object]:
+    """Replace random numbers by constants in a trial of some rows and their parts, also while it goes backward."""
+    return SteadyDraws(generator.of_device(), spec.types) if spec.trial == "parts" else _NOTHING
 
 
 class LayerCall(CallState):
@@ -368,8 +371,7 @@ class LayerCall(CallState):
         return watch_forward(self._invoke, self.module, self.device.torch_device)
 
     def _invoke(self) -> Any:
-        spec = self.spec
-        with SteadyDraws(self.generator.of_device(), spec.types) if spec.trial == "parts" else _AS_IT_IS:
+        with steady_draws(self.spec, self.generator):
             return self._called()
 
     def _called(self) -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ...batch.averages import SteadyDraws
 from ...device.protocol import NOW, Device, Event, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
@@ -31,7 +30,7 @@ from ..layer_graph import LayerGraph, Values, plain, run_backward
 from ..parameters.on_device import LayerOnDevice
 from ..recomputed import LayerAttributes, VisitGenerator
 from ..run import Copies, Run, check_writes, passed_on, shared_views
-from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, call_layer
+from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, call_layer, steady_draws
 
 _NO_MODES = contextlib.nullcontext()
 
@@ -192,7 +191,7 @@ class Visit:
         if resident.traits.reenters.get(module.training) is not False:
             back = partial(run_backward, code=module, device=self.device.torch_device)
         # with its copies in place: checkpoints inside the layer call parts of it again
-        with SteadyDraws(self.generator.of_device(), self.spec.types) if self.spec.trial == "parts" else _NO_MODES:
+        with steady_draws(self.spec, self.generator):
             results = resident.call(partial(graph.backward, gradients, back))
         resident.take_gradients()
         if self.spec.take_gradient is not None:

@@ -1,4 +1,4 @@
-"""What is around the attention of onnxruntime: masks in fewer operators, and positions as they are given."""
+"""Operators next to onnxruntime's attention: fewer of them make the mask, and positions are passed on unchanged."""
 
 import pytest
 import torch

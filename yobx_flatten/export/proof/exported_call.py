@@ -17,6 +17,7 @@ from ...diagnose.spec_diff import compare_outputs
 from ...errors import ReplayError
 from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of
+from ...huggingface.decoders import with_returned
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.in_place import CheckedRunner, InPlaceCache
@@ -60,8 +61,7 @@ class Nested:
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Return the next inputs with the program's own cache instead of the eager one."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `Continued`
-            kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], outputs[PRESENT], strict=True)]
-            return {**kwargs, "cache": kept}
+            return with_returned(kwargs, outputs[PRESENT])
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
         return following if cache is None else {**following, self._cache_is: cache}
 

@@ -14,7 +14,7 @@ is bitwise identical.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -189,14 +189,22 @@ class Visit:
     ) -> list[torch.Tensor | None]:
         module, back = resident.contents.module, None
         if resident.traits.reenters.get(module.training) is not False:
-            back = partial(run_backward, code=module, device=self.device.torch_device)
+            back = partial(self._back_alone, module)
         # with its copies in place: checkpoints inside the layer call parts of it again
-        with steady_draws(self.spec, self.generator):
-            results = resident.call(partial(graph.backward, gradients, back))
+        results = resident.call(partial(graph.backward, gradients, back))
         resident.take_gradients()
         if self.spec.take_gradient is not None:
             resident.hand_over(self.spec.take_gradient)
         return results
+
+    def _back_alone(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+        """Run a backward that may repeat forward code, and so draw; no other thread draws meanwhile."""
+
+        def steadily() -> Any:  # within the lock: steady draws take a draw of another thread for one of the layer
+            with steady_draws(self.spec, self.generator):
+                return call()
+
+        return run_backward(steadily, module, self.device.torch_device)
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and its backward, up to the outputs of the last layer."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.cli import demo
 from roundpipe_runtime.engine import planner
 from roundpipe_runtime.engine.draws import traits_of
 from roundpipe_runtime.engine.layer_graph import run_backward, watch_forward
@@ -212,3 +213,11 @@ def test_dropout_in_a_checkpoint_is_the_same_on_any_number_of_devices(reentrant,
     for seed in range(8):
         for found, expected in zip(gradients("virtual:3", seed), gradients("virtual:1", seed), strict=True):
             assert torch.equal(found, expected)
+
+
+def test_a_draw_of_another_thread_is_not_taken_for_one_of_a_backward():
+    """Devices that count memory show each operator of a backward: the demo's layers were called mixing, most times."""
+    batches = list(demo._batches(1))
+    for _ in range(3):
+        needs = demo.measure_needs(demo._build(), batches, demo._loss_fn, demo.LIMIT, demo.DEVICES)
+        assert needs.pipeline <= demo.LIMIT < needs.plain

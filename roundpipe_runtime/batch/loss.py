@@ -301,6 +301,8 @@ class LossContract:
         return 1.0 if rows is None else float(rows)
 
     def _unit(self) -> float:
+        if len(self.rows) == 1:  # the scale is known, and a hook may clamp gradients
+            return self._weight(0) or 1.0
         rows = sum(count or 1 for count in self.rows)
         return 2.0 ** round(math.log2(max(rows, 1)))
 

@@ -69,6 +69,7 @@ class LossProof:
     way: LossWay
     reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
     compared: int = 0  # number of sets of values that were compared; 0 if another batch may give another result
+    is_late: bool = False  # whether gradients are scaled after the last microbatch
     row_nbytes: int = 0  # bytes of the layers' outputs for one row, which a joined loss holds for the whole batch
 
     @property

@@ -36,6 +36,10 @@ class Digest:
     # finite
     odd: Digest | None = None
 
+    def divided(self, factor: float) -> Digest:
+        """Return the digest of the gradient divided by a positive number."""
+        return dataclasses.replace(self, values=self.values / factor, norm=self.norm / factor)
+
     def __add__(self, other: Digest) -> Digest:
         values, odd = self.values + other.values, _sum_of_odd(self.odd, other.odd)
         if odd is not None and self.is_whole:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 import warnings
@@ -29,6 +28,7 @@ from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError
 from ..optim.copyable import LargeTables
 from ..optim.parameters import Update
+from ..schedule.plan import ModelExecutePlan
 from .autograd import call
 from .caller_state import gradient_mode_kept
 from .compiled import NOT_COMPILED, CompiledLayers
@@ -177,17 +177,17 @@ class Engine(RunLifecycle):
         self,
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
+        span: range,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
         """Run forward and backward, and give the gradients of each layer to a function; none reaches a parameter."""
         contract = LossContract("sum", [one.rows for one in microbatches])
-        plan = copy.copy(config.execute_plan)
-        if plan is not None:
-            plan.last_stage_copies = 1
+        each = [range(layer, layer + 1) for layer in span]
+        plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
         config = dataclasses.replace(config, execute_plan=plan, last_stage_copies=1)
-        of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED}
+        of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED, "span": span}
         of_spec |= {"loss_fn": loss_fn, "gradients_landed": landed, "types": types}
         with self._leaving_no_trace(), torch.enable_grad():
             run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
@@ -319,7 +319,8 @@ class Engine(RunLifecycle):
         if not is_split:  # nothing to weight, or one row, which proves nothing; other ranks may have more
             return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
         samples = partial(self._samples, batch, microbatches, config)
-        return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples))
+        is_nonlinear = self.row_check is not None and self.row_check.is_nonlinear
+        return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples, is_nonlinear))
 
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig

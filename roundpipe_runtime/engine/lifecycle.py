@@ -230,13 +230,14 @@ class RunLifecycle:
         if contents and contents[-1].trains_tables:  # summed on the host, in a fixed order
             most_copies = 1
         span = range(len(self.layers)) if span is None else span
+        number = span.stop if kind == "fused" else len(self.layers)  # the last layer that runs has the loss
         # Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         # Trials, evaluation and generation have other sizes and caches, each of which would need its own compilation.
         compiled = self._compiled if config.requires_grad else NOT_COMPILED
         return RunSpec(
             kind=kind,
-            stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
+            stages=stages_within(plan.stages(kind, number, most_copies=most_copies), span),
             span=span,
             contents=contents,
             num_microbatch=num_microbatch,

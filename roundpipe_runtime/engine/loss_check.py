@@ -57,6 +57,14 @@ _WAYS: dict[str, tuple[Way, ...]] = {
 }
 
 
+NONLINEAR = LossProof(
+    "joined",
+    "the gradients of a layer are not proportional to those of its outputs, as a hook may clamp them, and the divisor "
+    "of the loss is known after the last microbatch only.",
+    1,
+)
+
+
 class JoinedLossError(LossError):
     """The loss cannot be computed from the losses of microbatches, so it is computed once from the joined outputs."""
 
@@ -231,12 +239,15 @@ class LossChecks:
         stated: str,
         microbatches: Sequence[FlatMicrobatch],
         samples: Callable[[], Iterator[Sample]],
+        is_nonlinear: bool = False,
     ) -> Reduction:
         """Return how the losses of microbatches add up to the loss of the batch."""
         if getattr(loss_fn, "has_proven_weights", False):
             return "sum"
         kind = loss_code(loss_fn), stated, tuple(map(kind_of_value, microbatches[0].labels))
         proof = self.find(kind, loss_fn, partial(self._show, loss_fn, stated, samples))
+        if is_nonlinear and proof.is_late:
+            proof = NONLINEAR
         if proof.way == "joined" or proof.way == "whole":
             error = JoinedLossError(proof)
             raise error if stated == "auto" else LossError(str(error))
@@ -278,7 +289,8 @@ class LossChecks:
                     reason += "split. It may compare rows, select them, or read what its own calls change."
                     return LossProof("joined", reason, found.compared)
                 if found.compared or found.is_pair:
-                    return LossProof(found.way or "rows", compared=max(found.compared, 1))
+                    way, is_late = found.way or "rows", found.is_pair or found.way == "items"
+                    return LossProof(way, compared=max(found.compared, 1), is_late=is_late)
                 proof = LossProof("joined", "no label counts in its first rows, or it is not finite there.")
         except (SplitError, JoinError, NotProvenError) as error:
             reason = str(error)

@@ -28,13 +28,14 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from yobx_flatten.core.compare import tolerance
+from yobx_flatten.core.effects import Snapshot, undisturbed
 from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import NormBase, pytree
@@ -45,7 +46,6 @@ from .checks import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
 from .parameters.on_device import Gradients
-from .recomputed import LayerAttributes
 from .run import Trial
 
 # Enough rows for two parts of different sizes, and for two parts with several rows each.
@@ -60,13 +60,17 @@ _HAS_STATE = (
     "    RoundPipeRunConfig(num_microbatch=1)"
 )
 
-# Hooks of the caller are called for batches, and not for trials.
+# A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Gradients of up to this number of elements are kept whole.
 _WHOLE = 2**16
 
+# Factor of the loss in a trial: losses of parts of a batch are summed, and scaled after the backward.
+_LARGER = 2.0**8
+
 _Hook: TypeAlias = Callable[..., Any]
+_Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 class CannotTryError(Exception):
@@ -117,7 +121,8 @@ class Rows(Protocol):
         self,
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        span: range,
+        loss_fn: _Loss,
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
@@ -135,13 +140,17 @@ class RowCheck:
         self._compared: collections.Counter[Hashable] = collections.Counter()
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
         self._has_state = False
+        self._nonlinear: dict[Hashable, bool] = {}
+        self.is_nonlinear = False  # whether the layers of this call have gradients not proportional to those of outputs
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers treat rows independently."""
         self.tried.clear()
+        self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
         kind = _kind_of(engine.layers, batch)
+        self.is_nonlinear = self._nonlinear.get(kind, False)
         if not self._repeats.is_due(kind, engine.layers):
             return
         layer, total = None, sum(count or 0 for count in rows)
@@ -160,15 +169,16 @@ class RowCheck:
         if layer is not None:
             raise _mixes(engine.layers[layer], layer)
         self._compared[kind] += 1
-        is_odd = self._compared[kind] % 2 == 1  # calls 1, 4, 16, ...: a backward costs more than a forward
-        equal = [trial for trial in trials if trial.is_equal]
-        most = min(max(count or 0 for count in rows), _FEW)  # devices have room for a microbatch
-        if config.requires_grad and is_odd and equal and most > 1:
-            few = dataclasses.replace(config, num_microbatch=math.ceil(total / most))
-            some = iter(equal) if equal[0].count <= most else few_rows(engine, batch, few)
-            layer = last_of_mixed_gradients(engine, some, _has_rows(equal[0]), config)
-            if layer is not None:
-                raise _mixes_gradients(engine.layers[layer], layer)
+        if self._compared[kind] % 2:  # calls 1, 4, 16, ...: a backward costs more than a forward
+
+            def few(most: int) -> Iterator[RowTrial]:
+                return few_rows(engine, batch, dataclasses.replace(config, num_microbatch=math.ceil(total / most)))
+
+            found = compare_gradients(engine, trials, rows, few, config, len(engine.layers))
+            if found.mixes is not None:
+                raise _mixes_gradients(engine.layers[found.mixes], found.mixes)
+            self._nonlinear[kind] = found.is_nonlinear
+            self.is_nonlinear = found.is_nonlinear
         self._has_state = any(trial.has_state for trial in trials) and kind not in self._shown
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
@@ -203,13 +213,10 @@ def first_that_mixes(
     config: RoundPipeRunConfig,
     number: int,
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
-    *,
-    with_hooks: bool = False,
     tried: list[RowTrial] | None = None,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
     # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
-    # with_hooks: whether the caller's module hooks run, which may record what they see. Default: no.
     # tried: list that gets the trials. Default: none is wanted.
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
@@ -217,7 +224,7 @@ def first_that_mixes(
     # layers may not accept some rows: if the call itself also fails, its error gives the reason
     with (
         raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")),
-        set_apart(engine.layers, with_hooks),
+        set_apart(engine.layers) as compare.restart,
     ):
         for trial in itertools.islice(trials, _TRIALS):
             if tried is not None:
@@ -227,57 +234,92 @@ def first_that_mixes(
     return found
 
 
-def last_of_mixed_gradients(
-    engine: Rows, trials: Iterator[RowTrial], has_rows: Sequence[bool], config: RoundPipeRunConfig
-) -> int | None:
-    """Return the last layer whose gradients for some rows are not the sum of those for parts; ``None`` without one."""
-    # trials: rows whose outputs do not depend on other rows
-    # has_rows: for each leaf of the outputs, whether it has an axis with the rows
-    found = None
-    for trial in itertools.islice(trials, _TRIALS):
+@dataclasses.dataclass(frozen=True)
+class GradientTrial:
+    """How the gradients of layers for some rows depend on other rows, and on the scale of the loss."""
+
+    mixes: int | None = None  # last layer whose gradients for some rows are not the sum of those for parts
+    is_nonlinear: bool = False  # whether gradients are not proportional to those of the outputs: a hook may clamp them
+
+
+def compare_gradients(
+    engine: Rows,
+    tried: Sequence[RowTrial],
+    rows: Sequence[int | None],
+    few: Callable[[int], Iterator[RowTrial]],
+    config: RoundPipeRunConfig,
+    number: int,
+    leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
+) -> GradientTrial:
+    """Compare the gradients for some rows with the sum of those for parts, computed at a larger scale."""
+    # tried: rows on which the layers have run; rows: numbers of rows of the microbatches
+    # few: function that returns trials of at most so many rows
+    equal = [trial for trial in tried if trial.is_equal]
+    most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
+    if not (config.requires_grad and equal):
+        return GradientTrial()
+    whole, part = (leaves_of(one) for one in (equal[0].outputs[0], equal[0].outputs[-1]))
+    kept = [rows_of(one, other, equal[0].count) is not None for one, other in zip(whole, part, strict=True)]
+    types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
+    count = max(sum(one.numel() for one in itertools.compress(whole, kept) if isinstance(one, torch.Tensor)), 1)
+    mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish
+
+    def loss(scale: float, outputs: Any, labels: Any) -> torch.Tensor:
+        leaves: list[Any] = [leaf for leaf, has_rows in zip(leaves_of(outputs), kept, strict=True) if has_rows]
+        total = sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
+        return total * (scale * mean)
+
+    def gradients(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> dict[nn.Parameter, Digest]:
+        return _gradients(engine, given, functools.partial(loss, scale), config, number, types)
+
+    found = GradientTrial()
+    for trial in itertools.islice(equal if equal[0].count <= most else few(most), _TRIALS):
         try:
-            found = _last_mixed(engine, trial, has_rows, config)
+            found = _compared(engine.layers[:number], trial, gradients, types)
         except CannotTryError:
-            return None
-        if found is None:
+            return GradientTrial()
+        if found == GradientTrial():
             break
     return found
 
 
-def _last_mixed(engine: Rows, trial: RowTrial, has_rows: Sequence[bool], config: RoundPipeRunConfig) -> int | None:
-    types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
-    whole = _gradients(engine, [trial.whole], has_rows, config, types)
+def _compared(
+    layers: Sequence[nn.Module],
+    trial: RowTrial,
+    gradients: Callable[..., dict[nn.Parameter, Digest]],
+    types: set[torch.dtype],
+) -> GradientTrial:
+    whole = gradients([trial.whole])
     if not whole or any(one.odd is not None for one in whole.values()):
+        return GradientTrial()
+    least = 0.1 * max(map(typical, whole.values()))
+
+    def last_that_differs(scale: float) -> int | None:
+        parts, limit = gradients(trial.parts, scale), tolerance("rows", *types)
+        for layer in reversed(range(len(layers))):
+            for parameter in layers[layer].parameters():
+                part = parts.get(parameter)
+                if distance(part and part.divided(scale), whole.get(parameter), least) > limit:
+                    return layer
         return None
-    parts = _gradients(engine, trial.parts, has_rows, config, types)
-    least, limit = 0.1 * max(map(typical, whole.values())), tolerance("rows", *types)
-    for number in reversed(range(len(engine.layers))):
-        for parameter in engine.layers[number].parameters():
-            if distance(parts.get(parameter), whole.get(parameter), least) > limit:
-                return number
-    return None
 
-
-def _has_rows(trial: RowTrial) -> list[bool]:
-    """Whether leaves of the outputs have an axis with the rows."""
-    whole, part = (pytree.tree_leaves(one) for one in (trial.outputs[0], trial.outputs[-1]))
-    return [rows_of(one, few, trial.count) is not None for one, few in zip(whole, part, strict=True)]
+    if last_that_differs(_LARGER) is None:
+        return GradientTrial()
+    mixes = last_that_differs(1.0)
+    return GradientTrial(mixes, mixes is None)
 
 
 def _gradients(
     engine: Rows,
     microbatches: Sequence[FlatMicrobatch],
-    has_rows: Sequence[bool],
+    loss: _Loss,
     config: RoundPipeRunConfig,
+    number: int,
     types: set[torch.dtype],
 ) -> dict[nn.Parameter, Digest]:
-    """The gradients of a sum over rows of the outputs, which each value of an output changes."""
+    """The gradients of a loss of the outputs, which each value of an output changes."""
     found: dict[nn.Parameter, Digest] = {}
     lock = threading.Lock()  # several devices have gradients
-
-    def loss(outputs: Any, labels: Any) -> torch.Tensor:
-        leaves = [leaf for leaf, kept in zip(pytree.tree_leaves(outputs), has_rows, strict=True) if kept]
-        return sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
 
     def landed(layer: int, gradients: Gradients) -> None:
         while gradients:  # popped, so that the host holds those of one layer
@@ -289,7 +331,7 @@ def _gradients(
                 found[parameter] = found[parameter] + one if parameter in found else one
 
     with set_apart(engine.layers):
-        engine.try_backward(microbatches, config, loss, landed, types)
+        engine.try_backward(microbatches, config, range(number), loss, landed, types)
     return found
 
 
@@ -306,7 +348,7 @@ class _Comparison:
     def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
         self._engine, self._leaves_of = engine, leaves_of
         self._config = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
-        self._attributes = [LayerAttributes(layer) for layer in engine.layers]
+        self.restart: Callable[[], None] = lambda: None
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
         """The first layer that mixes these rows."""
@@ -365,8 +407,7 @@ class _Comparison:
         """The outputs of one run, or of one run each, which all start with the same buffers and attributes."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
-            for attributes in self._attributes:
-                attributes.restore()
+            self.restart()
             found += self._engine.try_layers(run, self._config, range(number), trial)
         return found
 
@@ -419,41 +460,35 @@ def _coarsest() -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def set_apart(layers: Sequence[nn.Module], with_hooks: bool = False) -> Iterator[None]:
-    """Disable batch norms, which normalise each microbatch as in a loop, and hooks of the caller."""
+def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Disable batch norms, which normalise each microbatch as in a loop, and undo the effects of the caller's hooks."""
+    # returns: a context manager; inside, a function that restores the attributes of the layers before each run
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
-    hooks = [] if with_hooks else [(m, [getattr(m, name) for name in _HOOKS]) for m in modules]
-    kept = [LayerAttributes(layer) for layer in layers]
+    hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]
+    kept = [Snapshot.of_attributes(layer) for layer in layers]
+
+    def restart() -> None:
+        for attributes in kept:
+            attributes.restore()
 
     def restore() -> None:
         for norm in norms:
             norm.training = True
-        for module, found in hooks:
-            for name, of_module in zip(_HOOKS, found, strict=True):
-                setattr(module, name, of_module)
-        for attributes in kept:
-            attributes.restore()
+        restart()
 
-    with (undoing := Undoing(restore)), undoing:
+    of_hooks = undisturbed(called=hooks) if hooks else contextlib.nullcontext()
+    with of_hooks, (undoing := Undoing(restore)), undoing:
         for norm in norms:
             norm.training = False
-        for module, found in hooks:
-            for name, of_module in zip(_HOOKS, found, strict=True):
-                if of_module:
-                    setattr(module, name, _of_torch(of_module))
-        yield
+        yield restart
 
 
-def _of_torch(hooks: Mapping[int, _Hook]) -> collections.OrderedDict[int, _Hook]:
-    """The hooks of libraries: torch's compute weights, transformers' collect outputs."""
-
-    def is_of_library(hook: _Hook) -> bool:
-        function: Any = hook.func if isinstance(hook, functools.partial) else hook
-        is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
-        return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
-
-    return collections.OrderedDict((key, hook) for key, hook in hooks.items() if is_of_library(hook))
+def _is_of_library(hook: _Hook) -> bool:
+    """Whether a hook is one of torch, which computes weights, or of transformers, which collects outputs."""
+    function: Any = hook.func if isinstance(hook, functools.partial) else hook
+    is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
+    return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
 
 
 def _mixes(layer: nn.Module, number: int) -> SplitError:

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from yobx_flatten.core.effects import Snapshot
+
 from ..batch.loss import LossContract
 from ..device.protocol import NOW, Clock, Device, Event
 from ..device.transfer import HostValue
@@ -30,7 +32,7 @@ from .draws import Draws
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import Buffers, Gradients, LayerOnDevice
 from .parameters.partial_table import NOTHING_PARTIAL, PartialPlan
-from .recomputed import LayerAttributes, call_seed
+from .recomputed import call_seed
 
 
 @dataclasses.dataclass
@@ -365,7 +367,7 @@ class Collected:
     # gradients of a loss function's own parameters, by microbatch, until all have arrived
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
     # attributes of layers that change them, from before a forward, by layer and microbatch
-    attributes: dict[tuple[int, int], LayerAttributes] = dataclasses.field(default_factory=dict)
+    attributes: dict[tuple[int, int], Snapshot] = dataclasses.field(default_factory=dict)
     shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that are views of others
     # digest to compare a recomputation with its forward, by layer and microbatch, in a checking run
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)

@@ -15,6 +15,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.loss_proof import LossProof, LossWay
 from ..engine.config import RoundPipeRunConfig
+from ..engine.loss_check import NONLINEAR
 from ..errors import ConfigError, RoundPipeWarning, other_loss, rows_are_mixed, warn
 from ..pipeline import RoundPipe
 from .adapters import check_adapters, model_inside
@@ -148,26 +149,32 @@ class CutModel(RoundPipe):
         return proof.way
 
     def _rp_way_for_rows(
-        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
         """Return how a call is computed whose layers may mix rows: those that do run once for the whole batch."""
+        # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
         if way == "whole" or resolved.num_microbatch == 1:
             return way
         # the last piece returns a loss, which was checked separately
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
-        piece = self._rp_rows.first_that_mixes(args, kwargs, resolved, last if is_loss_only else last + 1)
-        if piece is None:
+        rows = self._rp_rows.mixing(args, kwargs, resolved, last if is_loss_only else last + 1)
+        piece = rows.mixes
+        if piece is None and not (rows.is_nonlinear and is_late and way != "joined"):
             return way
-        title = self._rp_rows.title(piece)
+        title = "a layer" if piece is None else self._rp_rows.title(piece)
         if self._rp_options.has_groups:
             raise rows_are_mixed(title)
+        if piece is None:
+            self._rp_warn_of_loss(NONLINEAR, rows_of_call(args, kwargs))
+            return "joined"
         found: LossWay = "joined" if piece == last and last > 0 else "whole"
         how = "it runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
         kind = type(self.cut.model).__name__
         self._rp_warn_once(
-            "rows", f"{kind}: {title} computes different values for a whole batch than for its parts. So {how}."
+            "rows",
+            f"{kind}: {title} computes different values or gradients for a whole batch than for its parts. So {how}.",
         )
         return found
 
@@ -194,7 +201,7 @@ class CutModel(RoundPipe):
         self._rp_warn_once(
             "loss",
             f"The loss of {whose or type(self.cut.model).__name__} cannot be computed from the losses of microbatches: "
-            f"{proof.reason}. So {how}, and the loss is that of the whole batch.",
+            f"{proof.reason.rstrip('.')}. So {how}, and the loss is that of the whole batch.",
         )
 
     def _rp_warn_of_packed(self) -> None:

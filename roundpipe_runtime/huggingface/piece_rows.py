@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from ..engine.checks import Repeats
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.loss_check import kind_of_value
-from ..engine.rows import CannotTryError, RowTrial, few_rows, first_that_mixes
+from ..engine.rows import CannotTryError, GradientTrial, RowTrial, compare_gradients, few_rows, first_that_mixes
 from ..errors import SplitError
 from .batches import split_lists, split_pictures
-from .cutting.capture import asked_for
 from .cutting.check import engine_on_host
 from .cutting.cut import Cut
 from .cutting.cut_plan import CannotJoinError, CutState, RowAxes, join_states, state_leaves
@@ -48,25 +48,29 @@ class PieceRows:
         self.made, self.engine, self.shares_batches = made, engine, shares_batches
         self._repeats = Repeats()
         self._axes: dict[Hashable, RowAxes] = {}
-        self._mixing: dict[Hashable, int | None] = {}
+        self._mixing: dict[Hashable, GradientTrial] = {}
+        self._compared: collections.Counter[Hashable] = collections.Counter()
 
-    def first_that_mixes(
-        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int
-    ) -> int | None:
-        """Return the first piece whose outputs for some rows of a call depend on other rows; ``None`` without one."""
+    def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
+        """Return which of the first pieces mixes rows in its outputs or gradients, and whether these are linear."""
         kind = self.kind_of(args, kwargs), number
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
-            if number == 0 or len(self.engine.split(batch, config)) == 1:
-                return None
+            parts = self.engine.split(batch, config)
+            if number == 0 or len(parts) == 1:
+                return GradientTrial()
             self.engine.steps.wait_written()  # a step would change weights between two evaluations
-            with self._trial_engine() as engine:
-                asks = asked_for(self.made.model, kwargs) != "none"  # of hooks of transformers
-                trials = self.some_rows(batch, config)
-                try:
-                    self._mixing[kind] = first_that_mixes(engine, trials, config, number, _leaves, with_hooks=asks)
-                except (CannotJoinError, CannotTryError):  # the rows are not known, or the call itself fails
-                    self._mixing[kind] = None
+            self._mixing.setdefault(kind, GradientTrial())
+            self._compared[kind] += 1
+            # the rows are not known, or the call itself fails
+            with self._trial_engine() as engine, contextlib.suppress(CannotJoinError, CannotTryError):
+                trials, tried = self.some_rows(batch, config), list[RowTrial]()
+                found = first_that_mixes(engine, trials, config, number, _leaves, tried)
+                if found is not None:
+                    self._mixing[kind] = GradientTrial(found)
+                elif self._compared[kind] % 2:  # calls 1, 4, 16, ...
+                    rows, few = [one.rows for one in parts], partial(self.some_rows, batch, config)
+                    self._mixing[kind] = compare_gradients(engine, tried, rows, few, config, number, _leaves)
         return self._mixing[kind]
 
     def title(self, piece: int) -> str:
@@ -92,7 +96,7 @@ class PieceRows:
                 self._axes[kind] = RowAxes.of(shown, states[-1])
             except CannotJoinError:
                 return None
-        return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
+        return partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
         """Return the joined outputs of the layers for all of some rows; raises `CannotJoinError`."""
@@ -135,12 +139,12 @@ class PieceRows:
         with contextlib.suppress(CannotJoinError, SplitError):
             yield from self.some_rows(batch, config)
 
-    def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
+    def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig, most: int = _ROWS) -> Iterator[RowTrial]:
         """Yield a few rows of a batch at a time, at least once."""
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
-        number, is_cut = math.ceil(sum(count or 0 for count in counts) / _ROWS), False
+        number, is_cut = math.ceil(sum(count or 0 for count in counts) / most), False
         for trial in few_rows(
             self.engine, batch, dataclasses.replace(config, num_microbatch=number), self._split_again
         ):

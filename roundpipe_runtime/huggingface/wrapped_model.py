@@ -212,7 +212,7 @@ class WrappedModel(CutModel):
         if loss_fn is own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         way: LossWay = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
-        way = self._rp_way_for_rows(input_args, kwargs, config, way)
+        way = self._rp_way_for_rows(input_args, kwargs, config, way, is_late=computes_loss)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
                 _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))

@@ -1,4 +1,4 @@
-"""List what an object holds without running code of its class.
+"""List what an object holds without running code of its class, and copy values that can be written in place.
 
 ``getattr`` runs properties and ``__getattr__``, ``isinstance`` reads ``__class__``, ``len`` and ``iter`` are the
 class's own. Here an attribute is read where Python keeps it: the instance's ``__dict__`` and the slots, each by its
@@ -18,15 +18,20 @@ are data.
 from __future__ import annotations
 
 import collections
+import ctypes
+import functools
+import random
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..private_names.of_torch import DisableTorchFunctionSubclass
+from ..errors.failures import result_or
+from ..private_names.of_torch import DisableTorchFunctionSubclass, set_version
 
 # Built-in types whose ``repr`` runs no code of a user.
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
@@ -202,3 +207,111 @@ def format_key(key: object) -> str:
         return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
     cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
     return f"<{_QUALNAME(cls)}>"
+
+
+# -- values that can be written in place -----------------------------------------------------------------------------
+
+# Returns a mark that changes with each write: the values, or a tensor's version and memory.
+Reader: TypeAlias = Callable[[Any], object]
+REMEMBERING = type(functools.cache(len))
+
+
+def reader_of(kind: type) -> Reader | None:
+    """Return a function that reads the value of an instance, to detect changes; None for classes without values."""
+    if issubclass(kind, torch.Tensor):
+        return mark_of_tensor
+    if issubclass(kind, torch.Generator):
+        return lambda one: bytes(one.get_state().tolist())
+    if issubclass(kind, random.Random):
+        return lambda one: hash(one.getstate())
+    if kind is REMEMBERING:
+        return lambda one: None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return _bits_of_array
+    is_of_numpy = numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
+    return _numpy_state if is_of_numpy else None
+
+
+def mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a mark of a tensor that changes with each write that torch knows of, and with its memory."""
+    version = None if tensor.is_inference() else tensor._version
+    place = result_or(lambda: _place(tensor), lambda error: None)
+    return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+
+
+def mark_with_bits(tensor: torch.Tensor) -> object:
+    """Return a mark that also changes with writes that torch does not count."""
+
+    def read() -> object:
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes)) if flat.nbytes else 0
+
+    # no values: a fake tensor, or a layout without memory
+    return *mark_of_tensor(tensor), result_or(read, lambda error: None)
+
+
+def _bits_of_array(array: Any) -> object:
+    return None if array.dtype.hasobject else zlib.crc32(array.tobytes())
+
+
+def _numpy_state(generator: Any) -> object:
+    if hasattr(generator, "bit_generator"):
+        return repr(generator.bit_generator.state)
+    _, keys, *others = generator.get_state()
+    return keys.tobytes(), others
+
+
+def restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
+    """Copy the values of an object, and return a function that restores them."""
+    if isinstance(obj, torch.Tensor):
+        return _restoring_tensor(obj, mark, grad, copied)
+    if isinstance(obj, random.Random):
+        return functools.partial(obj.setstate, obj.getstate())
+    if isinstance(obj, REMEMBERING):
+        misses = obj.cache_info().misses
+        # tensors that a trace stored here have no data
+        return lambda: obj.cache_clear() if obj.cache_info().misses != misses else None
+    if hasattr(obj, "bit_generator"):
+        return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
+    if hasattr(obj, "set_state"):
+        return functools.partial(obj.set_state, obj.get_state())
+    values = obj.copy()
+    return lambda: obj.__setitem__(..., values) if obj.flags.writeable else None
+
+
+def _restoring_tensor(
+    tensor: torch.Tensor, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]
+) -> Callable[[], object]:
+    # All memory of the storage, so that views and shared elements are restored.
+    storage, alias = tensor.untyped_storage(), tensor.detach()
+    if storage.device.type == "meta":  # without data, like a tensor of a trace
+        return lambda: None
+    if (key := (storage.data_ptr(), storage.nbytes())) not in copied:
+        copied[key] = storage.clone()
+    values, requires_grad, version = copied[key], tensor.requires_grad, mark[0]
+
+    def restore() -> None:
+        with torch.inference_mode(tensor.is_inference()):
+            if result_or(lambda: _place(tensor), lambda error: None) != mark[4] or tensor.shape != mark[1]:
+                tensor.data = alias
+            if storage.nbytes() != values.nbytes():
+                storage.resize_(values.nbytes())
+            if not torch.equal(_bytes_of(storage), _bytes_of(values)):  # memory mapped from a file may be read-only
+                storage.copy_(values)
+            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.is_leaf and requires_grad and tensor.grad is not grad:
+                tensor.grad = grad
+        if version is not None and tensor._version != version:
+            set_version(tensor, version)
+
+    return restore
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -20,22 +20,30 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import functools
 import itertools
 import random
 import sys
 import sysconfig
 import types
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from ..errors.failures import result_or
-from ..private_names.of_torch import set_version
-from .contents import NUMBERS, Layout, Layouts, format_key
+from .contents import (
+    NUMBERS,
+    REMEMBERING,
+    Layout,
+    Layouts,
+    Reader,
+    format_key,
+    mark_of_tensor,
+    mark_with_bits,
+    reader_of,
+    restoring,
+)
 from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
@@ -43,12 +51,7 @@ Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 # Items of larger containers, such as rows of a data set, are compared by identity and not entered.
 _MANY_ITEMS = 10_000
 
-# The walk stops here: an object that holds a trainer reaches everything.
-_MANY_OBJECTS = 200_000
-
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
-
-_REMEMBERING = type(functools.cache(len))
 
 
 class Effects(dict[str, Effect]):
@@ -86,6 +89,16 @@ class Snapshot:
         walk = _Walk()
         walk.enter(roots)
         return cls(walk.holders, walk.contents)
+
+    @classmethod
+    def of_attributes(cls, module: torch.nn.Module) -> Snapshot:
+        """Copy the values of a module's own attributes, without parameters, buffers and code, to restore them."""
+        walk = _AttributeWalk()
+        for name, part in module.named_modules():
+            walk.hold_own(name, part)
+        found = cls(walk.holders, walk.contents)
+        found.keep_values(())
+        return found
 
     def changes(self) -> Effects:
         """Compare with the present contents."""
@@ -144,13 +157,15 @@ def shared_generators() -> dict[str, Any]:
 
 
 class _Walk:
+    most = 200_000  # the walk stops here: an object that holds a trainer reaches everything
+
     def __init__(self) -> None:
         self.holders: list[_Holder] = []
         self.contents: list[_Content] = []
         self._layouts = Layouts()
         self._seen: set[int] = set()
         self._buffers: set[int] = set()
-        self._readers: dict[type, _Reader | None] = {}
+        self._readers: dict[type, Reader | None] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def enter(self, roots: Mapping[str, object]) -> None:
@@ -159,7 +174,7 @@ class _Walk:
             path, obj = self._waiting.popleft()
             if type(obj) in _PLAIN_TYPES or id(obj) in self._seen:
                 continue
-            if len(self._seen) >= _MANY_OBJECTS:
+            if len(self._seen) >= self.most:
                 break
             self._seen.add(id(obj))
             self._visit(path, obj)
@@ -177,17 +192,17 @@ class _Walk:
         elif (content := self._content(path, obj)) is not None:
             self.contents.append(content)
             self._waiting += [(f"{path}.grad", content.grad)]
-            self._waiting += [(path, obj.__wrapped__)] if kind is _REMEMBERING else []
+            self._waiting += [(path, obj.__wrapped__)] if kind is REMEMBERING else []
         else:
             self._visit_object(path, obj, self._layouts(kind))
 
     def _content(self, path: str, obj: Any) -> _Content | None:
         kind = type(obj)
         if kind not in self._readers:
-            self._readers[kind] = _reader(kind)
+            self._readers[kind] = reader_of(kind)
         reader = self._readers[kind]
-        if reader is _mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
-            reader = _mark_with_bits
+        if reader is mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
+            reader = mark_with_bits
         return None if reader is None else _Content(path, obj, reader)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
@@ -230,7 +245,7 @@ class _Walk:
         if _is_own_code(cls.__module__):
             self._hold(cls.__qualname__, cls, _CLASS)
             functions = [getattr(one, "__func__", one) for one in vars(cls).values()]
-            kinds = types.FunctionType, _REMEMBERING
+            kinds = types.FunctionType, REMEMBERING
             self._waiting += [(f.__qualname__, f) for f in functions if type(f) in kinds]
 
     def _hold(self, path: str, owner: Any, way: _Way) -> None:
@@ -240,6 +255,29 @@ class _Walk:
             for key, value in before.items():
                 if type(value) not in _PLAIN_TYPES:
                     self._waiting.append((path + way.spell(key), value))
+
+
+class _AttributeWalk(_Walk):
+    """Enters the attributes of modules, and the containers, tensors and objects of a user's classes in them."""
+
+    most = 10_000
+
+    def hold_own(self, path: str, module: torch.nn.Module) -> None:
+        self._hold(path, vars(module), _OWN_ATTRIBUTES)
+        self.enter({})
+
+    def _visit(self, path: str, obj: Any) -> None:
+        kind = type(obj)
+        is_library = kind.__module__.partition(".")[0] in _WITH_OWN_STATE
+        if issubclass(kind, _NOT_ATTRIBUTES) or (is_library and not issubclass(kind, _VALUES)):
+            return
+        super()._visit(path, obj)
+
+
+# Libraries restore their own state.
+_WITH_OWN_STATE = frozenset({"torch", "transformers", "roundpipe_runtime", "yobx_flatten", *sys.stdlib_module_names})
+_NOT_ATTRIBUTES = (torch.nn.Module, torch.nn.Parameter, type, types.FunctionType, types.MethodType)
+_VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
 
 
 def _is_pipeline(kind: type) -> bool:
@@ -306,6 +344,18 @@ class _Attributes(_Way):
 
     def spell(self, key: Any) -> str:
         return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{format_key(key)}]"
+
+
+class _OwnAttributes(_Attributes):
+    """The attributes of a module that torch does not know."""
+
+    def read(self, owner: Any) -> dict[Any, Any]:
+        return {name: value for name, value in owner.items() if name not in _OF_TORCH}
+
+    def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
+        for name in self.read(owner).keys() - before.keys():
+            del owner[name]
+        owner.update(before)
 
 
 class _Children(_Attributes):
@@ -418,7 +468,9 @@ class _ClassAttributes(_Way):
         return f".{key}"
 
 
-_ATTRIBUTES, _CHILDREN, _CELL, _CLASS = _Attributes(), _Children(), _Cell(), _ClassAttributes()
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+_OWN_ATTRIBUTES, _ATTRIBUTES, _CHILDREN = _OwnAttributes(), _Attributes(), _Children()
+_CELL, _CLASS = _Cell(), _ClassAttributes()
 _BUILT_IN: dict[type, _Way] = {
     collections.OrderedDict: _Ordered(),  # before the class that it is derived from
     dict: _Way(),
@@ -509,14 +561,10 @@ def _is_longer(one: object, other: object) -> bool:
 # -- objects with values ---------------------------------------------------------------------------------------------
 
 
-# Returns a mark that changes with each write: the values, or a tensor's version and memory.
-_Reader: TypeAlias = Callable[[Any], object]
-
-
 class _Content:
     """A tensor, an array or a generator of random numbers, whose values a call can write in place."""
 
-    def __init__(self, path: str, obj: Any, read: _Reader) -> None:
+    def __init__(self, path: str, obj: Any, read: Reader) -> None:
         self.path, self.obj, self._read, self._before = path, obj, read, read(obj)
         is_leaf = isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf
         self.grad = obj.grad if is_leaf else None
@@ -533,112 +581,13 @@ class _Content:
 
     def keep(self, copied: dict[object, Any]) -> None:
         self._restore = result_or(
-            lambda: _restoring(self.obj, self._before, self.grad, copied),
+            lambda: restoring(self.obj, self._before, self.grad, copied),
             lambda error: None,  # a tensor without memory, such as in a trace
         )
 
     def restore(self) -> None:
         if self._restore is not None:
             self._restore()
-
-
-def _reader(kind: type) -> _Reader | None:
-    """Return a function that reads the value of an instance, to detect changes; None for classes without values."""
-    if issubclass(kind, torch.Tensor):
-        return _mark_of_tensor
-    if issubclass(kind, torch.Generator):
-        return lambda one: bytes(one.get_state().tolist())
-    if issubclass(kind, random.Random):
-        return lambda one: hash(one.getstate())
-    if kind is _REMEMBERING:
-        return lambda one: None
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and issubclass(kind, numpy.ndarray):
-        return _bits_of_array
-    is_of_numpy = numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
-    return _numpy_state if is_of_numpy else None
-
-
-def _mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A mark of a tensor that changes with each write that torch knows of, and with its memory."""
-    version = None if tensor.is_inference() else tensor._version
-    place = result_or(lambda: _place(tensor), lambda error: None)
-    return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
-
-
-def _place(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
-
-
-def _mark_with_bits(tensor: torch.Tensor) -> object:
-    def read() -> object:
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes)) if flat.nbytes else 0
-
-    # no values: a fake tensor, or a layout without memory
-    return *_mark_of_tensor(tensor), result_or(read, lambda error: None)
-
-
-def _bits_of_array(array: Any) -> object:
-    return None if array.dtype.hasobject else zlib.crc32(array.tobytes())
-
-
-def _numpy_state(generator: Any) -> object:
-    if hasattr(generator, "bit_generator"):
-        return repr(generator.bit_generator.state)
-    _, keys, *others = generator.get_state()
-    return keys.tobytes(), others
-
-
-def _restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
-    """Copy the values of an object, and return a function that restores them."""
-    if isinstance(obj, torch.Tensor):
-        return _restoring_tensor(obj, mark, grad, copied)
-    if isinstance(obj, random.Random):
-        return functools.partial(obj.setstate, obj.getstate())
-    if isinstance(obj, _REMEMBERING):
-        misses = obj.cache_info().misses
-        # tensors that a trace stored here have no data
-        return lambda: obj.cache_clear() if obj.cache_info().misses != misses else None
-    if hasattr(obj, "bit_generator"):
-        return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
-    if hasattr(obj, "set_state"):
-        return functools.partial(obj.set_state, obj.get_state())
-    values = obj.copy()
-    return lambda: obj.__setitem__(..., values) if obj.flags.writeable else None
-
-
-def _restoring_tensor(
-    tensor: torch.Tensor, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]
-) -> Callable[[], object]:
-    # All memory of the storage, so that views and shared elements are restored.
-    storage, alias = tensor.untyped_storage(), tensor.detach()
-    if storage.device.type == "meta":  # without data, like a tensor of a trace
-        return lambda: None
-    if (key := (storage.data_ptr(), storage.nbytes())) not in copied:
-        copied[key] = storage.clone()
-    values, requires_grad, version = copied[key], tensor.requires_grad, mark[0]
-
-    def restore() -> None:
-        with torch.inference_mode(tensor.is_inference()):
-            if result_or(lambda: _place(tensor), lambda error: None) != mark[4] or tensor.shape != mark[1]:
-                tensor.data = alias
-            if storage.nbytes() != values.nbytes():
-                storage.resize_(values.nbytes())
-            if not torch.equal(_bytes_of(storage), _bytes_of(values)):  # memory mapped from a file may be read-only
-                storage.copy_(values)
-            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
-                tensor.requires_grad_(requires_grad)
-            if tensor.is_leaf and requires_grad and tensor.grad is not grad:
-                tensor.grad = grad
-        if version is not None and tensor._version != version:
-            set_version(tensor, version)
-
-    return restore
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @contextlib.contextmanager

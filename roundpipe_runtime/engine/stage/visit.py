@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from yobx_flatten.core.effects import Snapshot
+
 from ...device.protocol import NOW, Device, Event, HasRoom
 from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send
 from ...device.worker import StoppedRun, add_note_once
@@ -28,7 +30,7 @@ from ...schedule.round_robin import Stage
 from ..checks import check_leaves, check_repeated, digest, is_digested, watch_escaped
 from ..layer_graph import LayerGraph, Values, plain, run_backward
 from ..parameters.on_device import LayerOnDevice
-from ..recomputed import LayerAttributes, VisitGenerator
+from ..recomputed import VisitGenerator
 from ..run import Copies, Run, check_writes, passed_on, shared_views
 from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, call_layer, steady_draws
 
@@ -262,7 +264,7 @@ class Visit:
     def _attributes_followed(self, resident: LayerOnDevice, key: tuple[int, int], kind: CallKind) -> Iterator[None]:
         module, known = resident.contents.module, resident.traits.changes_attributes
         with resident.contents.lock:
-            before = LayerAttributes(module)
+            before = Snapshot.of_attributes(module)
             if kind == "recompute":
                 saved = self.collected.attributes.pop(key, None)
                 if saved is not None:

@@ -465,3 +465,46 @@ def test_shared_generators_are_seeded_and_put_back(name, draw):
     assert not before.changes()
     assert draw() == expected
     assert before.changes() == {name: "written"}
+
+
+class Holds(nn.Module):
+    """A layer with a state in attributes of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.queue, self.names, self.sizes = [torch.zeros(2)], {"a"}, {"one": [1]}
+        self.counts = np.zeros(2)
+        self.own, self.peak = Owned(), 0.0
+
+
+class Owned:
+    def __init__(self):
+        self.seen = collections.deque([1])
+
+
+def test_attributes_of_a_module_are_restored_and_its_parameters_are_not():
+    """A recomputation starts with the attributes of the first forward, and with the present parameters."""
+    made = nn.Sequential(Holds(), nn.Linear(2, 2))
+    holds = made[0]
+    queue, own, before = holds.queue, holds.own, Snapshot.of_attributes(made)
+    assert not before.changes()
+    holds.queue[0].add_(1)
+    holds.queue.append(1)
+    holds.names.add("b")
+    holds.sizes["one"].append(2)
+    holds.counts[0] = 5
+    holds.own.seen.append(2)
+    holds.peak, holds.added, holds.own = 3.0, "new", Owned()
+    weight = holds.linear.weight = nn.Parameter(torch.ones(2, 2))
+    assert set(before.changes()) >= {"0.peak", "0.added", "0.own", "0.queue", "0.names"}
+    before.restore()
+    assert holds.queue is queue
+    assert len(queue) == 1
+    assert queue[0].tolist() == [0, 0]
+    assert (holds.names, holds.sizes, holds.peak) == ({"a"}, {"one": [1]}, 0.0)
+    assert holds.own is own
+    assert list(own.seen) == [1]
+    assert holds.counts.tolist() == [0, 0]
+    assert not hasattr(holds, "added")
+    assert holds.linear.weight is weight

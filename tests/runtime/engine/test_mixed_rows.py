@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, WeightedLoss
 from roundpipe_runtime.engine.rows import mixes_rows, shared_by_rows
 from yobx_flatten.core.compare import tolerance
 
@@ -302,8 +302,59 @@ def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
     pipe.close()
 
 
+def clamp(gradient):
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def clamped(way):
+    """Three layers, of which the second has gradients that are not proportional to those of its outputs."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    if way == "in the layer":
+        made[1] = backward(clamp)()
+    elif way == "before a module":
+        made[1].register_full_backward_pre_hook(lambda module, given: tuple(map(clamp, given)))
+    elif way == "after a module":
+        made[1].register_full_backward_hook(lambda module, found, given: tuple(map(clamp, found)))
+    return made
+
+
+def masked_mean(y, label):
+    """A mean over labels, whose number is known for the whole batch only."""
+    total = F.mse_loss(y, label, reduction="none")[label > -0.5].sum()
+    return WeightedLoss(total, int((label > -0.5).sum()))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("way", ["in the layer", "before a module", "after a module"])
+def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
+    """Losses are summed over microbatches and divided at the end, so gradients in between have another scale."""
+    plain = clamped(way)
+    pipe = RoundPipe(clamped(way), devices="virtual:2:check")
+    warns = pytest.warns(RoundPipeWarning, match="not proportional") if number > 1 else contextlib.nullcontext()
+    with warns:
+        found = pipe.forward_backward(
+            (X,), label=LABELS, loss_fn=masked_mean, run_config=RoundPipeRunConfig(num_microbatch=number)
+        )
+    total, weight = masked_mean(plain(X), LABELS)
+    (total / weight).backward()
+    assert torch.allclose(found, total / weight)
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-8)
+    pipe.close()
+
+
+def test_a_hook_that_mixes_rows_is_refused():
+    """Gradients and outputs that a hook of the caller returns are those that the next layer gets."""
+    pipe = pipeline(nn.Identity())
+    pipe[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
+    with pytest.raises(SplitError, match="layer 0"):
+        call(pipe, "loss")
+    pipe.close()
+
+
 def test_hooks_of_a_backward_take_gradients_of_the_batch_only():
-    """Rows that are tried come to no hook of the caller."""
+    """A trial undoes what hooks of the caller write."""
     pipe, seen = pipeline(nn.Identity()), []
     pipe[0].register_full_backward_hook(lambda module, given, gradients: seen.append(len(gradients[0])))
     call(pipe, "loss", X.clone().requires_grad_())
@@ -340,7 +391,7 @@ def test_one_row_shows_nothing():
 
 
 def test_hooks_take_the_outputs_of_the_batch_only():
-    """What is tried on some rows does not come to features that a caller collects."""
+    """A trial undoes what hooks of the caller collect."""
     pipe, features = pipeline(nn.Identity()), []
     pipe[0].register_forward_hook(lambda module, args, output: features.append(len(output)))
     call(pipe, "no gradients")

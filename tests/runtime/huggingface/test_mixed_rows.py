@@ -1,6 +1,7 @@
 """Models whose layers, or whose code around them, do not compute each row by itself."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -57,6 +58,43 @@ def test_a_model_with_a_layer_that_mixes_rows_runs_in_one_microbatch(call):
             assert torch.allclose(one.grad, other.grad), name
     again = model.forward_backward(input_kwargs=batch, run_config=config)  # without another warning
     assert torch.allclose(again, expected)
+    model.close()
+
+
+def with_frequencies(model):
+    """Divide the gradient of each token by how often the token is in the batch."""
+    made = nn.Embedding(40, 16, scale_grad_by_freq=True)
+    made.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens = made
+
+
+def with_clamped_gradients(model):
+    model.model.layers[0].mlp.register_full_backward_hook(lambda layer, found, given: (found[0].clamp(-1e-4, 1e-4),))
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("call", ["forward_backward", "forward"])
+@pytest.mark.parametrize("change", [with_frequencies, with_clamped_gradients])
+def test_a_model_whose_backward_depends_on_the_batch_has_the_gradients_of_the_batch(change, call, number):
+    """Outputs show nothing of rows that are mixed in a backward, or of gradients that depend on the scale of a loss."""
+    plain, trained = llama(mixes=False), llama(mixes=False)
+    change(plain)
+    change(trained)
+    model = wrap_model_to_roundpipe(trained, lower_threshold=0, devices="virtual:2:check")
+    config, batch = RoundPipeRunConfig(num_microbatch=number), texts()
+    batch["labels"] = batch["labels"].masked_fill(torch.arange(5)[:, None] > torch.arange(6), -100)
+    expected = plain(**batch).loss
+    expected.backward()
+    is_exact = number == 1 or (change is with_clamped_gradients and call == "forward")
+    with nullcontext() if is_exact else pytest.warns(RoundPipeWarning, match="gradients"):
+        if call == "forward_backward":
+            found = model.forward_backward(input_kwargs=batch, run_config=config)
+        else:
+            found = model(**batch, roundpipe_run_config=config).loss
+            found.backward()
+    assert torch.allclose(found, expected)
+    for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-7), name
     model.close()
 
 

@@ -99,13 +99,13 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide in a block two warnings of PEFT 0.21.
-
-    It asks models of version 5.23 for an attribute by its old name, and cannot merge into weights of torchao.
-    """
+    """Hide warnings of PEFT 0.21 in a block."""
+    # It asks models of version 5.23 for an attribute by its old name, cannot merge into weights of torchao, and looks
+    # for the configuration of a GGUF file in a folder and on the Hub.
+    of_gguf = "Could not find a config file|Unable to fetch remote file"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated", category=UserWarning)
+        warnings.filterwarnings("ignore", f"TorchaoLoraLinear was instantiated|{of_gguf}", category=UserWarning)
         yield
 
 

@@ -142,7 +142,7 @@ def save_model(
     """
     path = pathlib.Path(folder)
     check_output(path, overwrite=overwrite)
-    with scratch_for(path.absolute()) as half:
+    with scratch_for(path.absolute()) as half, quiet_peft():
         if tokenizer.eos_token_id is not None and not source.has_weights:
             _tell_end(model, tokenizer.eos_token_id)
         _write_weights(model, half)
@@ -188,8 +188,7 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
         import peft
 
         base: Any = source.load(dtype=model_inside(model).dtype)  # type: ignore[arg-type] # as above
-        with quiet_peft():
-            loaded = peft.PeftModel.from_pretrained(base, folder)
+        loaded = peft.PeftModel.from_pretrained(base, folder)
         expected = peft.get_peft_model_state_dict(model)
         found = peft.get_peft_model_state_dict(loaded)
     elif rounded_layers(model):

@@ -15,6 +15,7 @@ from roundpipe_runtime.__main__ import main  # noqa: E402 # after what skips
 from roundpipe_runtime.fine_tune import FineTuneError, Settings, load_tokenizer, model_source, read_blocks  # noqa: E402 # after what skips
 from tests.runtime import tiny_training as tiny  # noqa: E402 # after what skips
 from tests.tiny_gguf import write  # noqa: E402 # after what skips
+from yobx_flatten.model_folder.source.find import find_model  # noqa: E402 # after what skips
 
 FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "2", "--devices", "virtual:1", "--no-check"]
 
@@ -67,6 +68,22 @@ def test_a_training_is_that_of_the_model_of_transformers(here, capsys, name):
     text = "the pipe"
     assert transformers.AutoTokenizer.from_pretrained("out")(text).input_ids == plain(text).input_ids
     assert saved.config.vocab_size == read_by_transformers(path).config.vocab_size
+
+
+def test_adapters_name_the_file_and_are_found_with_it(here):
+    """Not where the file was read alone, which is gone; as peft adds them to the model of transformers."""
+    peft = pytest.importorskip("peft")
+    path = write(here / "m.gguf")
+    assert main(["train", "m.gguf", "--text", "a.txt", "-o", "out", "--lora", "4", "--lr", "1e-2", *FEW]) == 0
+    assert json.loads((here / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "m.gguf"
+    found = find_model("out").load()
+    expected = peft.PeftModel.from_pretrained(read_by_transformers(path), here / "out")
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad(), expected.disable_adapter():
+        plain = expected(ids).logits
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-3)
+        assert not torch.allclose(plain, expected(ids).logits, rtol=1e-2, atol=1e-2)
 
 
 def test_a_plan_counts_the_weights_of_the_file(here, capsys):

@@ -75,7 +75,7 @@ def gguf_weights(
     _reader.cache_clear()
     for name in vars(loaded).keys() - vars(plain).keys():  # what transformers keeps for a quantised model
         delattr(loaded, name)
-    loaded.config = config
+    loaded.config, loaded.name_or_path = config, config.name_or_path
     return loaded, differences.remarks()
 
 

@@ -88,18 +88,17 @@ def plan_of() -> ModelExecutePlan:
 
 
 def planned(width: int, way: str) -> float | None:
-    """Return the bytes that the plan states, of the host and the device; none for quantized moments and gradients."""
-    options = WAYS[way]
-    if "gradient_dtype" in options:
+    """Return the bytes that the plan states, of the host and the device; none for moments in 8 bits."""
+    if way == EIGHT:
         return None
+    options = WAYS[way]
     dtype = options.get("optim_dtype")
     with torch.device("meta"):
         layers, inputs = layers_of(width), torch.empty(ROWS, width)
     found = measure_layers(layers, (inputs,), gradient_dtype=lambda parameter: dtype or parameter.dtype)
     stages = plan_of().stages("fused", LAYERS)
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    update = options.get("update", "masters")
-    host = host_memory(parameters, [], stages, found, 1, optim_dtype=dtype, update=update)
+    host = host_memory(parameters, [], stages, found, 1, **options)
     (device,) = device_memory(stages, [0] * len(stages), found, 1, stays=False, prefetches=False)
     return host.total + device.total
 

@@ -216,10 +216,13 @@ def _steps(data: Mapping[str, Any], _: Path) -> list[str]:
 
 
 def _memory(data: Mapping[str, Any], _: Path) -> list[str]:
-    sizes = list(next(iter(data["ways"].values())))
-    rows = [
-        [way, *(f"{found[size]['bytes per parameter']:.2f}" for size in sizes)] for way, found in data["ways"].items()
-    ]
+    sizes = sorted({size for found in data["ways"].values() for size in found}, key=int)
+
+    def cell(found: Mapping[str, float]) -> str:
+        plan = f", planned {found['planned']:.2f}" if "planned" in found else ""
+        return f"{found['bytes per parameter']:.2f}{plan}" if found else ""
+
+    rows = [[way, *(cell(found.get(size, {})) for size in sizes)] for way, found in data["ways"].items()]
     lines = ["", *_table(["bytes per parameter", *(f"{size} million" for size in sizes)], rows)]
     if data.get("losses"):
         number = len(next(iter(data["losses"].values())))

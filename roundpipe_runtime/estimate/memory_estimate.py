@@ -71,7 +71,7 @@ class HostMemory:
         parameters: parameters and buffers of the model, which are master weights too unless ``update`` is
             ``"masters"``.
         gradients: gradients of the trainable parameters; those of a few layers with ``update="in_backward"``.
-        masters: master weights in the dtype of the optimizer, if that is another one.
+        masters: master weights, if the optimizer has another dtype.
         optimizer: state of Adam, two numbers per parameter.
         activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
             the last stage send each other.
@@ -212,12 +212,13 @@ def host_memory(
     num_microbatch: int,
     *,
     optim_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
     """Estimate the peak memory of the host in a run with its optimizer step."""
     # parameters: the parameters of the model, each once
     # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
-    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
+    # gradient_dtype and update: as in `RoundPipe`. Default: gradients as the optimizer, and `"masters"`.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
@@ -227,7 +228,7 @@ def host_memory(
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
     masters = sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype)
     kept = sum(t.numel() * t.element_size() for t in [*parts_of(params), *buffers])
-    gradients = sum(p.numel() * dtype.itemsize for p, dtype in wide)
+    gradients = sum(p.numel() * (gradient_dtype or dtype).itemsize for p, dtype in wide)
     if update != "masters":
         kept += masters - sum(p.nbytes for p, dtype in wide if dtype != p.dtype)
         masters = 0

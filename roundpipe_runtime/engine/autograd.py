@@ -58,12 +58,14 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
 
 
 def check_not_transformed() -> None:
-    """Check that no ``torch.func`` transform is active, because the node does not implement them."""
+    """Check that no ``torch.func`` transform or forward-mode AD is active, because the node does not implement them."""
     if transforms_are_active():
         raise StageError(
-            "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and in "
-            "threads of their own. Go backward through its output:\n    loss = loss_fn(pipeline(x), y)\n    gradients "
-            "= torch.autograd.grad(loss, list(pipeline.parameters()))\nor transform the model itself, pipeline.model."
+            "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...) or forward-mode AD: its layers run "
+            "on devices and in other threads. Go backward through its output:\n"
+            "    loss = loss_fn(pipeline(x), y)\n"
+            "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
+            "or transform the model itself, pipeline.model."
         )
 
 

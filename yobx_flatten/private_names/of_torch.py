@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey, is_namedtuple_class
 
@@ -190,9 +191,9 @@ def norm_and_scaling() -> tuple[Any, str, str] | None:
 
 
 def transforms_are_active() -> bool:
-    """Return whether ``torch.func`` transforms the code that runs. Gone: ``False``, and torch itself refuses."""
+    """Return whether ``torch.func`` or forward-mode AD transforms the code that runs. If gone: ``False``."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return False if active is None else bool(active())
+    return getattr(forward_ad, "_current_level", -1) >= 0 or (active is not None and bool(active()))
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from tests.runtime.small import batch, near, small_model
@@ -70,6 +71,14 @@ def test_parameters_that_are_part_of_a_graph(devices):
         F.mse_loss(torch.func.functional_call(model, weights, (inputs,)), labels).backward()
         gradients.append([tensor.grad for tensor in made_of.values()])
     assert all(near(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_forward_mode_gradients_are_refused(devices):
+    """Outputs would have no tangents."""
+    pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), devices=devices)
+    with forward_ad.dual_level(), pytest.raises(StageError, match="forward-mode"):
+        pipe(forward_ad.make_dual(torch.ones(2, 4), torch.ones(2, 4)))
+    assert pipe(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_sparse_and_dense_gradients_of_one_weight(devices):

@@ -36,6 +36,24 @@ from ..estimate.hardware import cores, describe_hardware, host_memory_available,
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
 
+Status = Literal["ok", "warning", "fail"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check of the installation."""
+
+    name: str  # subject of the check
+    status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
+    found: str  # the finding, in words
+    remedy: str = ""  # the advice; empty if there is nothing to do
+
+    @classmethod
+    def of(cls, name: str, found: str, is_good: bool, remedy: str) -> Check:
+        """Return a check that is ok, or a warning with its remedy."""
+        return cls(name, "ok", found) if is_good else cls(name, "warning", found, remedy)
+
+
 _PACKAGE = "yobx-flatten"
 
 # Optional libraries of a training, with the features that need them.
@@ -67,15 +85,14 @@ def examine(folder: pathlib.Path = HERE) -> list[Check]:
         ("threads", _threads),
         ("disk", partial(_disk, folder)),
         ("speed of the disk", partial(_speed_of_disk, folder)),
-        ("speed of accelerators", _speed),
+        ("speed of accelerators", lambda: [check for device in accelerators() for check in device_checks(device)]),
         ("training", _training),
     ]
-    return [found for name, check in checks for found in result_or(check, partial(_broken, name))]
 
+    def broken(name: str, error: Exception) -> list[Check]:
+        return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
 
-def _broken(name: str, error: Exception) -> list[Check]:
-    """The result of a check that raised an error, which the user wants to know."""
-    return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
+    return [found for name, check in checks for found in result_or(check, partial(broken, name))]
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------
@@ -126,14 +143,9 @@ def _accelerators() -> list[Check]:
         return [Check(str(device), "ok", _described(device)) for device in found]
     driver = pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if driver:
-        return [
-            Check(
-                "accelerators",
-                "fail",
-                f"an NVIDIA driver is installed, but torch {torch.__version__} finds no device",
-                "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES.",
-            )
-        ]
+        lost = f"an NVIDIA driver is installed, but torch {torch.__version__} finds no device"
+        line = "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+        return [Check("accelerators", "fail", lost, line)]
     return [Check("accelerators", "warning", "none found: training runs on virtual devices, simulated on the CPU")]
 
 
@@ -149,10 +161,9 @@ def _described(device: torch.device) -> str:
 
 def _memory() -> list[Check]:
     free = host_memory_available()
-    rate = f"moves {format_bytes(host_memory_rate())}/s"
-    remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan." if free < 4e9 else ""
-    status: Status = "warning" if free < _LITTLE_MEMORY else "ok"
-    return [Check("host memory", status, f"{format_bytes(free)} free; it {rate}", remedy)]
+    found = f"{format_bytes(free)} free; it moves {format_bytes(host_memory_rate())}/s"
+    remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan."
+    return [Check.of("host memory", found, free >= _LITTLE_MEMORY, remedy)]
 
 
 def _pinned() -> list[Check]:
@@ -171,16 +182,14 @@ def _threads() -> list[Check]:
     setting = os.environ.get("OMP_NUM_THREADS")
     text = f"{have} cores, of which torch uses {used} at a time" + (f", OMP_NUM_THREADS={setting}" if setting else "")
     devices = 0 if accelerators() else 2
+    line = ""
     if used > have:
-        return [
-            Check("threads", "warning", text, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
-        ]
-    if devices and used * devices > have and have > 1:
+        line = f"More threads than cores wait for each other: OMP_NUM_THREADS={have}"
+    elif devices and used * devices > have and have > 1:
         line = f"{devices} virtual devices compute at the same time: OMP_NUM_THREADS={max(1, have // devices)}"
-        return [Check("threads", "warning", text, line)]
-    if not devices and 2 * used < have:
-        return [Check("threads", "warning", text, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
-    return [Check("threads", "ok", text)]
+    elif not devices and 2 * used < have:
+        line = "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS"
+    return [Check.of("threads", text, not line, line)]
 
 
 def _disk(folder: pathlib.Path = HERE) -> list[Check]:
@@ -200,10 +209,6 @@ def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
         line = "A training with --host disk:DIR needs a disk: name a folder on one, roundpipe doctor --disk DIR."
         return [Check(name, "warning", first_line(error), line)]
     return [Check(name, "ok", f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s")]
-
-
-def _speed() -> list[Check]:
-    return [check for device in accelerators() for check in device_checks(device)]
 
 
 # -- does it compute the right thing ---------------------------------------------------------------------------------
@@ -231,8 +236,7 @@ def train_difference(devices: DeviceSpec) -> float:
         batches = [(torch.randn(10, 16), torch.randn(10, 4)) for _ in range(2)]
     loss_fn = nn.functional.mse_loss
     config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
-    pipeline = RoundPipe(copy.deepcopy(plain), devices=devices, model_run_config=config)
-    try:
+    with contextlib.closing(RoundPipe(copy.deepcopy(plain), devices=devices, model_run_config=config)) as pipeline:
         with OptimizerCtx():
             optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
         other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
@@ -248,8 +252,6 @@ def train_difference(devices: DeviceSpec) -> float:
         pairs += [
             (one.detach(), two.detach()) for one, two in zip(pipeline.parameters(), plain.parameters(), strict=True)
         ]
-    finally:
-        pipeline.close()
     scale = max(float(expected.abs().max()) for _, expected in pairs)
     return max(float((one - expected).abs().max()) for one, expected in pairs) / scale
 
@@ -314,37 +316,30 @@ _CLOCKS_AGREE = 0.5, 1.2
 def device_checks(device: torch.device) -> list[Check]:
     """Measure an accelerator and return the findings."""
     rates = measure_device(device)
-    return [_link(device, rates), _speed_of(device, rates), _streams(device, rates), _events(device, rates),
-            _plan(device, rates, AcceleratorDevice(device).memory)]  # fmt: skip
+    speed = Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
+    plan = _plan(device, rates, AcceleratorDevice(device).memory)
+    return [_link(device, rates), speed, _streams(device, rates), _events(device, rates), plan]
 
 
 def _link(device: torch.device, rates: DeviceRates) -> Check:
     up, down, both = (format_bytes(rate) for rate in (rates.up, rates.down, rates.both))
     pageable = f"{format_bytes(rates.pageable_up)}/s and {format_bytes(rates.pageable_down)}/s"
     found = f"{up}/s up, {down}/s down, {both}/s both at once; from and to memory that is not pinned {pageable}"
-    slow = min(rates.up, rates.down) < _SLOW_LINK
-    line = "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?" if slow else ""
-    return Check(f"link of {device}", "warning" if slow else "ok", found, line)
-
-
-def _speed_of(device: torch.device, rates: DeviceRates) -> Check:
-    return Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
+    line = "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?"
+    return Check.of(f"link of {device}", found, min(rates.up, rates.down) >= _SLOW_LINK, line)
 
 
 def _streams(device: torch.device, rates: DeviceRates) -> Check:
     found = f"{rates.overlap:.0%} of a copy overlaps with a computation"
-    if rates.overlap >= _OVERLAPS:
-        return Check(f"streams of {device}", "ok", found)
     line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and end what else uses the device."
-    return Check(f"streams of {device}", "warning", found, line)
+    return Check.of(f"streams of {device}", found, rates.overlap >= _OVERLAPS, line)
 
 
 def _events(device: torch.device, rates: DeviceRates) -> Check:
     found = f"its clock shows {rates.clock:.2f} s in a second of the host"
     least, most = _CLOCKS_AGREE
-    if least <= rates.clock <= most:
-        return Check(f"events of {device}", "ok", found)
-    return Check(f"events of {device}", "warning", found, "roundpipe plan would use this wrong clock: measure again.")
+    line = "roundpipe plan would use this wrong clock: measure again."
+    return Check.of(f"events of {device}", found, least <= rates.clock <= most, line)
 
 
 def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
@@ -353,19 +348,3 @@ def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check
     if memory is not None:  # parameters and gradients of 16 bits
         found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion parameters of 16 bits stay there"
     return Check(f"plan for {device}", "ok", found)
-
-
-# Result of one check of the doctor.
-
-
-Status = Literal["ok", "warning", "fail"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check of the installation."""
-
-    name: str  # subject of the check
-    status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
-    found: str  # the finding, in words
-    remedy: str = ""  # the advice; empty if there is nothing to do

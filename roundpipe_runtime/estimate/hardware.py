@@ -282,7 +282,8 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         value = content.get(key)
         if value is None and key not in _REQUIRED:
             continue
-        if not _is_rate(value) and not (key == "call" and value == 0):
+        is_rate = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+        if not is_rate and not (key == "call" and value == 0):
             raise ConfigError(f"{name}: {key} must be a number above 0, found {value!r}.")
     kind, stated = content.get("kind") or "", content.get("origin") or {}
     if not isinstance(kind, str):
@@ -305,7 +306,3 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
 
 def _remedy(name: str) -> str:
     return f"To measure this machine:\n    roundpipe doctor --machine {name}"
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

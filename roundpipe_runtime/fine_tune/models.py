@@ -153,7 +153,10 @@ class ModelSource:
 
     def _dtype_of_weights(self, dtype: torch.dtype | None) -> torch.dtype:
         stored = dtype or _stored_dtype(self.config)
-        return stored if isinstance(stored, torch.dtype) else _dtype_named(getattr(self.config, "dtype", None))
+        if not isinstance(stored, torch.dtype):
+            stored = getattr(self.config, "dtype", None) or torch.float32
+        found: torch.dtype = getattr(torch, stored) if isinstance(stored, str) else stored
+        return found
 
 
 def _read_to_disk(
@@ -229,11 +232,6 @@ def _causal_class(config: Any) -> Any:
 def _stored_dtype(config: Any) -> torch.dtype | str:
     stored = getattr(config, "dtype", None)
     return torch.bfloat16 if stored in (torch.float16, "float16") else "auto"
-
-
-def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
-    return found
 
 
 def _module(model: Any) -> nn.Module:

@@ -65,11 +65,6 @@ def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = 
         raise FineTuneError(f"{path}: {error.strerror or error}. Name another place: {option}") from error
 
 
-def _state_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
-    """Two moments, and a master weight where the parameter is not as wide."""
-    return parameter.numel() * dtype.itemsize * (2 if dtype == parameter.dtype else 3)
-
-
 def check_disk(
     model: nn.Module, settings: Settings, output: pathlib.Path, checkpoints: pathlib.Path, kept: int
 ) -> None:
@@ -88,14 +83,15 @@ def check_disk(
     # of a model with adapters, only these are saved
     parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
     of_model = sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    of_state = sum(_state_bytes(p, settings.optim_dtype or p.dtype) for p in trained)
+    trained = [(p, settings.optim_dtype or p.dtype) for p in model.parameters() if p.requires_grad]
+    # two moments, and a master weight where the parameter is not as wide
+    of_state = sum(p.numel() * dtype.itemsize * (2 if dtype == p.dtype else 3) for p, dtype in trained)
     needed: dict[int, int] = defaultdict(int)
     places: dict[int, pathlib.Path] = {}
     written = [(output, of_model), (checkpoints, kept * (of_model + of_state))]
     if (home := disk_folder(settings.host)) is not None:
         here = sum(p.nbytes for p in model.parameters() if disk_of(p) is None)
-        gradients = sum(p.numel() * (settings.optim_dtype or p.dtype).itemsize for p in trained)
+        gradients = sum(p.numel() * dtype.itemsize for p, dtype in trained)
         written.append((home, here + of_state + gradients))
     for folder, size in written:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())

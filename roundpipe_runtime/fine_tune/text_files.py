@@ -60,7 +60,8 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
     # field: field of JSON lines, and of folders of `datasets`, that holds the text
     for path in paths:
         if path.is_dir():
-            yield from _saved(path, field)
+            for place, row in saved_rows(path, field):
+                yield from (_checked(row, field, place), END)
         elif path.suffix.lower() in _LINES:
             yield from _lines(path, field)
         else:
@@ -192,12 +193,6 @@ def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
         return folder / "train"
     splits = ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_dir())
     raise FineTuneError(f"{folder} holds several data sets, and none is called train. Name one: {splits}")
-
-
-def _saved(folder: pathlib.Path, field: str) -> Iterator[str | None]:
-    for place, row in saved_rows(folder, field):
-        yield _checked(row, field, place)
-        yield END
 
 
 def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -118,6 +118,7 @@ WRONG_SETTINGS = [
     ({"num_beams": 0}, "num_beams.* the int 0"),
     ({"max_new_tokens": "3"}, "max_new_tokens.* the str '3'"),
     ({"eos_token_id": "</s>"}, "cannot use an argument .*eos_token_id: the str '</s>'"),
+    ({"forced_eos_token_id": 100_000}, "cannot use an argument .*out of bounds.*forced_eos_token_id: the int 100000"),
     ({"streamer": True}, "cannot use an argument .*streamer: the bool True"),
     ({"logits_processor": torch.sigmoid}, "cannot use an argument .*logits_processor"),
 ]
@@ -150,6 +151,9 @@ def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
             opened.generate(
                 torch.tensor([[5, 6, 7]]), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: 1 // 0
             )
+    for change in (opened.resize_token_embeddings, opened.set_input_embeddings):
+        with pytest.raises(InvalidArgumentError, match=r"cannot be changed(?s:.)*\n    export_folder\(model, folder\)"):
+            change(300)
     with pytest.raises(InvalidArgumentError, match="generation_config must be a GenerationConfig, found the dict"):
         opened.generate(torch.tensor([[5, 6, 7]]), generation_config={"max_new_tokens": 3})
     for named in ({"input_ids": [[5, 6]]}, {"input_ids": inputs.input_ids, "attention_mask": [[1, 1, 1]]}):

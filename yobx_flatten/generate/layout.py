@@ -78,9 +78,5 @@ def folder_of(file: pathlib.Path) -> pathlib.Path:
     """Return the folder of a file, with its configurations."""
     # file: a file, which may be where transformers.js looks for it
     parent = file.parent
-    above = (
-        parent.name == SUBFOLDER
-        and not (parent / "config.json").is_file()
-        and (parent.parent / "config.json").is_file()
-    )
-    return parent.parent if above else parent
+    is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()
+    return parent.parent if is_below and not (parent / "config.json").is_file() else parent

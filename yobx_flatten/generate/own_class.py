@@ -54,8 +54,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         """Run the files as the forward of the exported model is called."""
         if len(args) > len(self.arguments):
             raise InvalidArgumentError(
-                f"{type(self).__name__} takes {len(self.arguments)} arguments ({', '.join(self.arguments)}), found "
-                f"{len(args)}."
+                f"Found {len(args)} arguments, and {type(self).__name__} takes {', '.join(self.arguments)}."
             )
         given = named_as(self.taken, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
         as_dict = given.pop("return_dict", None)
@@ -125,6 +124,14 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     add_adapter = load_adapter
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the weights are in the files."""
+        raise InvalidArgumentError(
+            "Weights in files cannot be changed. Change the model, and export it:\n    export_folder(model, folder)"
+        )
+
+    set_input_embeddings = resize_token_embeddings
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse other devices: inputs and outputs are CPU tensors."""
         moved = super().to(*args, **kwargs)
@@ -138,15 +145,12 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
-            f"A {type(self).__name__} of files cannot be copied or stored: open its folder again, with "
-            "open_model(folder)."
+            f"A {type(self).__name__} of files cannot be copied or stored. Open its folder again: open_model(folder)"
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files are where they are."""
-        raise InvalidArgumentError(
-            "save_pretrained: this model is already a folder. Copy the folder: shutil.copytree(a, b)"
-        )
+        raise InvalidArgumentError("save_pretrained: this model is a folder. Copy it: shutil.copytree(a, b)")
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:

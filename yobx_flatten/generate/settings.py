@@ -192,7 +192,7 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any])
         return call()
     except FlattenError:
         raise
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if isinstance(error, ValueError):
             from transformers import GenerationConfig
@@ -254,30 +254,30 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     vision = config.get("vision_config") or {}
     places = (generation,) if generation else (config, text)
 
-    def stated(name: str) -> Any:
-        return next((place[name] for place in places if place.get(name) is not None), None)
+    def stated(*names: str) -> Any:
+        return next((place[name] for name in names for place in places if place.get(name) is not None), None)
+
+    def token(name: str) -> Any:
+        return next((config[one] for one in (f"{name}_id", f"{name}_index") if config.get(one) is not None), None)
 
     rules = generation or text
     ends = _ids(stated("eos_token_id"))
     forced = rules.get("forced_eos_token_id")
     pad = stated("pad_token_id")
     starts = ("decoder_start_token_id", "bos_token_id")
-    start = next((stated(name) for name in starts if stated(name) is not None), None)
     new, longest = stated("max_new_tokens"), stated("max_length")
     return GenerationSettings(
         ends,
         pad if pad is not None else ends[0] if ends else None,
         # one that a caller would have to pass otherwise
-        next((token for token in (start, *map(text.get, starts)) if token is not None), None),
-        next((config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None), None),
+        next((one for one in (stated(*starts), *map(text.get, starts)) if one is not None), None),
+        token("image_token"),
         new or 20,
         forced_bos_token_id=rules.get("forced_bos_token_id"),
         forced_eos_token_id=tuple(forced) if isinstance(forced, list) else forced,
         spatial_merge_size=vision.get("spatial_merge_size"),
         sees_prompt=config.get("model_type") == "paligemma",
-        video_token_id=next(
-            (config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None
-        ),
+        video_token_id=token("video_token"),
         tokens_per_second=vision.get("tokens_per_second"),
         max_length=longest if not new and type(longest) is int else None,
         sampling=sampling_of(rules),

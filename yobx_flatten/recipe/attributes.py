@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import keyword
 import re
 import types
@@ -24,7 +23,7 @@ import torch
 from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
 from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
 from .aliases import Static
-from .contract import FlattenFunctions, own_copy, require_node, undeclared_check
+from .contract import FlattenFunctions, held_attributes, own_copy, require_node, undeclared_check
 from .static_codec import check_static
 
 __all__ = [
@@ -103,14 +102,12 @@ class _Content:
         self.cls, self.names, self.static_names, self.names_in_static = cls, names, static_names, names_in_static
         self.builtin: Any = builtin_base(cls)
         self.has_keys, self.has_items = issubclass(self.builtin, dict), self.builtin in _CONTAINERS
-        everything = [inspect.getattr_static(cls, name, None) for name in (*names, *static_names)]
-        self.has_slots = any(type(found) is types.MemberDescriptorType for found in everything)  # which can be unset
 
 
 def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions ``flatten`` and ``flatten_with_keys``."""
     cls, names, builtin, has_keys = content.cls, content.names, content.builtin, content.has_keys
-    has_items, names_in_static, has_slots = content.has_items, content.names_in_static, content.has_slots
+    has_items, names_in_static = content.has_items, content.names_in_static
     # where the method is the built-in one, it is called by its name: dynamo follows no other
     iterates = has_items and getattr(cls, "__iter__", None) is builtin.__iter__
     keys = [GetAttrKey(name) for name in names]
@@ -132,12 +129,10 @@ def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., An
     def flatten(obj: Any) -> tuple[list[Any], Static]:
         if check_undeclared is not None:
             check_undeclared(obj)
-        if not has_slots:
-            return parts_of(obj)
         try:
             return parts_of(obj)
         except AttributeError as error:
-            raise _unset(cls, error) from error
+            raise _unset(content, obj, error) from error
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Static]:
         children, static = flatten(obj)
@@ -235,13 +230,17 @@ def require_content(cls: type, caller: str) -> None:
         )
 
 
-def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
-    name = error.name if error.obj is not None and type(error.obj) is cls else None
-    if name is None:  # raised by the code of a property
+def _unset(content: _Content, obj: object, error: AttributeError) -> UnsetFieldError:
+    cls, static = content.cls, content.static_names
+    name = error.name if error.obj is obj else None
+    if name not in (*content.names, *static):  # raised by the code of a property
         return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
+    found = [one for one in (*content.names, *held_attributes(obj)) if one != name and one not in static]
+    more = f", static={[one for one in static if one != name]}" if static else ""
     return UnsetFieldError(
         f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set it in every "
-        f"instance, to None if there is no value:\n    self.{name} = None"
+        f"instance, to None if there is no value:\n    self.{name} = None\nor register the class without it:\n"
+        f"    register({cls.__qualname__}, children={list(dict.fromkeys(found))}{more})"
     )
 
 

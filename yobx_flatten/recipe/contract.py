@@ -191,8 +191,7 @@ def _with_positions(flatten: Flatten) -> FlattenWithKeys:
 # Refuse an instance with an attribute that its recipe does not name: flatten would drop it.
 
 
-UNSET = object()
-"""Marks an attribute that is not set."""
+UNSET = object()  # marks an attribute that is not set
 
 
 def slots_of(cls: type) -> list[str]:
@@ -257,9 +256,11 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
 
 def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
     def undeclared(obj: object) -> None:
-        for name, value in held_attributes(obj).items():
-            if name not in declared and not is_derived(cls, name, value) and not _is_behind(cls, declared, obj, name):
-                raise lost_attribute(cls, name, sorted(declared))
+        held = held_attributes(obj)
+        lost = [name for name, value in held.items() if name not in declared and not is_derived(cls, name, value)]
+        if lost := [name for name in lost if not _is_behind(cls, declared, obj, name)]:
+            present = sorted(name for name in declared if name in held or hasattr(cls, name))
+            raise lost_attribute(cls, lost[-1], [*present, *lost[:-1]])
 
     return undeclared
 

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from yobx_flatten import register_class_flattening, unregister_class_flattening
-from yobx_flatten.errors import InvalidRegistrationError, StaticDataError, UnsetFieldError
+from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
 from yobx_flatten.recipe.attributes import builtin_base, checked, functions_from_fields, snake_case
 
 
@@ -241,6 +241,18 @@ def test_a_slot_that_was_never_set_is_named():
         with pytest.raises(UnsetFieldError, match=r"Slotted\.b was never set(.|\n)*\n    self\.b = None") as caught:
             function(obj)
         assert isinstance(caught.value, AttributeError)
+
+
+@pytest.mark.parametrize(("children", "static"), [(["state"], ["hiden"]), (["hiden"], ["state"]), (["hiden"], [])])
+def test_a_misspelt_attribute_is_named_and_the_line_of_the_message_registers_the_class(children, static):
+    """Python's own error names no registration. An instance with more attributes than are registered says so first."""
+    obj = Pair(1, "two")
+    with pytest.raises((UnsetFieldError, RoundTripError)) as refused:
+        functions_from_fields(Pair, children, static).flatten(obj)
+    line = str(refused.value).splitlines()[-1].strip().removeprefix("register")
+    made = eval(f"functions_from_fields{line.replace('children=', '').replace('static=', '')}")
+    found = made.unflatten(*made.flatten(obj))
+    assert (found.hidden, found.state) == (1, "two")
 
 
 def test_a_name_without_a_slot_is_refused():

@@ -278,8 +278,6 @@ class TableRule:
         if self.is_compiled and getattr(layer.module, _TO_COMPILE, layer.module) is not None:
             return {}
         large = [slot for slot in layer.slots if sent_nbytes(slot.parameter) >= LARGE and _is_plain(slot.parameter)]
-        if not large:
-            return {}
         head = getattr(layer.module, _HEAD, None)
         found = {}
         for slot in large:
@@ -335,11 +333,8 @@ def rule_for(
         return sliced
     if stage_nbytes is None:
         return by_rows
-    heads = [
-        layer
-        for layer, other in zip(by_rows.mark(contents), sliced.mark(contents), strict=True)
-        if any(table.is_head for table in other.tables.values())
-    ]
+    pairs = zip(by_rows.mark(contents), sliced.mark(contents), strict=True)
+    heads = [layer for layer, other in pairs if any(table.is_head for table in other.tables.values())]
     is_too_large = any(sum(needed_bytes(layer, gradient_dtype)) > stage_nbytes for layer in heads)
     return sliced if is_too_large else by_rows
 
@@ -349,10 +344,6 @@ def needed_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of a layer on a device, and of its gradients with their sums, as plans count them."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    gradients = 0
-    for parameter in trained:
-        of_one = layer.nbytes_of(parameter)
-        gradients += of_one
-        if id(parameter) not in layer.tables and gradient_dtype(parameter) != sent_dtype(parameter):
-            gradients += parameter.numel() * gradient_dtype(parameter).itemsize
-    return layer.nbytes(), gradients
+    summed = [p for p in trained if id(p) not in layer.tables and gradient_dtype(p) != sent_dtype(p)]
+    sums = sum(p.numel() * gradient_dtype(p).itemsize for p in summed)
+    return layer.nbytes(), sum(map(layer.nbytes_of, trained)) + sums

@@ -158,14 +158,7 @@ class DiskStore(ParameterStore):
         return self.memory.copy(("gradient", -1, id(parameter)), gradient)
 
     def show_gradients(self) -> None:
-        """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
-        for name, parameter in self._with_master():
-            gradient, parameter.grad = self._masters[name].tensor.grad, None
-            if gradient is not None and is_dense(gradient):
-                parameter.grad = self.memory.copy(("shown", id(parameter)), gradient, parameter.dtype)
-                self.memory.leave([gradient, parameter.grad])
-            elif gradient is not None:
-                parameter.grad = gradient.to(parameter.dtype, copy=True)
+        """Leave the gradients as parameters show them: memory has no room for copies."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -203,12 +196,8 @@ class DiskStore(ParameterStore):
         def of_layer(layer: int) -> list[torch.Tensor]:
             parameters, targets = held[layer]
             gradients = [target.grad for target in targets if target.grad is not None]
-            states = [
-                tensor
-                for target in targets
-                for ref in self._states.get(id(target), ())
-                if (tensor := ref()) is not None
-            ]
+            refs = [ref for target in targets for ref in self._states.get(id(target), ())]
+            states = [tensor for ref in refs if (tensor := ref()) is not None]
             return [*parameters, *targets, *filter(is_dense, gradients), *states]
 
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
@@ -248,6 +237,7 @@ class DiskStore(ParameterStore):
         """Make parameters and master weights agree; what a step layer by layer has published is not read again."""
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
+        self.take_gradients()
         self._move()
         for name, parameter in self._with_master():
             master = self._masters[name]

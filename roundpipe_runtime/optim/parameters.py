@@ -1,10 +1,11 @@
 """Parameters on the host: one copy, one gradient and one version of each, however often it is used.
 
-The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer
-works in another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the
-optimizer updates it, and :meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter
-itself (``load_state_dict``, an in-place edit, ``.data``) takes precedence: its mark shows it (:mod:`.marks`), and the
-master weight is read from it again. That of a frozen parameter takes no memory until the parameter is trainable.
+The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
+another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the optimizer updates it, and
+:meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter itself (``load_state_dict``, an
+in-place edit, ``.data``) takes precedence: its mark shows it, and the master weight is read from it again. That of a
+frozen parameter takes no memory until the parameter is trainable. The parameter shows the gradient of its master
+weight, for loops that read, clip or clear it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..device.composite import StateSlot, parts_of, states_of
 from ..device.pinning import PinnedMemory
@@ -222,16 +224,28 @@ class ParameterStore(InMemory):
         # gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found = []
         for layer in gradients:
             for parameter, gradient in layer.items():
                 name = names.get(id(parameter))
                 target = parameter if name is None else self._target(name, parameter)
+                if name in self._masters:
+                    found.append((self._masters[name], parameter))
+                    self._masters[name].take(parameter, adds=True)
                 if is_watched(target):
                     watched.append((target, gradient.to(dtype_of_gradient(target))))
                 else:
                     _accumulate(target, gradient)
         if watched:  # in one go: hooks see the sum of layers that share a parameter
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
+        for master, parameter in found:
+            master.show(parameter)
+
+    def take_gradients(self, *, hides: bool = False) -> None:
+        """Take over what loops over the model's parameters made of the gradients that they show."""
+        for name, parameter in self._with_master():
+            if self._masters[name].take(parameter) and not hides:
+                self._masters[name].show(parameter)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which gradients of a parameter are summed."""
@@ -252,6 +266,7 @@ class ParameterStore(InMemory):
         for tensor in held:
             if set_to_none:
                 tensor.grad = None
+                _Master.shown.pop(tensor, None)
             elif tensor.grad is not None:
                 tensor.grad = tensor.grad.detach().zero_()
 
@@ -259,6 +274,7 @@ class ParameterStore(InMemory):
         """Make parameters and master weights agree: a changed parameter wins, otherwise its master weight."""
         # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
+        self.take_gradients()
         if self.is_in_place:
             self._widen(self.model.parameters())
         if not stepped:
@@ -293,8 +309,8 @@ class ParameterStore(InMemory):
     def show_gradients(self) -> None:
         """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
         for name, parameter in self._with_master():
-            gradient = self._masters[name].tensor.grad
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+            self._masters[name].take(parameter)
+            self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by name; frozen parameters have empty ones."""
@@ -340,6 +356,7 @@ class ParameterStore(InMemory):
 
     def note_names(self) -> None:
         """Remember the parameters, until :meth:`thaw`: while a run is under way, copies may be in their places."""
+        self.take_gradients(hides=True)  # a background step drops each when it has used it
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
     def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -376,21 +393,17 @@ class ParameterStore(InMemory):
         """The first name of each parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
-    def has_master_gradients(self) -> bool:
-        """Report whether a master weight has a gradient."""
-        return any(master.tensor.grad is not None for master in self._masters.values())
-
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
         return None
 
-    def dtypes_of_masters(self) -> dict[int, torch.dtype]:
-        """Return the dtype of the master weight of each parameter of the model that has one, by identity."""
-        return {id(parameter): self._dtype(parameter) for name, parameter in self._listed() if name in self._masters}
+    def originals(self) -> dict[int, torch.Tensor]:
+        """Return the master weight of each parameter of the model that has one, by identity."""
+        return {id(parameter): self._masters[name].tensor for name, parameter in self._with_master()}
 
     def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self._masters:
-            yield from ((name, p) for name, p in self.model.named_parameters() if name in self._masters)
+            yield from ((name, p) for name, p in self._listed() if name in self._masters)
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
@@ -434,6 +447,8 @@ class _Master:
     """
 
     # copy: function that returns a copy of a parameter in a dtype
+    # shown: the gradients that parameters show, and which master weights these belong to; copies belong to none
+    shown: ClassVar[Any] = WeakTensorKeyDictionary()
 
     def __init__(
         self,
@@ -451,6 +466,7 @@ class _Master:
         if kept != dtype:
             self.tensor.grad_dtype = kept
         self.is_filled = False
+        self._key = weakref.ref(self)
         self._note(parameter)
         self.wake(parameter)
 
@@ -465,6 +481,29 @@ class _Master:
         self.tensor.data = self._copy(parameter, self.tensor.dtype)
         self.is_filled = True
         self._note(parameter)
+
+    def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
+        """Let the gradient of the parameter be that of the master weight, or a copy in the parameter's dtype."""
+        gradient = self.tensor.grad
+        if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
+            shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
+            parameter.grad_dtype = None  # any
+            parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
+
+    def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
+        """Take over what the caller made of the gradient that was shown, and hide it; report whether it was shown."""
+        # adds: whether a gradient of the caller's own is added
+        owner, shown = self.shown.get(parameter, (None, None))
+        found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
+        if is_mine and found is not shown and self.tensor.grad is shown:  # replaced, or cleared
+            self.tensor.grad = None if found is None else found.to(dtype_of_gradient(self.tensor))
+        elif adds and found is not None and found is not shown:
+            _accumulate(self.tensor, found)
+        elif not is_mine:
+            return False
+        parameter.grad = None
+        self.shown.pop(parameter, None)
+        return is_mine
 
     def agrees(self, parameter: nn.Parameter) -> bool:
         return not self.is_filled or (self._change(parameter) == "none" and self.tensor._version == self._version)

@@ -320,11 +320,9 @@ class StepRunner:
             self._wait_publication()
 
     def _wait_publication(self) -> None:
-        publication = self._publication
-        if publication is None:
-            return
-        wait_for(publication)  # one that failed stays, for `resume`
-        self._publication = None
+        if (publication := self._publication) is not None:
+            wait_for(publication)  # one that failed stays, for `resume`
+            self._publication = None
 
     def wait_written(self) -> None:
         """Wait until no thread writes parameters; the next run still reads those from before an unpublished step."""

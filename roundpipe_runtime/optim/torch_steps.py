@@ -1,4 +1,4 @@
-"""Count or take over the steps of torch's optimizers, and refuse to clip gradients that have moved to master weights.
+"""Count or take over the steps of torch's optimizers, and refuse those of parameters that have master weights.
 
 torch calls hooks around the step of every optimizer, of any class and from any caller. They are
 registered with the first pipeline, since an import changes nothing of torch.
@@ -133,13 +133,13 @@ def other_post_hooks(optimizer: Optimizer) -> bool:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if PART in optimizer.__dict__:
         return
-    if _TAKING.taker is None:
+    if _TAKING.taker is not None:
+        _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
+    else:
         _wait(optimizer)
         if not _OTHERWISE:
             return
     # An optimizer's hooks run after the global ones, in order of registration: this one last.
-    if _TAKING.taker is not None:
-        _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
     earlier = _TAKING.hooks.pop(optimizer, None)
     if earlier is not None:
         earlier.remove()
@@ -167,20 +167,14 @@ def _wait(optimizer: Optimizer, *_: Any) -> None:
         ended.wait()
 
 
-# Refuse to clip or step parameters whose gradients are on master weights: it would do nothing.
-#
-# torch's clipping would return 0, and an optimizer made of `model.parameters()` would change no weight. Both are
-# checked where they are called, by any class.
-
-
 class HasMasters(Protocol):
     """An object that knows the master weights of parameters."""
 
-    def dtypes_of_masters(self) -> dict[int, torch.dtype]:
-        """Return the dtype of the master weight of each parameter of the model that has one, by identity."""
+    def originals(self) -> dict[int, torch.Tensor]:
+        """Return the master weight of each parameter of the model that has one, by identity."""
 
-    def has_master_gradients(self) -> bool:
-        """Report whether a master weight has a gradient."""
+    def take_gradients(self) -> None:
+        """Take over what loops over the model's parameters made of gradients."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
@@ -214,38 +208,26 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the gradients of these parameters are in ``grad``, where torch looks for them."""
+    """Check that the gradients of these parameters are there until the step."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):
             raise ConfigError(reason)
-    without, dtype = _originals(given)
-    if any(without):
-        raise ConfigError(
-            f"{sum(without)} of these parameters have their gradients in {dtype} master weights (optim_dtype), so "
-            "nothing would be clipped. Clip the master weights:\n"
-            "    torch.nn.utils.clip_grad_norm_(model.optim_parameters(), ...)"
-        )
 
 
 def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    without, dtype = _originals(parameter for group in optimizer.param_groups for parameter in group["params"])
-    if without and all(without):  # after `synchronize`, parameters have gradients too
-        kind = type(optimizer).__name__
-        raise ConfigError(
-            f"{kind} holds {len(without)} parameters of the model, but their gradients are in {dtype} master weights "
-            "(optim_dtype), so it would change nothing. Make it from the master weights:\n"
-            f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer they are "
-            "self.pipeline.optim_parameters()."
-        )
-
-
-def _originals(parameters: Iterable[torch.Tensor]) -> tuple[list[bool], torch.dtype | None]:
-    """Whether these parameters have their gradients in copies, and the dtype of the copies."""
-    given = [one for one in parameters if isinstance(one, nn.Parameter)]
-    for store in list(_STORES) if any(one.grad is None for one in given) else ():
-        dtypes = store.dtypes_of_masters()
-        held = [parameter for parameter in given if id(parameter) in dtypes]
-        if held and store.has_master_gradients():
-            return [one.grad is None for one in held], dtypes[id(held[0])]
-    return [], None
+    held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, nn.Parameter)]
+    for store in list(_STORES):
+        originals = store.originals()
+        mine = [(one, originals[id(one)]) for one in held if id(one) in originals]
+        given = [master.grad for _, master in mine if master.grad is not None]
+        if given and all(one.grad is None or one.grad is master.grad for one, master in mine):
+            kind, dtype = type(optimizer).__name__, mine[0][1].dtype
+            raise ConfigError(
+                f"{kind} holds {len(mine)} parameters of the model, but their gradients are in {dtype} master weights "
+                "(optim_dtype), so it would change nothing. Make it from the master weights:\n"
+                f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer they are "
+                "self.pipeline.optim_parameters()."
+            )
+        if not given:  # a script may have set gradients of its own, and steps the parameters themselves
+            store.take_gradients()

@@ -1,11 +1,11 @@
-"""Clipping and steps of parameters whose gradients are in their copies are refused; others are torch's own."""
+"""Loops over the parameters read and change the gradients of their copies; steps of them are refused."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig
 
@@ -26,15 +26,111 @@ def trained():
     pipe.close()
 
 
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_value_])
-@pytest.mark.parametrize("of", ["pipe", "model", "list"])
-def test_clipping_parameters_without_gradients_is_refused(trained, clip, of):
-    """By the pipeline's parameters, the model's, or a list of them: the error names those to clip."""
-    _, model, pipe = trained
-    given = {"pipe": pipe.parameters(), "model": model.parameters(), "list": list(model.parameters())}[of]
-    clip = torch.nn.utils.clip_grad_value_ if clip is not clip_grad_norm_ else clip
-    with pytest.raises(ConfigError, match=r"clip_grad_norm_\(model\.optim_parameters\(\)"):
-        clip(given, 1.0)
+def parameters_of(of, model, pipe):
+    return {"pipe": pipe.parameters(), "model": model.parameters(), "copies": pipe.optim_parameters()}[of]
+
+
+@pytest.mark.parametrize("of", ["pipe", "model", "copies"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda given: clip_grad_norm_(given, 1e9),
+        lambda given: get_total_norm([one.grad for one in given if one.grad is not None]),
+        lambda given: sum(one.grad.float().norm() ** 2 for one in given if one.grad is not None) ** 0.5,
+        lambda given: torch.cat([one.grad.flatten() for one in given]).norm(),
+    ],
+)
+def test_loops_over_the_parameters_of_the_model_read_its_gradients(trained, norm, of):
+    """They were in the copies alone: a norm of 0, without an error."""
+    plain, model, pipe = trained
+    expected = float(norm(plain.parameters()))
+    assert float(norm(parameters_of(of, model, pipe))) == pytest.approx(expected, rel=0.02)
+
+
+def halve(given):
+    for one in given:
+        one.grad = one.grad * 0.5
+
+
+def add_penalty(given):
+    sum((one * one).sum() for one in given).backward()
+
+
+def clear(given):
+    for one in given:
+        one.grad = None
+
+
+CHANGES = {
+    "norm": lambda given: clip_grad_norm_(given, 0.01),
+    "value": lambda given: clip_grad_value_(given, 1e-3),
+    "by a norm": lambda given: clip_grads_with_norm_(given, 0.01, torch.tensor(2.0)),
+    "in place": lambda given: [one.grad.mul_(0.5) for one in given],
+    "another": halve,
+    "a backward": add_penalty,
+    "none": clear,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("caller", ["script", "step", "exact", "a run", "disk"])
+def test_what_a_loop_makes_of_the_gradients_of_the_model_is_stepped(change, caller, tmp_path):
+    """As without copies: clipped, scaled, replaced, added to or cleared; two steps, the second on one more run."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = copy.deepcopy(plain)
+    host = f"disk:{tmp_path}" if caller == "disk" else "memory"
+    pipe = RoundPipe(model, torch.float64, devices="virtual:2", model_run_config=MEAN, host=host)
+    wanted, found = torch.optim.SGD(plain.parameters(), 0.5), torch.optim.SGD(pipe.optim_parameters(), 0.5)
+    for _ in range(2):
+        for _ in range(2 if caller == "a run" else 1):
+            F.mse_loss(plain(INPUTS), LABELS).backward()
+            CHANGES[change](list(plain.parameters()))
+            pipe.forward_backward((INPUTS,), label=LABELS, loss_fn=F.mse_loss)
+            CHANGES[change](list(model.parameters()))
+        wanted.step()
+        wanted.zero_grad()
+        if caller in ("script", "a run", "disk"):
+            found.step()
+            found.zero_grad()
+        else:
+            pipe.step(lambda: (found.step(), found.zero_grad()), is_async="exact" if caller == "exact" else False)
+    pipe.synchronize()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other, one)
+    assert all(one.grad is None for one in model.parameters())
+    pipe.close()
+
+
+@pytest.mark.parametrize("is_async", [True, "exact"])
+def test_a_step_in_the_background_frees_gradients_as_it_goes(is_async):
+    """Those of the model's parameters are in the same memory, and would keep it."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).bfloat16()
+    pipe = RoundPipe(model, torch.float32, devices="virtual:2", model_run_config=MEAN)
+    optimizer = torch.optim.SGD(pipe.optim_parameters(), 0.5)
+    pipe.forward_backward((INPUTS.bfloat16(),), label=LABELS.bfloat16(), loss_fn=F.mse_loss)
+    for shown, own in zip(model.parameters(), pipe.optim_parameters(), strict=True):
+        assert (shown.grad.data_ptr(), shown.grad.dtype) == (own.grad.data_ptr(), torch.float32)
+    pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    assert all(one.grad is None for one in model.parameters())
+    pipe.synchronize()
+    pipe.close()
+
+
+def test_pipelines_that_share_layers_keep_their_gradients_apart():
+    """The parameters show those of the last run; neither pipeline takes them for the caller's."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    pipes = [RoundPipe(model, torch.float64, devices="virtual:2", model_run_config=MEAN) for _ in range(2)]
+    for weight, pipe in zip((1, 3), pipes, strict=True):
+        pipe.forward_backward((INPUTS * weight,), label=LABELS, loss_fn=F.mse_loss)
+    for weight, pipe in zip((1, 3), pipes, strict=True):
+        plain = copy.deepcopy(model)
+        for one in plain.parameters():
+            one.grad = None
+        pipe.forward_backward((INPUTS * weight,), label=LABELS, loss_fn=F.mse_loss)
+        (2 * F.mse_loss(plain(INPUTS * weight), LABELS)).backward()
+        for one, other in zip(plain.parameters(), pipe.optim_parameters(), strict=True):
+            torch.testing.assert_close(other.grad.float(), one.grad)
+        pipe.close()
 
 
 def test_the_copies_are_clipped_as_ever(trained):

@@ -16,7 +16,7 @@ class RoundPipeError(Exception):
 
 
 class ConfigError(RoundPipeError, ValueError):
-    """A field of a run configuration, or an argument, has a value that it cannot have."""
+    """A field of a run configuration, or an argument, has an invalid value."""
 
 
 class SplitError(RoundPipeError, ValueError):
@@ -40,7 +40,7 @@ class PlanError(RoundPipeError, ValueError):
 
 
 class DeviceError(RoundPipeError, RuntimeError):
-    """A device was asked for something that it does not have or cannot do."""
+    """A device is missing, or does not support a request."""
 
 
 class UseAfterReleaseError(DeviceError):
@@ -52,11 +52,11 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DistributedError(RoundPipeError, RuntimeError):
-    """Ranks do not agree, one of them failed, or one of them is gone. What was collected is dropped on all of them."""
+    """Ranks do not agree, a rank failed, or a rank is gone. All ranks drop the results of the call."""
 
 
 class StageError(RoundPipeError, RuntimeError):
-    """A stage could not be run. Exceptions of a layer or a loss are raised unchanged; this is for everything else."""
+    """A stage could not be run. Exceptions of a layer or a loss are raised unchanged, not as this class."""
 
 
 class RoundPipeWarning(UserWarning):
@@ -64,7 +64,7 @@ class RoundPipeWarning(UserWarning):
 
 
 class UnevenSplitWarning(RoundPipeWarning):
-    """Microbatches have different sizes, and a loss that is divided by their number is not the mean of the batch."""
+    """Microbatches have different sizes, so a loss divided by their number is not the mean of the batch."""
 
 
 _INSIDE = ("roundpipe_runtime", "torch")
@@ -98,7 +98,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class CheckpointWarning(RoundPipeWarning):
-    """A damaged checkpoint was skipped, or a part of a checkpoint was not requested."""
+    """A damaged checkpoint was skipped, or a part of a checkpoint was not loaded."""
 
 
 class StoppedByRankError(DistributedError):
@@ -118,7 +118,7 @@ def format_failure(error: BaseException) -> str:
 def rank_failed(rank: int, failure: str) -> DistributedError:
     """Return the error to raise on this rank when another rank has failed."""
     return DistributedError(
-        f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. There:\n"
+        f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. Its error:\n"
         + "\n".join(f"    {line}" for line in failure.splitlines())
     )
 
@@ -136,8 +136,8 @@ def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
 def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
     """Return the error of a rank whose step was given up, since that of another rank failed."""
     return RankStepError(
-        f"The step function failed on rank {rank}, and other ranks may have stepped their rows: they do not hold one "
-        "model any more. Load the newest checkpoint on all ranks. There:\n"
+        f"The step function failed on rank {rank}, and other ranks may have updated their parameters, so the models "
+        "may differ. Load the newest checkpoint on all ranks. Its error:\n"
         + "\n".join(f"    {line}" for line in failure.splitlines())
     )
 
@@ -146,12 +146,12 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
     """Return the error of a rank whose peers do not answer any more."""
     # stopped: for how many seconds they were stopped before
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
-    what = f"it was stopped (SIGSTOP) or silent for {stopped:.0f} s and given up" if stopped else "the process ended"
+    what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
     return DistributedError(
-        f"{who} gone: {what}, or its network did ({cause}). Nothing can be exchanged any more. Start again "
-        "from the newest checkpoint; torchrun does so by itself:\n"
+        f"{who} gone: {what}, or its network failed ({cause}). The ranks cannot exchange anything any more. Start "
+        "again from the newest checkpoint; torchrun does so automatically:\n"
         "    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts=3 ... train.py\n"
-        "Without the variable, restarted workers read the addresses of those that are gone from torchrun's store."
+        "Without the variable, restarted workers read the addresses of the old processes from torchrun's store."
     )
 
 
@@ -164,15 +164,15 @@ def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError |
                 return DistributedError(
                     f"The ranks do not train the same: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. "
                     "All ranks must make the same model, with the same options, and call it in the same way. Start "
-                    "one script, which differs between ranks in its rows only:\n"
+                    "the same script on all ranks; only the rows may differ:\n"
                     "    torchrun --nproc-per-node=2 train.py"
                 )
     return None
 
 
 REPLACED_FORWARD = (
-    ". Its forward was replaced by a function, which may call the model itself and not its copy. If batches take "
-    "another path, wrap it with an example that does:\n    wrap_model_to_roundpipe(model, example=batch)"
+    ". Its forward was replaced by a function, which may call the original model, not the split copy. If this batch "
+    "takes another path, wrap the model with it as the example:\n    wrap_model_to_roundpipe(model, example=batch)"
 )
 
 
@@ -202,8 +202,8 @@ class MissingEmbeddingError(BatchStructureError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"The model computes with {name} after its layers, which it did not do with the example that it was "
-            "split with. Wrap it with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+            f"After its layers, the model uses {name}, which it did not use with the example that it was split with. "
+            "Wrap it with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.name = name
 
@@ -212,7 +212,7 @@ class MissingEmbeddingError(BatchStructureError):
 
 
 class CutRefusedWarning(RoundPipeWarning):
-    """A model runs in fewer pieces than it has layers."""
+    """A model was not split at every layer."""
 
 
 def changed_results(layer: str) -> str:
@@ -227,7 +227,7 @@ def changed_results(layer: str) -> str:
 def moved_away(device: str) -> ConfigError:
     """Return the error for moving the parameters of a pipeline."""
     return ConfigError(
-        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and "
+        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave to() out, and "
         f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
     )
 
@@ -243,9 +243,9 @@ def rows_are_mixed(title: str) -> SplitError:
 def other_loss() -> LossError:
     """Return the error for a function of a model's loss, which has other weights, in one of several processes."""
     return LossError(
-        "loss_fn was not found to return a multiple of the loss that the model computed, for labels among its "
-        "arguments: it returns something else, or this process has one row only. Each process has its own rows, so it "
-        "cannot be computed of all rows. Give labels to the loss function only, which is then checked by itself:\n"
+        "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or this "
+        "process has too few rows to check it. Each process has its own rows, so the loss cannot be computed from all "
+        "rows. Give labels to loss_fn only; loss_fn is then checked alone:\n"
         "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
     )
 

@@ -221,7 +221,11 @@ LAYERS = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [(torch.nn.MSELoss, r"Pass MSELoss\(\)"), ("mse", "found 'mse'"), (3, "found 3. Pass none if the outputs are")],
+    [
+        (torch.nn.MSELoss, r"Pass MSELoss\(\)"),
+        ("mse", "found 'mse'"),
+        (3, "found 3. Pass no loss_fn if the outputs are"),
+    ],
 )
 def test_a_loss_that_is_no_function_is_refused_with_what_to_pass(loss, words):
     """A class was called with the outputs, which it took for options."""
@@ -267,10 +271,10 @@ def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train", "llama", "-o", "out"], "No text was named: --text FILE, or conversations: --chat FILE"),
+        (["train", "llama", "-o", "out"], "Name a text (--text FILE) or conversations (--chat FILE)."),
         (["train", "llama", "--text", "nowhere.txt", "-o", "out"], "There is no file nowhere.txt"),
         (["train", "a.txt", "--text", "a.txt", "-o", "out"], "Name a folder that save_pretrained wrote"),
-        (["train", "llama", "--text", "empty", "-o", "out"], "empty holds no text"),
+        (["train", "llama", "--text", "empty", "-o", "out"], "empty contains no text"),
         (["train", "llama", "--text", "a.txt", "-o", "a.txt"], "a.txt exists"),
         (["plan", "llama", "--memory", "lots"], "--memory 24GiB"),
         (["trian", "llama"], "Did you mean 'train'"),

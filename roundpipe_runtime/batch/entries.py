@@ -97,8 +97,8 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
     for leaf in flat.leaves:
         if isinstance(leaf.value, Iterator) and not any(is_below(leaf.path, path) for path in allowed):
             raise SplitError(
-                f"{leaf.path} is a {type(leaf.value).__qualname__}, which can be read once, and every microbatch reads "
-                "it, again where activations are recomputed. Pass a list:\n    list(iterator)"
+                f"{leaf.path} is a {type(leaf.value).__qualname__}, which can be read only once, but every microbatch "
+                "reads it. Pass a list:\n    list(iterator)"
             )
 
 
@@ -239,7 +239,7 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
 def check_loss_fn(loss_fn: Any) -> None:
     """Check that a loss function can be called."""
     if not callable(loss_fn) or isinstance(loss_fn, type):
-        way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "none if the outputs are the loss"
+        way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "no loss_fn if the outputs are the loss"
         raise ConfigError(
             f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Pass {way}."
         )
@@ -255,9 +255,9 @@ def check_labels(label: FlatTree) -> None:
             if is_packed:
                 line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
-                f"{leaf.path} requires a gradient, but labels never get gradients. If it needs none, as the outputs "
-                f"of a teacher:\n    {line}\nOtherwise pass it to the model as an argument, and let the last layer "
-                "return it."
+                f"{leaf.path} requires a gradient, but labels never get gradients. If no gradient is needed (a "
+                f"teacher's outputs):\n    {line}\nOtherwise pass the tensor to the model as an argument, and let the "
+                "last layer return it."
             )
 
 
@@ -302,7 +302,7 @@ def rows_with_packed(
     if apart or not cut:
         return [None] * count
     raise SplitError(
-        f"{paths}: it is not known how many rows each of the {count} microbatches has, but {', '.join(cut)} must be "
+        f"{paths}: the number of rows in each of the {count} microbatches is unknown, but {', '.join(cut)} must be "
         "split at the same rows. Give the row counts with the data, or split by a function:\n"
         "    RoundPipePackedData(values, rows=[...])\n    RoundPipeRunConfig(split_input=...)"
     )
@@ -315,12 +315,12 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
         if not isinstance(entry.value, RoundPipePackedData):
             continue
         if len(entry.value) != len(rows):
-            raise SplitError(f"{entry.path} has {len(entry.value)} microbatches, and {whose} made {len(rows)}.")
+            raise SplitError(f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)}.")
         own = entry.stated or entry.counted
         is_of_batch = own is not None and (entry.stated is not None or sum(own) == sum(count or 0 for count in rows))
         if own is not None and is_of_batch and None not in rows and own != tuple(rows):
             raise SplitError(
-                f"{entry.path} has microbatches of {list(own)} rows, and {whose} made microbatches of {list(rows)}. "
+                f"{entry.path} has microbatches of {list(own)} rows, but {whose} made microbatches of {list(rows)}. "
                 "Both must be split at the same rows."
             )
 

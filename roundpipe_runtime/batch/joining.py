@@ -130,8 +130,8 @@ def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
     if None in rows and all(_equal(t, tensors[0]) for t in tensors):
         raise JoinError(
-            f"{path} is equal in all microbatches, and their rows are not known: these may be equal rows, or one "
-            "value for the whole batch. Choose one:\n"
+            f"{path} is the same in all microbatches, so it may have one value per row, or one for the whole batch. "
+            "Choose one:\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec(0)}})\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: Replicate}})"
         )
@@ -168,8 +168,8 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
         if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
             return tensors[0]
         raise JoinError(
-            f"{path} is a scalar. Scalars are averaged by the rows of the microbatches, but these row counts are not "
-            "known. Give a function that joins it:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+            f"{path} is a scalar. Scalars are averaged, weighted by rows, but the rows of each microbatch are unknown. "
+            "Join the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     total = math.fsum(weights)
     if total == 0:
@@ -184,8 +184,8 @@ def _the_same(path: str, values: Sequence[Any]) -> Any:
     for index, value in enumerate(values):
         if not _equal(value, values[0]):
             raise JoinError(
-                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. A "
-                "value that is not split must be the same in all microbatches. Give a function that joins it:\n"
+                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. A value "
+                "that is not split must be the same in all microbatches. Give a function that joins the outputs:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
     return values[0]

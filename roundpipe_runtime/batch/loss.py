@@ -145,7 +145,7 @@ class LossContract:
         self._lock = threading.Lock()
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Take the loss of one microbatch.
+        """Add the loss of one microbatch.
 
         Args:
             index: the microbatch.
@@ -187,14 +187,14 @@ class LossContract:
             return
         raise LossError(
             f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. So the mean "
-            'over rows, loss_reduction="mean", is not the loss of the batch. Return the sum and its divisor:\n'
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. So averaging "
+            'over rows (loss_reduction="mean") does not give the loss of the batch. Return the sum and its divisor:\n'
             '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
             "    return WeightedLoss(summed, (labels != -100).sum())"
         )
 
     def add_value(self, index: int, read: LossValue) -> None:
-        """Take the loss of one microbatch that has gone back already, on another rank for example.
+        """Add the loss of a microbatch whose backward has already run, for example on another rank.
 
         Args:
             index: the microbatch.
@@ -287,8 +287,8 @@ class LossContract:
         rows = [count for count in self.rows if count is not None]
         if len(rows) != len(self.rows):
             raise LossError(
-                'loss_reduction="mean" weights microbatches by their rows, but the split function made parts whose '
-                "rows are not known. Return a pair instead:\n"
+                'loss_reduction="mean" weights microbatches by their rows, but the row counts of parts from the split '
+                "function are unknown. Return a pair instead:\n"
                 "    return WeightedLoss(per_row.sum(), number_of_rows)"
             )
         return rows
@@ -329,9 +329,9 @@ def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False
     warn(
-        f"The batch was split unevenly: microbatches of {list(rows)} rows, {num_microbatch} asked for. With "
-        'loss_reduction="sum" the total is the sum of their losses, and a mean divided by the number of microbatches '
-        "is not the mean of the batch. Either is exact:\n"
+        f"The microbatches have different sizes: {list(rows)} rows, for num_microbatch={num_microbatch}. "
+        'loss_reduction="sum" adds their losses, so means divided by the number of microbatches do not add up to the '
+        "mean of the batch. Use one of:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")  # loss_fn returns the mean over its rows\n'
         "    return WeightedLoss(total, weight)  # from loss_fn",
         UnevenSplitWarning,
@@ -380,7 +380,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
             "    return loss.sum()"
         )
     if tensor.is_complex():
-        raise LossError(f"{what} is complex, and has no gradient. Return a real number:\n    return loss.abs()")
+        raise LossError(f"{what} is complex, so it has no gradient. Return a real number:\n    return loss.abs()")
     return tensor.reshape(())
 
 
@@ -391,8 +391,8 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
     read = read_loss(value)
     if read.weight != 0 and not any(tensor.requires_grad for tensor in read.tensors) and any(read.tensors):
         raise LossError(
-            "The loss has no graph to the outputs of the model, so nothing would be trained. Compute it without "
-            ".detach(), .item(), NumPy and comparisons."
+            "Autograd finds no path from the loss to the model's outputs, so nothing would be trained. Compute the "
+            "loss without .detach(), .item(), NumPy and comparisons."
         )
 
 
@@ -400,8 +400,8 @@ def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
     """The sum and weight of a mean over items; both are zero without items."""
     if len(set(items)) != 1:
         raise LossError(
-            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean "
-            "over the items that it counts. Return the sum and the number of items, or compute it once:\n"
+            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean. "
+            "Return the sum and the number of items, or compute the loss once for the whole batch:\n"
             "    return WeightedLoss(total, number)\n"
             '    RoundPipeRunConfig(loss_reduction="joined")'
         )

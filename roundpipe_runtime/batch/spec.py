@@ -14,7 +14,7 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 
 
 class RoundPipePackedData(list[Any]):
-    """One leaf of the outputs with one entry per microbatch; ``merge_output=False`` returns these.
+    """One output with one entry per microbatch; ``merge_output=False`` returns these.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.
@@ -90,7 +90,7 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis, under the name it has in ``torch.distributed.pipelining``."""
+        """The axis; ``torch.distributed.pipelining`` calls it ``split_dim``."""
         return self.dim
 
 
@@ -121,7 +121,7 @@ Rules: TypeAlias = dict[str, Rule]
 
 
 def sizes(batch: int, num_microbatch: int) -> list[int]:
-    """Return the rows of each microbatch: as even as possible, the larger ones first, like ``torch.tensor_split``.
+    """Return how many rows each microbatch has: as even as possible, larger ones first, like ``torch.tensor_split``.
 
     Args:
         batch: number of rows.

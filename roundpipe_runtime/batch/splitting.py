@@ -284,8 +284,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
         axes = [None] * len(entries)
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
-            f"{', '.join(trees)}: {decided.batch} rows should be split into the sizes {list(rows)} that the split "
-            "function returned, but these belong to the other side. Give a function for both sides:\n"
+            f"{', '.join(trees)}: {decided.batch} rows cannot be split into the sizes {list(rows)}, which your split "
+            "function returned for the other side. Give split functions for inputs and labels:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
@@ -303,8 +303,8 @@ def _entry_by_entry(
             return value
         if len(value) != count:
             raise SplitError(
-                f"The split function made {count} microbatches, but the packed data has {len(value)}. It must make as "
-                "many microbatches, or return one entry for each."
+                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make the same "
+                "number, or return one entry of the packed data for each microbatch."
             )
         return value[index]
 
@@ -513,7 +513,7 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
 def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
-        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Slice or repeat them to "
+        f"Tensors with a batch axis have different numbers of rows: {_format_sizes(found)}. Slice or repeat them to "
         "the same number before the call. To split each by itself, also give a rule to each of the others: "
         f"{', '.join(without)}."
     )
@@ -523,7 +523,7 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
     largest = max(found)
     other = next(paths[0] for size, paths in found.items() if size != largest)
     return SplitError(
-        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Name those that every "
+        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Name the tensors that every "
         "microbatch gets whole:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
     )

@@ -93,7 +93,7 @@ def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
     for name, entry in files.items():
         size = inside(folder, name, DamagedCheckpointError).stat().st_size
         if size != entry.bytes:
-            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, and {entry.bytes} were written.")
+            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, but {entry.bytes} were written.")
     return files
 
 

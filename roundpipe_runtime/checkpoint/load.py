@@ -207,7 +207,7 @@ def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
     ]
     for kind, given, there in kinds:
         if given and len(given) != len(there):
-            raise CheckpointError(f"load_checkpoint: {kind}= has {len(given)}, and {len(there)} were saved.")
+            raise CheckpointError(f"load_checkpoint: {kind}= has {len(given)} entries, but {len(there)} were saved.")
     left = [kind for kind, given, there in kinds if there and not given]
     if left and any(given for _, given, _ in kinds):
         warn(

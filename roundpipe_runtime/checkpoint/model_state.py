@@ -27,7 +27,7 @@ def check_writes_at_once(model: nn.Module) -> None:
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
                 f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has "
-                f'host="{pipeline.host}", so it does not fit in memory. Write it synchronously:\n'
+                f'host="{pipeline.host}", so the copy may not fit. Write it synchronously:\n'
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )
 
@@ -45,7 +45,7 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
             continue
         if isinstance(value, torch.Tensor):
             if value.device.type == "meta":
-                raise CheckpointError(f"{name} is on the meta device, so it has no values that could be stored.")
+                raise CheckpointError(f"{name} is on the meta device, so it has no values to save.")
             known = first.setdefault(id(value), name)
             if known == name:
                 encode(value, name, tensors)
@@ -69,8 +69,8 @@ def check_model(
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or unknown:
         raise CheckpointError(
-            "The checkpoint is for a different model. "
-            f"{_format_names('It has no', missing)}{_format_names('The model has no', unknown)}Names must be equal."
+            "The checkpoint is for a different model."
+            f"{_format_names('The checkpoint lacks', missing)}{_format_names('The model lacks', unknown)}"
         )
     for name, value in expected.items():
         tensor = tensors.get(stored["aliases"].get(name, name))
@@ -91,8 +91,8 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     if homeless:
         dtype = stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {homeless[0]}, the given "
-            f"one does not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
+            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {homeless[0]}; yours does "
+            f"not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
 
@@ -253,7 +253,7 @@ def _format_names(what: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{what} {', '.join(names[:3])}{more}. "
+    return f" {what} {', '.join(names[:3])}{more}."
 
 
 # Leave frozen quantized weights out of a checkpoint, and know them again by a digest.
@@ -289,7 +289,7 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     if changed:
         raise CheckpointError(
             f"The checkpoint is for a different model: {changed[0]} and {len(changed) - 1} more frozen quantized "
-            "weights differ from those that it was saved with. Quantize the same weights in the same way before you "
+            "weights differ from those at the time of saving. Quantize the same weights in the same way before you "
             "load the checkpoint."
         )
 

@@ -33,7 +33,7 @@ from .tensor_files import need_safetensors
 from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 
 _LOG = logging.getLogger("roundpipe_runtime")
-_AS_THEY_WERE = "While {} was written. The checkpoints before it are as they were."
+_AS_THEY_WERE = "While {} was written. Earlier checkpoints are unchanged."
 _WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
 _WRITING = free_after_fork(threading.Lock())
 _PENDING: dict[pathlib.Path, Future[None]] = {}
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Whether writing has ended."""
         return self._writing is None or is_done(self._writing)
 
     @property
@@ -105,7 +105,7 @@ def save_checkpoint(
     is_async: bool = False,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Checkpoint:
-    """Save a checkpoint of a training: model, optimizer, random states and place in the data.
+    """Save a checkpoint of a training: model, optimizer, random states and position in the data.
 
     The folder gets a new checkpoint, which appears when it is complete. It contains the model under the model's own
     names, so that ``from_pretrained`` can read a Hugging Face model. It also holds the optimizer, the states of random

@@ -230,7 +230,7 @@ def _encode_numpy(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
     try:
         tensor = torch.from_numpy(numpy.array(value))
     except TypeError as error:
-        raise CheckpointError(f"{path} is an array of {value.dtype}, which torch has no dtype for.") from error
+        raise CheckpointError(f"{path} is an array of {value.dtype}, which torch does not support.") from error
     return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
 
 
@@ -241,7 +241,7 @@ def _refusal(value: Any, path: str) -> str:
         return f"{message} Store its state:\n    generator.get_state()"
     if callable(getattr(value, "state_dict", None)):
         return f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()"
-    return f"{message} It takes dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
+    return f"{message} It accepts dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
 
 
 _Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]

@@ -310,14 +310,14 @@ def check_optimizer(
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own = type(optimizer).__name__
     if stored["class"] != own:
-        raise CheckpointError(f"The checkpoint contains the state of {stored['class']}, and the optimizer is {own}.")
+        raise CheckpointError(f"The checkpoint contains the state of {stored['class']}, but your optimizer is {own}.")
     if len(found) != len(expected):
-        raise CheckpointError(f"The optimizer has {len(expected)} groups, and the stored one had {len(found)}.")
+        raise CheckpointError(f"The optimizer has {len(expected)} groups, but the stored one had {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Group {number} of the optimizer has {len(here)} parameters, and the stored one had {len(there)}. "
+                f"Group {number} of the optimizer has {len(here)} parameters, but the stored one had {len(there)}. "
                 f"Only one of them has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 

@@ -217,26 +217,26 @@ def _introduce(console: Any, model: nn.Module) -> None:
     console.print("A model that is larger than its device", style="bold")
     console.print(
         f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
-        f"parameters, random weights, {ROWS} rows a step. There are {DEVICES} devices, made of the CPU, with memory "
-        f"for {format_bytes(LIMIT)} each."
+        f"parameters, random weights, {ROWS} rows per step. Devices: {DEVICES}, simulated on the CPU, with "
+        f"{format_bytes(LIMIT)} of memory each."
     )
 
 
 def _compare(console: Any, needs: Needs) -> None:
     weights = format_bytes(needs.weights)
     rows = [
-        ["", "weights", "most on a device", f"device of {format_bytes(LIMIT)}"],
+        ["", "weights", "most per device", f"device of {format_bytes(LIMIT)}"],
         ["plain PyTorch", weights, format_bytes(needs.plain), "too small"],
-        ["through a pipeline", weights, format_bytes(needs.pipeline), "large enough"],
+        ["pipeline", weights, format_bytes(needs.pipeline), "large enough"],
     ]
     headings, *lines = table(rows, align="<>>", indent="")
     console.print(f"\n{headings}", style="bold")
     console.print("\n".join(lines))
     console.print(
-        "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
-        f"{needs.refusal} The pipeline keeps them on the host, and loads a few layers at a time.\n\n"
-        "For the comparison, plain training now uses the memory of the host. The pipeline splits the rows into "
-        "microbatches of 4, 3 and 3:"
+        "\nPlain PyTorch needs weights, gradients, Adam's state and all activations on the device, which runs out of "
+        f"memory: {needs.refusal} The pipeline keeps them in CPU memory, and loads a few layers at a time.\n\n"
+        "For the comparison, plain PyTorch now trains in CPU memory. The pipeline splits the rows into microbatches of "
+        "4, 3 and 3:"
     )
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
 
@@ -307,8 +307,8 @@ class _LimitedFootprint(Footprint):
         size, limit = self.alive - before, self.device.memory_limit
         if limit is not None and size and self.alive > limit:
             raise DeviceMemoryError(
-                f"{self.device.name} is out of memory: it holds {before} of {limit} bytes, "
-                f"and {size} more were asked for ({tuple(tensor.shape)}, {tensor.dtype})."
+                f"{self.device.name} is out of memory: it uses {before} of {limit} bytes, and {size} more were "
+                f"requested ({tuple(tensor.shape)}, {tensor.dtype})."
             )
 
 

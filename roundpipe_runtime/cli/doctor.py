@@ -162,7 +162,7 @@ def _described(device: torch.device) -> str:
 def _memory() -> list[Check]:
     free = host_memory_available()
     found = f"{format_bytes(free)} free; it moves {format_bytes(host_memory_rate())}/s"
-    remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan."
+    remedy = "The model, its gradients and the optimizer need this memory: see roundpipe plan."
     return [Check.of("host memory", found, free >= _LITTLE_MEMORY, remedy)]
 
 
@@ -184,11 +184,11 @@ def _threads() -> list[Check]:
     devices = 0 if accelerators() else 2
     line = ""
     if used > have:
-        line = f"More threads than cores wait for each other: OMP_NUM_THREADS={have}"
+        line = f"Use no more threads than cores: OMP_NUM_THREADS={have}"
     elif devices and used * devices > have and have > 1:
         line = f"{devices} virtual devices compute at the same time: OMP_NUM_THREADS={max(1, have // devices)}"
     elif not devices and 2 * used < have:
-        line = "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS"
+        line = "AdamW on the CPU is slow with few threads: unset OMP_NUM_THREADS"
     return [Check.of("threads", text, not line, line)]
 
 
@@ -331,7 +331,7 @@ def _link(device: torch.device, rates: DeviceRates) -> Check:
 
 def _streams(device: torch.device, rates: DeviceRates) -> Check:
     found = f"{rates.overlap:.0%} of a copy overlaps with a computation"
-    line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and end what else uses the device."
+    line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and stop other programs that use it."
     return Check.of(f"streams of {device}", found, rates.overlap >= _OVERLAPS, line)
 
 
@@ -344,7 +344,7 @@ def _events(device: torch.device, rates: DeviceRates) -> Check:
 
 def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
     tokens = rates.tokens_to_hide_transfers()
-    found = f"from {tokens:,.0f} tokens in a step on, a forward takes longer than the upload of its parameters"
+    found = f"from {tokens:,.0f} tokens per step on, a forward takes longer than copying its parameters to it"
     if memory is not None:  # parameters and gradients of 16 bits
-        found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion parameters of 16 bits stay there"
+        found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion 16-bit parameters fit on it"
     return Check(f"plan for {device}", "ok", found)

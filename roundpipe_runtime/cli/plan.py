@@ -51,8 +51,8 @@ class MachineOptions:
         str,
         option(
             "DEVICES",
-            "auto, virtual:N, or cuda:0,cuda:1 (which need not exist here). auto: all GPUs; without a GPU, it is "
-            "one of the size of --memory, or virtual:2.",
+            "auto, virtual:N, or cuda:0,cuda:1 (even if this machine has none). auto: all GPUs; without a GPU, one "
+            "device with --memory, or virtual:2.",
         ),
     ] = "auto"
     memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
@@ -140,8 +140,8 @@ class StepOptions:
             return machine
         if not folder.is_dir():
             raise UserError(
-                f"--host {self.host}: there is no folder {folder} here to measure. Name one, or a profile with the "
-                "rates of its disk: roundpipe doctor --disk DIR --machine FILE"
+                f"--host {self.host}: there is no folder {folder} to measure. Name an existing folder, or a profile "
+                "with the speed of its disk: roundpipe doctor --disk DIR --machine FILE"
             )
         rates = measure_disk(folder)
         return dataclasses.replace(machine, disk_read=rates.read, disk_write=rates.write)

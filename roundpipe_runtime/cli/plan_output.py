@@ -134,7 +134,7 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
         f"{dtype}, gradients and AdamW in {optim}" + ("" if update == "masters" else f", update {update}"),
     ]
     if "assumed" in report.hardware.origin.values():
-        lines.append("The devices are not here. Give their rates for better times: --bandwidth, --flops")
+        lines.append("These devices are not on this machine. Give their speed for better times: --bandwidth, --flops")
     return [*lines, *(f"Not split as requested, {reason}: {text}" for reason, text in training.cut.report.refused)]
 
 
@@ -249,9 +249,9 @@ def _experts(report: PlanReport) -> list[str]:
     if not whole:
         return []
     if expected == whole:
-        return [f"All {format_bytes(whole)} of experts go up in each pass: the tokens are routed to most of them."]
+        return [f"All {format_bytes(whole)} of experts are copied in each pass: the tokens are routed to most experts."]
     return [
-        f"At most {format_bytes(expected)} of {format_bytes(whole)} of experts are expected to go up in each pass.",
+        f"At most {format_bytes(expected)} of {format_bytes(whole)} of experts are expected to be copied in each pass.",
         "  Devices have room for all of them.",
     ]
 
@@ -272,7 +272,7 @@ def _memory(report: PlanReport) -> list[str]:
         ("parameters of the stage", worst.parameters),
         ("their gradients", worst.gradients),
         ("activations of a microbatch", worst.activations),
-        ("parameters that stay", worst.kept),
+        ("parameters that stay between steps", worst.kept),
         ("layers kept for backward", worst.staying),
         ("parameters of the next stage", worst.arriving),
         ("microbatches in transfer", worst.copies),
@@ -300,8 +300,8 @@ def _memory(report: PlanReport) -> list[str]:
 def _joined_loss(found: JoinedLoss) -> list[str]:
     device, host = format_bytes(found.device), format_bytes(found.host)
     return [
-        f"A loss of the whole batch takes {device} on a device and {host} more on the host.",
-        "  The first step finds out whether the loss needs the whole batch.",
+        f"If the loss needs the whole batch, it takes {device} on a device and {host} more on the host.",
+        "  The first step checks whether it does.",
     ]
 
 
@@ -356,9 +356,8 @@ def _time(report: PlanReport) -> list[str]:
         *_kept_instead(report, up),
         "Each part is busy for",
         *table(busy, align="<>"),
-        f"Computing hides transfers from {hidden:,.0f} tokens a step on; this step has {report.tokens:,}.",
-        f"  In forward stages {report.tokens_forward:,.0f} are enough, in backward stages "
-        f"{report.tokens_backward:,.0f}.",
+        f"With {hidden:,.0f} tokens per step or more, computing hides transfers; this step has {report.tokens:,}.",
+        f"  Forward stages need {report.tokens_forward:,.0f}, backward stages {report.tokens_backward:,.0f}.",
     ]
 
 
@@ -441,5 +440,5 @@ def _host_remedies(report: PlanReport) -> list[str]:
         narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
         lines.append(line("--optim-dtype same, less exact,", narrow))
     if report.disk is None:
-        lines.append("  With --host disk:DIR it holds a few layers, and a disk the rest.")
+        lines.append("  With --host disk:DIR the host holds a few layers, and the disk the rest.")
     return lines

@@ -69,8 +69,8 @@ def train(
     stdout, job = sys.stdout, tuning.Job()
     if step.host != HOST_IN_MEMORY and (job.size > 1 or step.replicas is not None):
         raise UserError(
-            f"--host {step.host} trains in one process, without groups. Start one, and leave --replicas out; or --host "
-            "memory"
+            f"--host {step.host} trains in one process, without groups. Start one process and leave --replicas out, or "
+            "use --host memory"
         )
     if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
@@ -229,7 +229,7 @@ def _say_end(
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To continue:")
         say(f"    {_to_go_on(argv, training.job)}")
         return
-    say(f"saved in {what.folder}, loaded from there and compared")
+    say(f"saved in {what.folder}; the saved weights were loaded and compared")
     losses = [record.loss for record in training.history if isinstance(record, tuning.StepRecord)]
     if files.plot is not None and losses:
         say(f"losses: {tuning.sparkline(losses)} {losses[0]:.4f} to {losses[-1]:.4f}, drawn into {files.plot}")

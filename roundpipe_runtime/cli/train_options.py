@@ -60,8 +60,8 @@ KeepParameters = Annotated[
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
     typer.Option(
-        help="How large vocabulary tables are copied to a device. auto: the embedding by rows, and the head in slices "
-        "if it does not fit; slices: always; whole: like other weights.",
+        help="How large embedding and head matrices are copied to a device. auto: the embedding by rows, and the head "
+        "in slices if it does not fit; slices: always; whole: like other weights.",
         rich_help_panel=_STEP,
     ),
 ]
@@ -69,9 +69,9 @@ LargeTables = Annotated[
 Update = Annotated[
     Literal["masters", "in_place", "in_backward"],
     typer.Option(
-        help="What AdamW updates: masters, copies in --optim-dtype; in_place, the weights themselves, which get that "
-        "type; in_backward, the same during the backward pass, so that gradients need no room (no --clip, no "
-        "--accumulate). The results are the same.",
+        help="What AdamW updates. masters: copies in --optim-dtype; in_place: the weights themselves, converted to "
+        "--optim-dtype; in_backward: like in_place, during the backward pass, which frees each gradient at once (no "
+        "--clip, no --accumulate). The results are the same.",
         rich_help_panel=_STEP,
     ),
 ]
@@ -86,7 +86,7 @@ Quantize = Annotated[
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
     typer.Option(
-        help="Train in the integers that yobx-flatten export --quantize keep stores; --lora is added before rounding.",
+        help="Quantization-aware training, for yobx-flatten export --quantize keep; --lora is added before rounding.",
         rich_help_panel=_RATE,
     ),
 ]
@@ -211,7 +211,7 @@ class TextOptions:
         option(
             "DIR",
             "Folder or GGUF file of a tokenizer, or the word bytes (default: the model's own; bytes for random weights "
-            "without one).",
+            "without a tokenizer).",
             _TEXT,
         ),
     ] = None
@@ -223,10 +223,10 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if self.chat and self.text:
-            raise UserError("--text and --chat are two kinds of data. Leave one out")
+            raise UserError("--text and --chat exclude each other. Leave one out")
         for name, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
             if is_given and not self.chat:
-                raise UserError(f"{name} is about conversations. Name them: --chat FILE")
+                raise UserError(f"{name} applies to conversations only. Name a file of them: --chat FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,7 +344,7 @@ class FileOptions:
         float,
         option(
             "SECONDS",
-            "Under torchrun: after how long a stopped process (SIGSTOP) is ended, and the training with it.",
+            "With torchrun: time after which a stopped process (SIGSTOP) is killed, which ends the training.",
             _STEP,
             min=1.0,
         ),
@@ -412,8 +412,8 @@ def settings_of(
     # report_to: additional targets of the Trainer's logs
     if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
         raise UserError(
-            "--update in_backward steps each layer in the backward of its batch, before the norm of all gradients or "
-            "the next batch is known. Add: --clip 0 --accumulate 1; or use: --update in_place"
+            "--update in_backward updates each layer during the backward pass, so gradients cannot be clipped by their "
+            "total norm or accumulated. Add: --clip 0 --accumulate 1; or use: --update in_place"
         )
     return Settings(
         batch=step.batch,
@@ -443,7 +443,7 @@ def settings_of(
 def check_update(update: str, host: str) -> None:
     """Refuse an update of the weights themselves on a disk."""
     if update != "masters" and host != HOST_IN_MEMORY:
-        raise UserError(f"--update {update} trains in memory. Leave --host {host} out")
+        raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
 
 
 def check_quantize(kind: str, lora: str | None) -> None:

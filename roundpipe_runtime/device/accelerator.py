@@ -294,7 +294,7 @@ class AcceleratorDevice:
 
     def synchronize(self) -> None:
         """Wait for all streams."""
-        with noting(f"While the work of {self.name} was awaited."):
+        with noting(f"This happened while waiting for the work of {self.name}."):
             self._end().synchronize()
 
     def clock(self) -> EventClock:

@@ -29,7 +29,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
     # timeout: seconds to wait for it. Default: as long as it takes.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
-        raise TimeoutError(f"The CPU's random generator was in use for {timeout} s.")
+        raise TimeoutError(f"Another thread used the CPU's random generator for {timeout} s.")
     try:
         inside = _INSIDE.set(threading.RLock())
         try:

@@ -55,7 +55,7 @@ class Device(Protocol):
         """
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a parameter of which :meth:`copy_rows_in` copies some rows."""
+        """Return memory for a parameter; :meth:`copy_rows_in` then copies some of its rows."""
 
     def copy_rows_in(
         self,
@@ -78,7 +78,7 @@ class Device(Protocol):
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a tensor of the host with some rows of a tensor that is not written any more, and zero elsewhere.
+        """Return a host tensor with copies of some rows, and zeros elsewhere; nothing may write the source any more.
 
         Args:
             tensor: tensor of the device.
@@ -108,14 +108,14 @@ class Device(Protocol):
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current for the code of a layer, after all copies so far.
+        """Make this device current while a layer runs; wait for all copies so far.
 
         Args:
             after: event at which the copies of parameters are complete. Default: all copies.
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead.
+        """Run one stage on the device, from copying its parameters to releasing them; wait for room first.
 
         Args:
             nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
@@ -129,10 +129,10 @@ class Device(Protocol):
         """Wait until all copies and computations so far have ended."""
 
     def clock(self) -> Clock:
-        """Return the clock by which a run measures the work of this device."""
+        """Return the clock that measures how long this device works."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check that these tensors can be read now on this device, if the device checks at all."""
+        """In check mode, check that this device can read these tensors now."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release tensors that will not be read again."""

@@ -93,7 +93,7 @@ class VirtualDevice:
 
     @property
     def allocated(self) -> int:
-        """Bytes of copies that the device holds now."""
+        """Bytes that are allocated on the device now."""
         with self._lock:
             return sum(size for size, _ in list(self._held.values()))
 
@@ -104,8 +104,8 @@ class VirtualDevice:
             before = self.allocated
             if before + size > self.memory_limit:
                 raise DeviceMemoryError(
-                    f"{self.name} is out of memory: it holds {before} of {self.memory_limit} bytes, "
-                    f"and {size} more were asked for ({tuple(like.shape)}, {like.dtype})."
+                    f"{self.name} is out of memory: it uses {before} of {self.memory_limit} bytes, and {size} more "
+                    f"were requested ({tuple(like.shape)}, {like.dtype})."
                 )
             self.peak = max(self.peak, before + size)
         tensor = torch.empty_like(like, requires_grad=False)
@@ -120,7 +120,7 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor. An event that has not passed is waited for, or refused in check mode.
+        """Return a copy of a host tensor. Wait for its event; in check mode, refuse an event that has not passed.
 
         Args:
             tensor: host tensor.
@@ -153,7 +153,7 @@ class VirtualDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a host tensor at once.
+        """Copy rows of a host tensor immediately.
 
         Args:
             target: memory of the device.
@@ -169,7 +169,7 @@ class VirtualDevice:
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a tensor of the host with some rows, complete at once, and zero elsewhere.
+        """Return a host tensor with copies of some rows, and zeros elsewhere.
 
         Args:
             tensor: tensor of the device.
@@ -187,13 +187,13 @@ class VirtualDevice:
         return host, NOW
 
     def arrival(self) -> Event:
-        """Return an event that has passed: copies are complete at once."""
+        """Return an event that has passed: copies complete immediately."""
         return NOW
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, complete at once.
+        """Return a copy on the host, which is complete immediately.
 
         Args:
             tensor: tensor of the device.

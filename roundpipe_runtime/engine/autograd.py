@@ -62,7 +62,7 @@ def check_not_transformed() -> None:
     if transforms_are_active():
         raise StageError(
             "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...) or forward-mode AD: its layers run "
-            "on devices and in other threads. Go backward through its output:\n"
+            "on devices and in other threads. Differentiate its output:\n"
             "    loss = loss_fn(pipeline(x), y)\n"
             "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
             "or transform the model itself, pipeline.model."

@@ -122,8 +122,8 @@ def check_leaves(
         owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is parameter), None)
         if owner is not None:
             raise StageError(
-                f"{layer.title} computes with {owner[0]!r} of {owner[1]}. Its gradient would be wrong: the backward of "
-                "a layer reaches its own parameters only. The same parameter may belong to both:\n"
+                f"{layer.title} uses {owner[0]!r} of {owner[1]}. The parameter's gradient would be wrong, because the "
+                "backward of a layer reaches its own parameters only. Register the parameter in both layers:\n"
                 "    layer.other = parameter"
             )
         names = [
@@ -160,8 +160,8 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
 
 def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
     raise StageError(
-        f"A tensor left {title} as an attribute or in a hook, and not as an output. Its gradient would be lost: the "
-        "backward of a layer begins at its outputs. Also return the tensor:\n    return outputs, auxiliary_loss"
+        f"A tensor left {title} as an attribute or in a hook, not as an output. Its gradient would be lost, because "
+        "the backward of a layer begins at its outputs. Also return the tensor:\n    return outputs, auxiliary_loss"
     )
 
 

@@ -98,7 +98,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineProgress:
-    """The progress of a pipeline, in addition to its parameters and buffers.
+    """The training progress of a pipeline, which a checkpoint stores with its parameters and buffers.
 
     Attributes:
         runs: Number of completed runs, from which the seeds of random layers are derived.

@@ -76,7 +76,7 @@ class RoundPipeRunConfig:
                 raise ConfigError(f"RoundPipeRunConfig: {name} must be {expected}, found {value!r}.")
 
     def over(self, defaults: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return this configuration, with ``None`` fields filled from another one.
+        """Return this configuration, with ``None`` fields filled from another configuration.
 
         >>> model = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
         >>> merged = RoundPipeRunConfig(num_microbatch=4).over(model)

@@ -55,8 +55,8 @@ _FEW, _SEVERAL = 3, 4
 _TRIALS = 3
 
 _HAS_STATE = (
-    "A layer keeps a state from call to call, in an attribute or a buffer, that its outputs depend on. Each microbatch "
-    "is a call, as in a loop over microbatches, so results depend on their number. For one call per batch:\n"
+    "The outputs of a layer depend on an attribute or a buffer that its earlier calls changed. Each microbatch is a "
+    "call, so results depend on the number of microbatches. For one call per batch:\n"
     "    RoundPipeRunConfig(num_microbatch=1)"
 )
 

@@ -531,11 +531,11 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:
             raise StageError(
-                f"{title} writes its input number {number} in place, of shape {tuple(shared[number].shape)}. It shares "
-                f"memory with number {other}, as {shared[number].layer} returned them, and between layers each becomes "
-                "a separate tensor: the write would not reach the other one. Return one of them, and take the view in "
-                "the layer that writes:\n    first = tokens[:, 0]\nOr write to a copy, if that is meant:\n    first = "
-                "first + prompt"
+                f"{title} writes its input number {number} in place, of shape {tuple(shared[number].shape)}. "
+                f"{shared[number].layer} returned it as a view of the same memory as input number {other}, but between "
+                "layers they become separate tensors, so the write would not reach the other one. Return one of them, "
+                "and take the view in the layer that writes:\n    first = tokens[:, 0]\nOr, if only one of them "
+                "should change, write to a copy:\n    first = first + prompt"
             )
 
 

@@ -82,7 +82,7 @@ class LayerFootprint:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the buffers. A layer that has some is copied to the device anew for its backward."""
+        """Size of the buffers. A layer with buffers is copied to the device again for its backward."""
         return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 

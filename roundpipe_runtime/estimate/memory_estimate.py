@@ -58,7 +58,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         of_stage = self.parameters + self.gradients + self.activations
         return of_stage + self.staying + self.arriving + self.copies + self.kept
 
@@ -87,7 +87,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         trained = self.parameters + self.gradients + self.masters + self.optimizer
         return trained + self.activations + self.reference
 

@@ -51,7 +51,7 @@ class StepPlan:
 
     @property
     def expert_bytes(self) -> tuple[int, int]:
-        """Bytes of all experts, and the expected bytes that a pass through the layers uploads.
+        """Bytes of all experts, and the expected bytes that one pass copies to devices.
 
         It is that of tokens that are routed evenly. At most all experts are uploaded, and devices have room for them.
         """
@@ -65,7 +65,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step for a number of devices, which limits the copies of the last stage.
+        """Return this step for a number of devices; the last stage has at most one copy per device.
 
         Args:
             num_devices: number of devices.
@@ -75,7 +75,7 @@ class StepPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
 
     def share_bytes(self, stage: Stage) -> int:
-        """Return the bytes of one microbatch's gradients, which a copy of the stage sends to the last copy.
+        """Return the bytes of gradients that a copy of the stage sends to the last copy, per microbatch.
 
         Args:
             stage: stage of this plan.
@@ -83,7 +83,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of parts of tables that one microbatch copies to the device and back.
+        """Return the bytes of table slices that one microbatch copies to the device and back.
 
         Args:
             stage: stage of this plan.

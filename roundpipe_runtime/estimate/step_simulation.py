@@ -238,7 +238,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes that a step stores on a disk, and those that it reads and writes there."""
+    """The bytes that a step stores on a disk, reads from it and writes to it."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # what is in the memory of the host instead: a few layers, and activations
@@ -259,7 +259,7 @@ class DiskUse:
         return self.written_in_run + self.written_in_step
 
     def seconds(self, machine: Hardware, read: int, written: int) -> float:
-        """Return the seconds in which the disk reads and writes so many bytes, which it does at the same time.
+        """Return the seconds that the disk needs to read and write these bytes, both at the same time.
 
         Args:
             machine: devices and host, with the rates of the disk.

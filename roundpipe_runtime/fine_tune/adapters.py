@@ -206,14 +206,14 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     others = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
     if others:
         raise ConfigError(
-            f"quantize_aware: integers times scales are exact in float32, and {type(model).__name__} has weights of "
-            f"{others[0]}: model.float(), or --dtype float32"
+            f"quantize_aware: only float32 can represent integers times scales exactly, but {type(model).__name__} has "
+            f"weights of {others[0]}. Use model.float(), or --dtype float32"
         )
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:
         raise ConfigError(
             f"quantize_aware: {type(model).__name__} has no nn.Linear in a list of layers with a multiple of {_BLOCK} "
-            "inputs. Train it without --quantize-aware, and round the file: yobx-flatten export --quantize int4"
+            "inputs. Train without --quantize-aware, and quantize the file: yobx-flatten export --quantize int4"
         )
     targets = () if lora is None else lora.targets
     check_targets(model, targets)

@@ -142,8 +142,8 @@ def read_chats(
     largest = max((max(one.ids) for one in found if one.ids), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise FineTuneError(
-            f"The model has a vocabulary of {vocab_size}, and the tokenizer {tokenizer.name} makes the token "
-            f"{largest}. It belongs to another model."
+            f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
+            f"{largest}. Use the model's tokenizer: --tokenizer DIR"
         )
     return make_chat_rows(found, length=length, packed=packed, eval_share=eval_share, seed=seed)
 
@@ -179,9 +179,9 @@ def make_chat_rows(
         found = f"None of {len(conversations)} conversations has an answer"
         if longest <= length:
             raise FineTuneError(
-                f"{found} with a token that counts: the chat template marks none. Take another template"
+                f"{found} with a trained token: the chat template marks none. Use another --chat-template"
             )
-        raise FineTuneError(f"{found} in its first {length} tokens. Make the rows longer: --length {longest}")
+        raise FineTuneError(f"{found} in its first {length} tokens. Use longer rows: --length {longest}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
         raise FineTuneError("There is only one row of conversations, so none can be held out: --eval-share 0")
@@ -236,6 +236,6 @@ def check_packing(model: nn.Module) -> None:
     """Refuse a model in which a conversation attends to the previous one in its row."""
     if not keeps_texts_apart(model):  # what it learnt would be another thing
         raise FineTuneError(
-            f"{type(model).__name__} lets a conversation see the one before it in its row, so conversations cannot be "
+            f"{type(model).__name__} lets a conversation see the previous one in its row, so conversations cannot be "
             "packed. Leave --pack out"
         )

@@ -115,7 +115,7 @@ class Encoder:
         is_there = len(text) > _SHORT and whole.count(text) >= times  # as it stands, so it need not be tried
         if text and not is_there and self._is_alike(conversation, number, {**message, "content": f"{text}?"}, whole):
             raise FineTuneError(
-                f"{place}: the chat template of {self.name} leaves it out. Take another template: --chat-template "
+                f"{place}: the chat template of {self.name} leaves it out. Use another template: --chat-template "
                 "template.jinja; or leave the message out"
             )
         unread = [
@@ -135,8 +135,8 @@ class Encoder:
 
     def _refused(self, place: str, unread: Sequence[str]) -> FineTuneError:
         return FineTuneError(
-            f"{place} has {', '.join(map(repr, unread))}, which the chat template of {self.name} does not read, so "
-            f"nothing would learn it. Leave it out: --ignore-fields {','.join(unread)}"
+            f"{place} has {', '.join(map(repr, unread))}, which the chat template of {self.name} does not use, so the "
+            f"model would not learn from it. Ignore it: --ignore-fields {','.join(unread)}"
         )
 
     def _text(self, prompt: str, completion: str) -> ChatTokens:
@@ -167,8 +167,8 @@ class Encoder:
                 ids_before = self._ids(another, 1)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise FineTuneError(
-                    f"{conversation.place}: the chat template of {self.name} writes earlier messages in another way "
-                    "when more follow, so its answers cannot be found. Mark them in your own template with "
+                    f"{conversation.place}: the chat template of {self.name} formats earlier messages differently when "
+                    "more follow, so its answers cannot be found. Mark them in your own template with "
                     "{% generation %} and {% endgeneration %}: --chat-template template.jinja"
                 )
             start = _common(ids_before, ids)
@@ -187,7 +187,7 @@ class Encoder:
         if tokenize:
             options["return_dict"] = True
         messages = list(conversation.messages[:count])
-        refused = f"{conversation.place}: the chat template of {self.name} does not take it"
+        refused = f"{conversation.place}: the chat template of {self.name} rejects it"
         first = next((message["role"] for message in messages if message["role"] != "system"), None)
         advice = ""
         if first == "assistant":
@@ -302,7 +302,7 @@ def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         yield from saved_rows(path)
         return
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
-        raise FineTuneError(f"{path} holds no conversations, as it does not end in .jsonl or .json. {_FORMS}")
+        raise FineTuneError(f"{path} is not read as conversations: its name does not end in .jsonl or .json. {_FORMS}")
     check_encoding(path)
     if path.suffix.lower() == ".json" and _begins_a_list(path):
         try:

@@ -141,7 +141,7 @@ def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
     if is_request:
         return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all
     lines = "\n".join(f"    {line}" for line in text.splitlines())
-    return DistributedError(f"Rank {rank} failed. There:\n{lines}")
+    return DistributedError(f"Rank {rank} failed. Its error:\n{lines}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -202,11 +202,11 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     folder = file.parent if path.is_dir() else None
     has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
     if folder is not None and not has_weights and (held := sorted(folder.glob(f"*{GGUF}"))):
-        raise FineTuneError(f"{name} holds {held[0].name}. Name that file: {held[0]}")
+        raise FineTuneError(f"{name} contains {held[0].name}. Name that file: {held[0]}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
-            raise FineTuneError(f"{name} holds adapters and no model. Merge them into their model, and name that.")
-        raise FineTuneError(f"{name} holds no config.json. {_FIX}")
+            raise FineTuneError(f"{name} contains adapters but no model. Merge them into their model first.")
+        raise FineTuneError(f"{name} contains no config.json. {_FIX}")
     _transformers()
     config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
     return ModelSource(str(name), _causal(config, str(name)), folder, has_weights)
@@ -217,7 +217,7 @@ def _causal(config: Any, name: str) -> Any:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise FineTuneError(
-            f"{name} is a model of type {config.model_type!r}, which transformers has no causal language model for. "
+            f"{name} is a model of type {config.model_type!r}, for which transformers has no causal language model. "
             "Train it with RoundPipeTrainer."
         )
     return config
@@ -312,8 +312,8 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
         return _from_folder(source.folder)
     if name is None and source.has_weights:
         raise FineTuneError(
-            f"{source.name} holds weights and no tokenizer. Put its tokenizer files there, or name their folder, or "
-            "read bytes: --tokenizer bytes"
+            f"{source.name} contains weights but no tokenizer. Add its tokenizer files, name a folder that has them "
+            "(--tokenizer DIR), or train on bytes: --tokenizer bytes"
         )
     made = ByteTokenizer()
     if made.vocab_size > source.vocab_size:
@@ -333,7 +333,7 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     if not folder.is_dir() and not is_gguf:
         raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
     if not is_gguf and not _has_tokenizer(folder):
-        raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
+        raise FineTuneError(f"{folder} contains no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
     found = open_tokenizer(folder, failure=FineTuneError)
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))
 

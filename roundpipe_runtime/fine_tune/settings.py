@@ -185,8 +185,8 @@ class Settings(BatchSettings, LearningSettings):
         check_host(self.host)
         if self.update == "in_backward" and (self.clip or self.accumulate > 1):
             raise ConfigError(
-                'update="in_backward" steps each layer in the backward of its batch, before the norm of all gradients '
-                f"or the next batch is known; found clip={self.clip:g} and accumulate={self.accumulate}. Write "
+                'update="in_backward" updates each layer during the backward pass, so gradients cannot be clipped by '
+                f"their total norm or accumulated; found clip={self.clip:g} and accumulate={self.accumulate}. Write "
                 'clip=0, accumulate=1, or keep the gradients: update="in_place"'
             )
 

@@ -51,7 +51,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
-        raise FineTuneError("No text was named: --text FILE, or conversations: --chat FILE")
+        raise FineTuneError("Name a text (--text FILE) or conversations (--chat FILE).")
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
@@ -90,7 +90,7 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
     wanted = (*_PLAIN[1:], *_LINES)
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in wanted]
     if not files:
-        raise FineTuneError(f"{folder} holds no text: no file in it ends in {', '.join(wanted)}.")
+        raise FineTuneError(f"{folder} contains no text: no file in it ends in {', '.join(wanted)}.")
     return files
 
 
@@ -103,7 +103,7 @@ def check_encoding(path: pathlib.Path) -> None:
     if found is None and sum(zeros) > len(begin) // 4:
         found = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE"
     if found is not None:
-        raise FineTuneError(f"{path} is text in {found}, or not text. Write it in UTF-8: {_iconv(found, path)}")
+        raise FineTuneError(f"{path} is not UTF-8, but perhaps {found}. Convert it: {_iconv(found, path)}")
 
 
 def _iconv(encoding: str, path: pathlib.Path) -> str:
@@ -127,7 +127,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
                 held.append(rest)
         except UnicodeDecodeError as error:
             raise FineTuneError(
-                f"{path} is not text in UTF-8 ({error.reason}). If it is text in Latin-1: {_iconv('LATIN1', path)}"
+                f"{path} is not UTF-8 ({error.reason}). If it is Latin-1, convert it: {_iconv('LATIN1', path)}"
             ) from error
     if rest := "".join(held):
         yield rest
@@ -169,9 +169,9 @@ def _checked(row: dict[str, Any], field: str, place: str) -> str:
         )
     if not isinstance(text, str):
         if field in row:
-            raise FineTuneError(f"{place} has a {type(text).__name__} in {field!r}, which is not text: --field NAME")
+            raise FineTuneError(f"{place} has no text in {field!r}, but a {type(text).__name__}: --field NAME")
         found = ", ".join(row) or "nothing"
-        raise FineTuneError(f"{place} has no text in {field!r}. It has {found}: --field NAME")
+        raise FineTuneError(f"{place} has no text in {field!r}. Its fields: {found}. Name one: --field NAME")
     return text.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
 
 
@@ -347,8 +347,8 @@ def read_blocks(
     largest = int(tokens.max())
     if vocab_size is not None and largest >= vocab_size:
         raise FineTuneError(
-            f"The model has a vocabulary of {vocab_size}, and the tokenizer {tokenizer.name} makes the token "
-            f"{largest}. It belongs to another model."
+            f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
+            f"{largest}. Use the model's tokenizer: --tokenizer DIR"
         )
     return make_blocks(tokens, length=length, eval_share=eval_share, seed=seed)
 

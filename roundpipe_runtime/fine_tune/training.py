@@ -147,7 +147,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Round the parameters to the dtypes that they had before the training, in the block, as for saving."""
+        """Context manager that rounds the parameters to the dtypes that they had before the training, as for saving."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -170,7 +170,7 @@ class Training:
         return record
 
     def close(self) -> None:
-        """End the threads. The model keeps the trained weights, the state of the optimizer is discarded."""
+        """End the threads. The model keeps the trained weights; the optimizer's state is discarded."""
         self.pipeline.synchronize()
         self.pipeline.close()
         self.optimizer.state.clear()

@@ -264,7 +264,7 @@ def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[i
     axis = apart[0] if apart else int(is_one_sequence)
     if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
         raise JoinError(
-            f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Say how to join outputs:\n"
+            f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Join outputs by a function:\n"
             "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     return torch.cat(list(tensors), dim=axis)

@@ -194,7 +194,7 @@ class CutModel(RoundPipe):
         # whose: origin of the loss. Default: the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
-            f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
+            f"the last layer and the loss run once for the whole batch, on joined outputs of earlier layers{held}"
             if proof.way == "joined"
             else "such batches run in one microbatch"
         )
@@ -210,10 +210,9 @@ class CutModel(RoundPipe):
         self.synchronize()  # a background step would change weights between two calls
         if keeps_texts_apart(self._rp_cut.model) is False:
             warn(
-                f"{type(self._rp_cut.model).__name__} carries its state from one text to the next in a row: packed "
-                "rows, whose position_ids begin again, have other losses than separate texts. Give each text its "
-                "own row:"
-                '\n    tokenizer(texts, padding=True, return_tensors="pt")',
+                f"{type(self._rp_cut.model).__name__} passes its state from one text to the next in a row, so packed "
+                "rows, in which position_ids restart, have different losses than separate texts. Give each text its "
+                'own row:\n    tokenizer(texts, padding=True, return_tensors="pt")',
                 RoundPipeWarning,
             )
 
@@ -254,7 +253,7 @@ class CutModel(RoundPipe):
         """Complete arguments and configuration of a call with a cache, which stays on the host."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
-                "A cache works without gradients only, as the recomputation of layers would write it twice:\n"
+                "A cache works without gradients only, because recomputed layers would write to the cache twice:\n"
                 "    with torch.no_grad(): model(..., use_cache=True)"
             )
         name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
@@ -269,6 +268,6 @@ class CutModel(RoundPipe):
         joined = functools.partial(merge_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
-            raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
+            raise ConfigError("With a cache, split_input must be a function, which also splits the cache.")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
         return {**kwargs, name: HeldCache(cache)}, config

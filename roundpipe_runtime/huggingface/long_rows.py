@@ -171,8 +171,8 @@ class LongRows:
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
-                f"{type(module).__name__} sees {window} tokens of a row of {total}: LongRows splits rows for attention "
-                "to all tokens only. Train this model with wrap_model_to_roundpipe, which is enough for such rows."
+                f"{type(module).__name__} attends to {window} tokens of a row of {total}, but LongRows supports "
+                "attention to all tokens only. Train this model with wrap_model_to_roundpipe."
             )
         strange = [
             name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)
@@ -180,7 +180,7 @@ class LongRows:
         if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
             found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
             raise ConfigError(
-                f"{type(module).__name__} attends with {found}, which LongRows cannot cut over processes."
+                f"{type(module).__name__} attends with {found}, which LongRows cannot split over processes."
             )
         queries, keys, values = (self._exchange.to_heads(tensor) for tensor in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(
@@ -260,8 +260,8 @@ def _check_heads(model: nn.Module, size: int) -> None:
     keys = getattr(config, "num_key_value_heads", None) or heads or 0
     if not heads or heads % size or keys % size:
         raise ConfigError(
-            f"{type(model).__name__} has {heads} heads of queries and {keys} of keys and values, which {size} "
-            "processes cannot share. Start a number of processes that divides both."
+            f"{type(model).__name__} has {heads} query heads and {keys} key/value heads, which {size} processes cannot "
+            "share. Start a number of processes that divides both."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
@@ -283,9 +283,9 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
         return
     padded = mask == 0
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
-        raise ConfigError('Rows are padded on the left. LongRows takes padding on the right: padding_side="right".')
+        raise ConfigError('Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".')
     if bool((batch["labels"][padded] != _IGNORED).any()):
-        raise ConfigError("Labels of padding count in this batch. Set them to -100: labels[attention_mask == 0] = -100")
+        raise ConfigError("Labels of padding would count. Set them to -100: labels[attention_mask == 0] = -100")
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange

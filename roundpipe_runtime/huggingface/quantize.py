@@ -125,8 +125,8 @@ class _Weights:
         found = self._read(name).detach()
         if found.shape != parameter.shape:
             raise ConfigError(
-                f"quantize_frozen: weights({name!r}) has shape {tuple(found.shape)}, and {tuple(parameter.shape)} is "
-                "the shape of that weight."
+                f"quantize_frozen: weights({name!r}) has shape {tuple(found.shape)}, but that weight has shape "
+                f"{tuple(parameter.shape)}."
             )
         return found
 

@@ -109,7 +109,7 @@ class WrappedModel(CutModel):
         return super().forward(*args, roundpipe_run_config=one, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model does, through the pipeline; on the host, if a trial before the first call fails.
+        """Generate like the model, through the pipeline; on the host, if a trial before the first call fails.
 
         Args:
             *args: positional arguments of the model's ``generate``.
@@ -163,7 +163,7 @@ class WrappedModel(CutModel):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
-        """Run forward, loss and backward in one go, and return the loss.
+        """Run forward, loss and backward, and return the loss.
 
         A model with labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns this loss, or
         a multiple of it, gives the loss and the gradient of the whole batch, for any split.
@@ -295,7 +295,7 @@ class WrappedModel(CutModel):
         return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize the token embeddings as the model does, while no optimizer has copies of them.
+        """Resize the token embeddings like the model; refuse if an optimizer has copies of them.
 
         Args:
             *args: positional arguments of the model's ``resize_token_embeddings``.
@@ -336,14 +336,14 @@ class WrappedModel(CutModel):
 def _check_no_cache(kwargs: Kwargs) -> None:
     if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
         names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
-        raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
+        raise ConfigError(f"forward_backward returns no cache: leave {names} out.")
 
 
 def _check_merge(config: RoundPipeRunConfig) -> None:
     if config.merge_output not in (None, True):
         raise ConfigError(
-            "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
-            "Leave merge_output= out."
+            "The model has an auxiliary loss over all rows, which needs the default way to join outputs. Leave "
+            "merge_output= out."
         )
 
 

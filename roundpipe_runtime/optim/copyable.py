@@ -62,7 +62,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
         return _reason_trained(parameter)
     if not is_composite(parameter):
         hidden = _hidden_tensors(parameter)
-        return f"which keeps tensors in its attribute {hidden!r}, where they are not found." if hidden else None
+        return f"which stores tensors in its attribute {hidden!r}, and a copy would miss them." if hidden else None
     kind = (type(owner), type(parameter), tuple((part.dtype, part.dim()) for part in parts_of([parameter])))
     if kind in proved or any(part.is_meta for part in parts_of([parameter])):
         return None
@@ -80,7 +80,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
 
 
 def _reason_trained(parameter: nn.Parameter) -> str | None:
-    why = "A device gets the scales of frozen weights only, so train adapters, or all weights without quantization."
+    why = "Quantized weights must be frozen. Train adapters, or all weights without quantization."
     if is_wrapper(parameter):
         return result_or(
             lambda: _copy(parameter),
@@ -90,7 +90,7 @@ def _reason_trained(parameter: nn.Parameter) -> str | None:
             ),
         )
     hidden = _hidden_tensors(parameter)
-    return f"which keeps tensors in its attribute {hidden!r}, and it trains. {why}" if hidden else None
+    return f"which stores tensors in its attribute {hidden!r}, and it trains. {why}" if hidden else None
 
 
 def _copy(parameter: nn.Parameter) -> None:
@@ -117,7 +117,7 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
     if len(before) != len(after) or not all(map(_is_equal, after, before)):
         return "which has different values when it is rebuilt from copies of its tensors."
     if _reached(vars(copy)) & _reached(vars(parameter)):
-        return "which keeps tensors where they are not found, so a copy would read those of the host."
+        return "which stores tensors where the pipeline does not find them, so a copy would read those of the host."
     given = _input_of(owner, parameter)
     return None if given is None else _other_output(owner, parameter, given)
 
@@ -174,7 +174,7 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
             found = type(owner).forward(owner, given)
         finally:
             owner._parameters.update(own)
-    return None if _is_equal(found, expected) else f"with a copy of which {type(owner).__name__} computes other values."
+    return None if _is_equal(found, expected) else f"with whose copy {type(owner).__name__} computes different values."
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

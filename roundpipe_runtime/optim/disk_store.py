@@ -72,9 +72,9 @@ class DiskStore(ParameterStore):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter.numel() and not _can_move(parameter):
                 raise ConfigError(
-                    f'host="disk:{self.memory.folder}": {name!r} is trained, and is a {type(parameter.data).__name__} '
-                    f"{tuple(parameter.shape)} of {parameter.device} that cannot be in a file as it is. Train in "
-                    'memory:\n    RoundPipe(model, host="memory")'
+                    f'host="disk:{self.memory.folder}": {name!r} is trainable, but a {type(parameter.data).__name__} '
+                    f"{tuple(parameter.shape)} on {parameter.device} cannot be stored in a file. Train in memory:\n    "
+                    'RoundPipe(model, host="memory")'
                 )
 
     def _bytes_needed(self) -> int:

@@ -76,8 +76,8 @@ class InBackwardStore(ParameterStore):
         if held.isdisjoint(map(id, parameters)):
             return None
         return (
-            'update="in_backward" has stepped each layer when its gradient came, so nothing is left to clip. Keep the '
-            f"gradients until the step:\n    {_IN_PLACE}"
+            'update="in_backward" has stepped each layer as soon as its gradient was computed, so nothing is left to '
+            f"clip. Keep the gradients until the step:\n    {_IN_PLACE}"
         )
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ class InBackwardStore(ParameterStore):
         if self._not_called:
             raise ConfigError(
                 f'update="in_backward": {type(next(iter(self._not_called))).__name__}.step() was not called after the '
-                "last forward_backward, which has stepped already: gradients of two calls cannot be added. Call it "
-                "after each, and cut larger batches into more microbatches instead:\n"
+                "last forward_backward, which has stepped already, so gradients of two calls cannot be added. Call "
+                "step() after each, and split larger batches into more microbatches instead:\n"
                 "    RoundPipeRunConfig(num_microbatch=...)"
             )
         trained = [p for layer in contents for p in layer.parameters() if p.requires_grad]
@@ -108,7 +108,7 @@ class InBackwardStore(ParameterStore):
         for parameter in trained:
             reason = ""
             if holders[id(parameter)] != 1:
-                reason = f"{holders[id(parameter)]} of the optimizers hold it: freeze it, or give it to one"
+                reason = f"{holders[id(parameter)]} optimizers contain it: freeze it, or give it to one optimizer"
             elif is_watched(parameter):
                 reason = "it has a hook, which would see no gradient: remove the hook"
             elif parameter.grad is not None:
@@ -136,8 +136,8 @@ class InBackwardStore(ParameterStore):
         steps = self._current
         if steps is None:
             raise StageError(
-                'update="in_backward" steps in forward_backward, and this is the backward of a forward, whose loss was '
-                f"computed of all outputs. Use forward_backward with a loss of microbatches, or:\n    {_IN_PLACE}"
+                'update="in_backward" steps in forward_backward, but backward() was called on outputs of a forward. '
+                f"Use forward_backward with a loss of microbatches, or:\n    {_IN_PLACE}"
             )
         coming = dict(gradients)
         gradients.clear()
@@ -201,7 +201,7 @@ class InBackwardStore(ParameterStore):
     def _damage(self) -> str:
         return (
             f'update="in_backward" had stepped layers {min(self._stepped)} to {max(self._stepped)} when the run '
-            "failed, and those before them not. Go back to the last checkpoint:\n"
+            "failed, but not the layers before them. Go back to the last checkpoint:\n"
             "    load_checkpoint(folder, model, optimizer=optimizer)"
         )
 
@@ -262,8 +262,8 @@ def _watch_scalers() -> None:
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.is_enabled() and any(store.is_stepping for store in list(_STORES)):
             raise ConfigError(
-                f'update="in_backward" steps with gradients as they come, so {type(self).__name__} could not divide '
-                f"them by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
+                f'update="in_backward" steps as soon as a gradient is computed, so {type(self).__name__} could not '
+                f"divide gradients by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
             )
         return plain(self, outputs)
 

@@ -71,7 +71,7 @@ class GradScaler(_GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def scale(self, outputs: Any) -> Any:
-        """Return losses times the scale. A scale that a step in the background sets for this run is waited for."""
+        """Return losses times the scale. Wait if a background step sets the scale of this run."""
         wait_for_updates(lambda runner: runner.is_exact)
         return super().scale(outputs)
 
@@ -261,8 +261,8 @@ class StepRunner:
             if ahead is not None and not ahead.is_ahead:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
-                f"A function given to {self._call()} called the pipeline, which waits for that function. Call only "
-                "the optimizer in it. An optimizer that calls the model, like LBFGS, must step at once:\n"
+                f"A function given to {self._call()} called the pipeline, which waits for that function. Call only the "
+                "optimizer in the function. An optimizer that calls the model, like LBFGS, must step at once:\n"
                 "    model.step(step_fn)"
             )
         if update is None:

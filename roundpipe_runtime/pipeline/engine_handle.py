@@ -53,7 +53,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def host(self) -> str:
-        """Where the host stores the state of the training: ``"memory"``, or ``"disk:DIR"``."""
+        """Where weights, gradients and optimizer state are stored: ``"memory"``, or ``"disk:DIR"``."""
         return self._rp_options.host
 
     @property
@@ -68,7 +68,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train the model; this one alone without a mesh."""
+        """The processes that train the model; only this process without a mesh."""
         from ..distributed.ranks.ranks import Ranks
 
         return Ranks() if self._rp_groups is None else self._rp_groups.ranks
@@ -89,7 +89,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def parameter_traffic(self) -> ParameterTraffic:
-        """Bytes of parameters copied to devices since the pipeline was created, and bytes that stay there now."""
+        """Bytes of parameters copied to devices since the pipeline was created, and bytes kept on devices now."""
         return self._rp_engine.kept.traffic
 
     def drop_kept_parameters(self) -> None:
@@ -102,7 +102,7 @@ class EngineHandle(ModelProxy):
             self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Read, write and delete attributes on this model, from which the wrapped one was made."""
+        """Read, write and delete attributes on this model, from which the wrapped model was made."""
         self._rp_original = original_model
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class PipelineOptions:
         narrow: Any = self.gradient_dtype
         if narrow is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point and dtype):
             raise ConfigError(
-                f"gradient_dtype is the dtype of gradients of master weights; found {narrow!r} with "
+                f"gradient_dtype, the dtype of gradients of master weights, needs optim_dtype; found {narrow!r} with "
                 f"optim_dtype={dtype!r}. Give both:\n"
                 "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
             )
@@ -166,8 +166,8 @@ class PipelineOptions:
         if self.update != "masters" and (self.has_groups or disk_folder(self.host) is not None):
             other = "mesh= or replicas=" if self.has_groups else f'host="{self.host}"'
             raise ConfigError(
-                f'update="{self.update}" trains in one process and in memory, and {other} asks for something else. '
-                'Leave one of them out:\n    RoundPipe(model, update="masters")'
+                f'update="{self.update}" trains in one process and in memory, which {other} contradicts. Leave one of '
+                'them out:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")
@@ -182,7 +182,7 @@ class PipelineOptions:
         if self.mesh is not None:
             raise ConfigError(
                 "A pipeline of several ranks has a part of its state on each of them, so it cannot be pickled. All "
-                "ranks save it together; rank 0 alone can save the weights:\n"
+                "ranks save the training together; rank 0 alone can save the weights:\n"
                 "    save_checkpoint(folder, model, optimizer=optimizer)\n"
                 "    torch.save(model.state_dict(), file)"
             )

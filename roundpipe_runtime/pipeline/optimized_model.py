@@ -22,7 +22,7 @@ from .engine_handle import EngineHandle
 
 
 class OptimizedModel(EngineHandle):
-    """A pipeline whose parameters an optimizer changes."""
+    """The part of a pipeline that an optimizer uses: parameters, steps and gradients."""
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters for the optimizer, each once.
@@ -87,7 +87,7 @@ class OptimizedModel(EngineHandle):
             yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
 
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Set the optimizers that step each layer in ``forward_backward``, of a pipeline with ``update="in_backward"``.
+        """Set the optimizers that update each layer in ``forward_backward``, with ``update="in_backward"``.
 
         ``optimizer.step()`` is called after each ``forward_backward`` all the same, as schedulers expect it: it steps
         what is in no layer, like parameters of a loss. Gradients of layers are gone then.
@@ -161,7 +161,7 @@ class OptimizedModel(EngineHandle):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of the optimizer's parameters such that their norm is at most a number.
+        """Scale the gradients of the optimizer's parameters so that their total norm is at most ``max_norm``.
 
         The norm is that of all gradients of all ranks, with the same bits for every number of ranks; all ranks call it.
 
@@ -205,10 +205,10 @@ class _Holder(nn.Module):
 
 
 class SavedModel(EngineHandle):
-    """A pipeline whose state is saved and loaded."""
+    """The part of a pipeline that saves and loads its state."""
 
     def progress(self) -> PipelineProgress:
-        """Return the training state that the state dict does not hold, after the last step.
+        """Return the training state that is not in the state dict, after the last step.
 
         Returns:
             The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
@@ -235,7 +235,7 @@ class SavedModel(EngineHandle):
             return
         warn(
             f"The loaded training split its batches into {replicas} groups, and {self.name} splits them into "
-            f"{self.replicas}: sums are taken in another order. For identical results:\n"
+            f"{self.replicas}, so sums are added in a different order. For identical results:\n"
             f"    RoundPipe(..., replicas={replicas})",
             RoundPipeWarning,
         )

@@ -41,7 +41,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
 
 
 class RoundPipe(OptimizedModel, SavedModel):
-    """Train a model larger than device memory: layers are copied to the devices in turn, with the same interface.
+    """Train a model larger than device memory: its layers are copied to the devices in turn.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
     does not have are read from it, written to it and deleted from it.
@@ -202,7 +202,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
-        """Run forward, loss and backward in one go, and return the loss.
+        """Run forward, loss and backward, and return the loss.
 
         The last stage starts the backward as soon as it has the loss of a microbatch. Gradients are added to the
         gradient buffers when the whole call has succeeded; after an exception they are unchanged.
@@ -268,8 +268,8 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_warned_of_loss = True
             warn(
                 f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} It is computed "
-                'once, of all outputs, which are in memory together; loss_reduction="joined" asks for it without a '
-                "warning.",
+                "once from all outputs, which must fit in memory together. To do so without this warning: "
+                'loss_reduction="joined".',
                 RoundPipeWarning,
             )
         return found
@@ -278,8 +278,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         """Check that no other process has rows of the same batches, which a joined loss would not see."""
         if self._rp_options.has_groups:
             raise LossError(
-                'loss_reduction="joined" computes a loss of all rows, and each process of a mesh has only its own. '
-                "Train in one process, or let loss_fn return sums and their weights:\n"
+                'loss_reduction="joined" computes the loss from all rows, but each process of a mesh has only some of '
+                "them. Train in one process, or let loss_fn return sums and their weights:\n"
                 "    return WeightedLoss(total, weight)"
             )
 
@@ -289,7 +289,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_warned = True
             warn(
                 f"{self.name} runs in one of {_world_size()} processes, and exchanges no gradients with the others: "
-                "each trains its own model. Give it a mesh:\n"
+                "each trains its own model. Give the pipeline a mesh:\n"
                 '    RoundPipe(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))',
                 RoundPipeWarning,
             )

@@ -147,7 +147,7 @@ class MeasuredCosts:
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:
-        """Return which share of a forward is spent in layers that take less than this.
+        """Return the share of forward time that is spent in layers faster than a threshold.
 
         The minimum over a layer's last forwards counts: in the others, threads may have waited for each other.
         """

@@ -286,8 +286,8 @@ def _check_layer_sizes(run_type: str, models: Sequence[Sequence[LayerCost]], lim
             if needed > limit:
                 where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
                 raise PlanError(
-                    f"{where} has {format_bytes(needed)} of parameters and gradients, and a stage may have "
-                    f"{format_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). "
-                    "Split the layer in two, or raise the limit:\n"
+                    f"{where} has {format_bytes(needed)} of parameters and gradients, but a stage may have "
+                    f"{format_bytes(limit)} (half of model_memory_limit, because the next stage is loaded at the same "
+                    "time). Split the layer in two, or raise the limit:\n"
                     f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
                 )

@@ -50,7 +50,7 @@ class ModelExecutePlan:
     last_stage_copies: int = 1
 
     def for_two_passes(self) -> ModelExecutePlan:
-        """Convert a plan of a fused run to one with separate forward and backward stages.
+        """Convert the plan of a fused run to a plan with separate forward and backward stages.
 
         >>> ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)]).for_two_passes().fwd_plan
         [range(0, 3), range(3, 4)]
@@ -89,7 +89,7 @@ class ModelExecutePlan:
         after_fused = num_layers
         if run_type == "fused":
             if not backward:
-                raise PlanError("bwd_plan is empty. In a fused run its first stage holds the last layers.")
+                raise PlanError("bwd_plan is empty. In a fused run its first stage contains the last layers.")
             after_fused = backward[0].start
         _check_order("bwd_plan", backward[::-1], range(num_layers))
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
@@ -225,7 +225,7 @@ def _check_stages(name: str, stages: Any) -> list[range]:
         if not layers:
             raise PlanError(f"{name}[{index}] is empty. A stage has at least one layer.")
         if not all(type(layer) is int for layer in layers):
-            raise PlanError(f"{name}[{index}] must hold indices of layers, found {layers}.")
+            raise PlanError(f"{name}[{index}] must contain indices of layers, found {layers}.")
         if layers[0] < 0:
             raise PlanError(f"{name} has no layer {layers[0]} to run: layers are counted from 0.")
         for before, layer in itertools.pairwise(layers):
@@ -233,8 +233,8 @@ def _check_stages(name: str, stages: Any) -> list[range]:
                 what = "repeated" if layer == before else "missing" if layer > before + 1 else "out of order"
                 which = layer if layer <= before else before + 1
                 raise PlanError(
-                    f"{name}[{index}] is {layers}: layer {which} is {what}. A stage is a run of neighbouring layers, "
-                    "ascending:\n"
+                    f"{name}[{index}] is {layers}: layer {which} is {what}. A stage consists of consecutive layers, in "
+                    "ascending order:\n"
                     f"    range({min(layers)}, {max(layers) + 1})"
                 )
         found.append(range(layers[0], layers[-1] + 1))
@@ -271,7 +271,7 @@ def _message(name: str, problem: str, layers: range, stages: Sequence[range], fu
         needed = "must be empty"
     else:
         order = "in order" if is_forward else "in order from the last to the first"
-        needed = f"must hold each of the layers {layers.start} to {layers.stop - 1} once, {order}"
+        needed = f"must contain each of the layers {layers.start} to {layers.stop - 1} once, {order}"
     if fused and is_forward:
         needed += "; the first stage of bwd_plan runs the layers from there on forward and backward"
     return f"{name} {problem}: it is [{written}], and {needed}."

@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["forward", "fused", "backward"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """A unit of dispatch: neighbouring layers, loaded together, that every microbatch goes through.
+    """Consecutive layers that are loaded onto a device together, and run every microbatch.
 
     Attributes:
         index: place in the run, from 0.
@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def gradient_sets(self) -> int:
-        """Gradients that are on the device at a time, in sets of those of all parameters of the stage.
+        """How many sets of gradients of the stage's parameters are on the device at a time.
 
         The sums; of copies instead those of two microbatches, and where they are added up, the sums and what another
         copy sent in addition.
@@ -64,7 +64,7 @@ class Stage:
         return 1 if self.copies == 1 else 4 if self.is_last_copy else 2
 
     def microbatches(self, num_microbatch: int) -> range:
-        """Return the microbatches that go through the stage here.
+        """Return the microbatches that this copy of the stage runs.
 
         Args:
             num_microbatch: number of microbatches of the run.
@@ -141,7 +141,7 @@ class RoundRobin:
         self.cursor %= self.num_devices
 
     def assign(self, num_stages: int) -> list[int]:
-        """Return the device of each of the next stages, and move the cursor past them."""
+        """Return the devices of the next stages, and continue after them in later calls."""
         devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
         self.cursor = (self.cursor + num_stages) % self.num_devices
         return devices

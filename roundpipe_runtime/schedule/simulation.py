@@ -149,8 +149,8 @@ def simulate(
     peak = state.peak_memory()
     if peak > machine.memory:
         raise ConfigError(
-            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
-            "more microbatches:\n"
+            f"A device needs {format_bytes(peak)} of memory, but has {format_bytes(machine.memory)}. Use smaller "
+            "stages, or more microbatches:\n"
             f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
         )
     whole = state.time * machine.num_devices

@@ -111,7 +111,7 @@ class Timeline:
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Add bytes of parameters of a run.
+        """Add the bytes of parameters that a run copied.
 
         Args:
             uploaded: bytes that were copied to devices.
@@ -255,7 +255,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
         if not isinstance(event, dict) or event.get("ph") != "M"
     ]
     if not timeline.records:
-        raise TimelineFileError(f"{name} holds no record: nothing ran while it was written.")
+        raise TimelineFileError(f"{name} contains no records: nothing ran while it was written.")
     found = content.get("otherData")
     other: dict[str, Any] = found if isinstance(found, dict) else {}
     timeline.add_parameters(*(_bytes_of(other.get(name)) for name in ("uploaded", "skipped")))

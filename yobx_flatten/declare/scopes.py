@@ -215,7 +215,7 @@ class Undo(dict[type, bool]):
 def register_cache_flattening(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Undo:
-    """Register the functions of this package for the classes it knows, until :func:`unregister_cache_flattening`.
+    """Register flattening functions for Hugging Face caches and outputs, until :func:`unregister_cache_flattening`.
 
     Another library's registration of such a class (see :data:`WRONG_REGISTRATIONS`) is suspended meanwhile. A class
     that you registered yourself with :func:`register_class_flattening` keeps your functions.

@@ -28,7 +28,7 @@ from .source import Source
 
 @dataclasses.dataclass
 class ExportedModel:
-    """An exported program that can be called anywhere: it enters the context manager itself.
+    """An exported program with its report. It can be called outside of the ``with`` block that exported it.
 
     Attributes:
         program: the ``torch.export.ExportedProgram``.
@@ -85,7 +85,7 @@ class ExportedModel:
             publish_files(folder, target)
 
     def to_transformers(self) -> Any:
-        """Return the program in the form of ``transformers.exporters``, to call, save and load it there.
+        """Return the program as an object of ``transformers.exporters``, which can call, save and load it.
 
         Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
         it finds, and registers its own permanently where there is none.

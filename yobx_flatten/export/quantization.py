@@ -45,7 +45,7 @@ _WIDE_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How the weights of projections are stored, and how far the file may then be from the model.
+    """How weights of linear layers are quantized, and how far results may then be from the model's.
 
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
@@ -123,7 +123,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Return whether inputs may have one scale per token, if that is accurate enough."""
+        """Whether activations may be quantized with one scale per token, if that is accurate enough."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 

@@ -118,7 +118,7 @@ class GenerationSettings:
 
     @property
     def is_speech(self) -> bool:
-        """Whether Whisper's own loop finds out language, task and times."""
+        """Whether Whisper's own loop detects language, task and timestamps."""
         return self.documents is not None and self.documents.is_speech
 
     def images(
@@ -172,7 +172,7 @@ class GenerationSettings:
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Return the types of the tokens of a prompt: 1 for those of images; 0 for all where they see each other.
+        """Return the ``token_type_ids`` of a prompt: 1 for image tokens; 0 for all if attention is bidirectional.
 
         Args:
             prompt: integers of shape (batch, length).

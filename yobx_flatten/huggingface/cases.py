@@ -63,7 +63,7 @@ class DecodeSizes:
 
     @property
     def without_cache(self) -> str:
-        """The sizes of a call in which all tokens are new, in words."""
+        """The sizes of a call without a cache, as text."""
         return self._named(f"length {self.past + self.new}")
 
     def _named(self, tokens: str) -> str:

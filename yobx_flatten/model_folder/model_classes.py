@@ -252,7 +252,7 @@ class OnnxForVideoClassification(FolderModel):
 
 
 class OnnxForVocoder(FolderModel):
-    """A spectrogram to sound, as ``SpeechT5HifiGan``."""
+    """Convert a spectrogram to audio, like ``SpeechT5HifiGan``."""
 
     tasks = ("vocoder",)
 

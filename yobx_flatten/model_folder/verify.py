@@ -106,11 +106,11 @@ class FolderReport(Report):
 
     @property
     def tolerance(self) -> float:  # type: ignore[override] # the folder's own
-        """Largest absolute difference allowed of a float file; for tokens see :class:`.verify_tokens.TokenCount`."""
+        """Largest absolute difference allowed for a float file; for tokens see :class:`.verify_tokens.TokenCount`."""
         return self.manifest.tolerance
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every call; tokens are counted and not among them."""
+        """Yield the largest difference of every call; calls that generate tokens are left out."""
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:

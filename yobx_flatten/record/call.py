@@ -87,7 +87,7 @@ class Call:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The inputs as they are kept."""
+        """The stored inputs, without a copy."""
         return self._parts["inputs"]
 
     def __repr__(self) -> str:

@@ -110,7 +110,7 @@ def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
 
 
 def registered(namespace: str, cls: type) -> Any:
-    """Return optree's entry for a class in one namespace, or ``None``; optree must be imported."""
+    """Return how optree registered a class in one namespace, or ``None``; optree must be imported."""
     # no public function reads one namespace without the global one
     return _table().get((namespace, cls))
 

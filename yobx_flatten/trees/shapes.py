@@ -114,7 +114,7 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
 
 
 def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
-    """Check a ``dynamic_shapes`` specification against the inputs it is for.
+    """Check that a ``dynamic_shapes`` specification fits the inputs.
 
     Args:
         inputs: a tuple or a dict, as for :func:`dynamic_shapes`.

@@ -31,7 +31,7 @@ WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a laye
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a module that a file stands for."""
+    """One call of the module that a file was exported from."""
 
     what: str  # in words, for the report
     module: torch.nn.Module
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it continues with a cache."""
+        """Whether the call continues with a cache."""
         return any(place_of(name) for name in self.leaves)
 
 

@@ -13,7 +13,7 @@ from ..export.proof.report import ExportReport
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedFile:
-    """One file next to its model.
+    """The result of comparing one file with its model.
 
     Attributes:
         call: the call of the model that the file stands for; ``""`` where none was found.
@@ -37,7 +37,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return this result with the cases of other calls of the same file."""
+        """Return this result, extended by the cases of other calls of the same file."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases
@@ -81,7 +81,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all files match the model; ``None`` if one could not be judged and none is wrong."""
+        """Whether all files match the model; ``None`` if no file differs but one could not be compared."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 

@@ -209,8 +209,8 @@ def check_mesh(mesh: Any) -> None:
         raise ConfigError(f"mesh must be a DeviceMesh of torch.distributed, found {type(mesh).__qualname__}:{line}")
     if mesh.device_type != "cpu":
         raise ConfigError(
-            f"mesh is one of {mesh.device_type!r} devices, but gradients and master weights are on the host, and each "
-            f"process has its own devices. Make a CPU mesh:{line}"
+            f"mesh is for {mesh.device_type!r} devices, but gradients and master weights are exchanged in CPU memory. "
+            f"Make a CPU mesh:{line}"
         )
     if mesh.ndim > 2:
         raise ConfigError(

@@ -68,8 +68,8 @@ class RankCalls(OneGroup[Engine]):
         self.replicas = ranks.size if replicas is None else replicas
         if self.replicas < ranks.size:
             raise ConfigError(
-                f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some would have nothing to "
-                f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
+                f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some ranks would have no "
+                f"rows. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
             )
         self.is_first = ranks.rank == 0
         self._is_deferred = self._is_closed = False
@@ -349,9 +349,9 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
     found = sorted({one for one in reductions if one is not None})
     if len(found) == 1 or microbatches == 1:
         return found[0] if found else "sum"
-    shown = f"ranks found {' and '.join(map(repr, found))}" if found else "no rank has two rows that show it"
+    shown = f"ranks found {' and '.join(map(repr, found))}" if found else "no rank has the two rows needed to find out"
     raise LossError(
-        f"How the losses of microbatches add up is not known: {shown}. State it:\n"
+        f"It is not known whether losses of microbatches are summed or averaged: {shown}. Write one of them:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")'
     )
 

@@ -158,8 +158,8 @@ class RankGroups(RankCalls):
             run, values = engine.prepare_forward(parts, without)
             run.start_all(values)
             with noting(
-                "This rank has no rows, and the layers were called without any, so that its backward can take part in "
-                "that of the others. forward_backward does so without calling them:\n"
+                "This rank has no rows, so forward called the layers on an empty batch to take part in the backward of "
+                "all ranks. forward_backward does not need that call:\n"
                 "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
             ):
                 engine.execute(run, run.spec.stages)

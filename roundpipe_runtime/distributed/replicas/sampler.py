@@ -78,7 +78,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """Number of groups; that of the pipeline, which can change when a checkpoint is loaded."""
+        """Number of groups; read from the pipeline, where loading a checkpoint can change it."""
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas
 
@@ -106,14 +106,14 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ConfigError(
-                f"Rank {other} draws other rows than rank 0 for the first batch. All ranks draw the same global "
-                "batches, from one seed:\n"
+                f"Rank {other} draws different rows than rank 0 for the first batch. All ranks must draw the same "
+                "global batches, from one seed:\n"
                 "    RandomSampler(data, generator=torch.Generator().manual_seed(0))"
             )
 
 
 def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Callable[[list[Any]], Any]:
-    """Return a ``collate_fn`` that makes a batch of no rows: the last global batch may have fewer rows than ranks.
+    """Return a ``collate_fn`` that can return an empty batch: the last global batch may have fewer rows than ranks.
 
     Args:
         collate_fn: function that makes a batch of rows, ``torch.utils.data.default_collate`` for example.

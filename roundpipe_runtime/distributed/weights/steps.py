@@ -129,13 +129,13 @@ class RankSteps(StepRunner):
     def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
         names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
         if any(name in _NOT_ELEMENTWISE for name in names):
-            problem = "takes sums over whole matrices: the result would be that of another optimizer"
+            problem = "sums over whole matrices, so its results for shards would be wrong"
         elif any(name.endswith(_IN_BLOCKS) for name in names):
-            problem = "has a scale per block of numbers, which a shard cuts: the numbers would be those of other blocks"
+            problem = "has one scale per block of values, and shards cut blocks, so its results would be wrong"
         else:
             return
         raise DistributedError(
-            f"{type(optimizer).__name__} {problem}. This rank has one of {self.ranks.num_shards} shards of each "
+            f"{type(optimizer).__name__} {problem}. Each rank has one of {self.ranks.num_shards} shards of each "
             "matrix. Keep whole matrices on each host; the results stay the same:\n"
             f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
         )

@@ -188,9 +188,9 @@ class Place:
         """Describe the size of the stage and remedies, for an out-of-memory error."""
         size = sum(self.run.spec.contents[layer].nbytes() for layer in self.stage.layers)
         kept = self.run.kept.traffic.kept[self.device.name]
-        stays = f" Parameters that stay there take {kept} bytes: keep_parameters sets how many." if kept else ""
+        stays = f" Parameters that stay on the device take {kept} bytes: keep_parameters sets how many." if kept else ""
         return (
-            f"The parameters of this stage take {size} bytes, its gradients as much again.{stays} Give it fewer layers "
+            f"The parameters of this stage take {size} bytes, and its gradients the same.{stays} Give it fewer layers "
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
@@ -307,7 +307,7 @@ class LayerCall(CallState):
         """Check that the layer can be called once more."""
         if not self.is_repeatable():
             raise StageError(
-                f"{self.contents.title} began to {what} for the first time, after it wrote an input or a buffer in "
+                f"{self.contents.title} had to {what} for the first time after it had written an input or a buffer in "
                 "place, so the call cannot be repeated. Call the pipeline again."
             )
 

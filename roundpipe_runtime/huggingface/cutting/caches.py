@@ -342,7 +342,7 @@ class _MadeEntries(list[Any]):
             self.read.add(number)
             if super().__getitem__(number) is None:
                 raise BatchStructureError(
-                    f"A layer reads entry {number} of the cache that the model made, which it did not read with the "
+                    f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
                     "example that the model was split with. Wrap it with an example like this batch:\n"
                     "    wrap_model_to_roundpipe(model, example=batch)"
                 )
@@ -368,8 +368,8 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
             if other != place:
                 raise CutError(
                     "structure",
-                    f"{calls[place]} reads the entry of a cache that {calls[other]} reads and may write; the model "
-                    "made and filled that cache. Keys and values cannot pass from layer to layer.",
+                    f"{calls[place]} and {calls[other]} use the same entry of a cache that the model creates. Layers "
+                    "of a pipeline cannot exchange keys and values in a cache.",
                 )
 
 

@@ -59,8 +59,8 @@ def check_equivalence(
     if not (worst_output <= limit and worst <= of_gradients):
         raise CutError(
             "values",
-            f"cut, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); at most "
-            f"{limit:.0e} and {of_gradients:.0e} are rounding",
+            f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); "
+            f"at most {limit:.0e} and {of_gradients:.0e} are rounding",
         )
     return result
 
@@ -264,7 +264,7 @@ class Equivalence:
 
 @dataclasses.dataclass(frozen=True)
 class CutReport:
-    """The result of a cut in words and numbers.
+    """How a model was split: pieces, sizes, and differences from the original.
 
     Attributes:
         model: class of the model.
@@ -316,5 +316,5 @@ class CutReport:
                 f"parameters by {found.gradients:.1e}"
             )
         lines += [f"loss in {one}" for one in self.losses]
-        lines += [f"not cut otherwise, {reason}: {message}" for reason, message in self.refused]
+        lines += [f"not split in another way, {reason}: {message}" for reason, message in self.refused]
         return "\n".join(lines)

@@ -441,7 +441,7 @@ def _run(
         if len(ends) > _MOST_PHASES:
             raise CutError(
                 "structure",
-                f"The model runs code between its layers {len(ends)} times or more, and each time would be a piece.",
+                f"The model runs code between its layers {len(ends)} times or more, each time as another piece.",
             )
 
 

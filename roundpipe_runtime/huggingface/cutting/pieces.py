@@ -151,7 +151,7 @@ class MissingValueError(BatchStructureError):
 
     def __init__(self, key: Key) -> None:
         super().__init__(
-            f"The model reads output {key.leaf} of its call {key.call} of a layer, which it did not read with the "
+            f"The model reads output {key.leaf} of its call {key.call} of a layer, but did not read it with the "
             "example that it was split with. Wrap it with an example like this batch:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
@@ -466,9 +466,8 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model made and filled. "
-                    "Keys and values cannot pass from layer to layer in it, as gradients would have to flow back "
-                    "through it.",
+                    f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model creates. Layers "
+                    "cannot exchange keys and values in it, because gradients would have to flow back through it.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

@@ -48,7 +48,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Let a session answer the stubs that this thread calls in the block."""
+    """Context manager in which a session answers the stubs that this thread calls."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield

@@ -80,7 +80,7 @@ class SmoothedLoss(Static):
         return WeightedLoss(self._cross_entropy(_logits(outputs), labels, "sum") * self.scale, count)
 
     def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean over labels that are not ignored, or the sum over ``num_items_in_batch``; times the scale.
+        """Return the loss: the mean over labels that are not ignored, or the sum over ``num_items_in_batch``; scaled.
 
         Args:
             logits: logits, with the vocabulary on the last axis.
@@ -146,5 +146,5 @@ def with_smoothed_loss(output: PyTree, loss: SmoothedLoss, labels: torch.Tensor)
 def _logits(output: PyTree) -> torch.Tensor:
     found = output.get("logits") if isinstance(output, dict) else output[0]
     if not isinstance(found, torch.Tensor):
-        raise LossError(f"SmoothedLoss: {type(output).__name__} holds no logits.")
+        raise LossError(f"SmoothedLoss: {type(output).__name__} contains no logits.")
     return found

@@ -73,9 +73,9 @@ class UnprovenLossError(LossError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
-            "it. Compute it from the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
-            "A Trainer of several processes that computes its own loss of the rows of each (TRL's) also takes one:\n"
+            "The model's loss is not known to be a mean over rows or labels, so microbatches would change it. Compute "
+            "it from the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
+            "With several processes and a Trainer that computes its own loss per process (TRL's):\n"
             "    RoundPipeTrainer(..., microbatches=1)"
         )
 

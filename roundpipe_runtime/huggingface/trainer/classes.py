@@ -187,9 +187,8 @@ class GroupTrainer(PipelineTrainer):
         if self.args.world_size > 1 and self._rp_has_other_loss():
             if self.pipeline.replicas != self.args.world_size:
                 raise ConfigError(
-                    f"{type(self).__name__} computes its own loss over the rows of one process, so the number of "
-                    f"groups is the number of processes, {self.args.world_size}. Leave "
-                    f"replicas={self.pipeline.replicas} out."
+                    f"{type(self).__name__} computes its own loss in each process, so the number of groups must be the "
+                    f"number of processes, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
                 )
             return super().get_train_dataloader()
         prepare = self.accelerator.prepare
@@ -422,13 +421,13 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
                 raise ConfigError(f"The model is wrapped already: give {', '.join(names)} to wrap_model_to_roundpipe.")
             if args is not None and args.torch_compile:
                 raise ConfigError(
-                    "The model is wrapped already: torch_compile=True comes too late. Compile its layers there:\n"
+                    "The model is wrapped already: torch_compile=True has no effect. Compile its layers there:\n"
                     "    wrap_model_to_roundpipe(model, compile=True)"
                 )
             if model.mesh is None and args is not None and args.world_size > 1:
                 raise ConfigError(
-                    f"The model is wrapped for one process, and there are {args.world_size}. Give the Trainer the "
-                    "model itself, or wrap it with a mesh:\n"
+                    f"The model is wrapped for one process, but there are {args.world_size} processes. Give the "
+                    "Trainer the model itself, or wrap it with a mesh:\n"
                     f'    wrap_model_to_roundpipe(model, mesh=init_device_mesh("cpu", ({args.world_size}, 1)))'
                 )
             self._rp_pipeline, model = model, model.cut.model

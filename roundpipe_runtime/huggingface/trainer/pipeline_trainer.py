@@ -425,18 +425,18 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
     # has_copies: whether it works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
-            "RoundPipeTrainer: optim_dtype makes copies of the parameters for the optimizer, and the Trainer asks "
-            "bitsandbytes for 32 bits of the embeddings themselves, which the optimizer does not have. Use "
-            'optim="adamw_torch"; its state costs the device nothing.'
+            "RoundPipeTrainer: optim_dtype gives the optimizer copies of the parameters, but the Trainer configures "
+            'bitsandbytes for the original embeddings, which the optimizer does not have. Use optim="adamw_torch"; its '
+            "state needs no device memory."
         )
     parameter = nn.Parameter(torch.zeros(_WITH_8_BITS))
     parameter.grad = torch.zeros_like(parameter)
 
     def refused(error: Exception) -> ConfigError:
         return ConfigError(
-            f"RoundPipeTrainer: {kind.__module__}.{kind.__name__} does not step parameters on the host, where those of "
-            f"a pipeline are ({type(error).__name__}: {str(error)[:120]}). "
-            'Use optim="adamw_torch"; its state costs the device nothing.'
+            f"RoundPipeTrainer: {kind.__module__}.{kind.__name__} cannot update parameters in CPU memory, where a "
+            f'pipeline keeps them ({type(error).__name__}: {str(error)[:120]}). Use optim="adamw_torch"; its state '
+            "needs no device memory."
         )
 
     with raised_as(refused):  # a release may raise any error for a missing kernel

@@ -58,7 +58,7 @@ RATES = DeviceRates(50e9, 40e9, 80e9, 8e9, 6e9, 500e12, 0.95, 1.0)
         ({"clock": 0.01}, "events of", "warning", "0.01 s"),
         ({}, "speed of", "ok", "500 TFLOP/s"),
         # 2 bytes up at 50 GB/s take as long as 2 operations of 10,000 tokens at 500 TFLOP/s
-        ({}, "plan for", "ok", "from 10,000 tokens in a step on"),
+        ({}, "plan for", "ok", "from 10,000 tokens per step on"),
     ],
 )
 def test_what_was_measured_is_judged(monkeypatch, changed, what, status, words):

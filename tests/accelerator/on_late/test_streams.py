@@ -53,7 +53,7 @@ class Counts(nn.Module):
         return self.seen
 
 
-@pytest.mark.filterwarnings("ignore:A layer keeps a state")
+@pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
 def test_a_layer_may_return_a_tensor_that_it_writes_again(device):
     """The outputs of three microbatches are what they were when they were returned."""
     pipe = RoundPipe(Counts(), devices=[device], model_run_config=RoundPipeRunConfig(num_microbatch=3))

@@ -307,7 +307,7 @@ def test_a_reducer_of_torch_is_taken_whatever_its_class():
 def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
     """An average of equals would be wrong for parts of unlike size; equal values need none, unless they are trained."""
     one, other = torch.tensor(1.0), torch.tensor(3.0)
-    with pytest.raises(JoinError, match="averaged by the rows of the microbatches, but these row counts are not known"):
+    with pytest.raises(JoinError, match="averaged, weighted by rows, but the rows of each microbatch are unknown"):
         join([one, other], [None, None])
     assert join([one, one.clone()], [None, None]) == 1
     with pytest.raises(JoinError, match="not known"):
@@ -317,7 +317,7 @@ def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
 def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
     """They may be rows, or a constant; a rule says which."""
     parts = [torch.ones(3), torch.ones(3)]
-    with pytest.raises(JoinError, match="these may be equal rows, or one value for the whole batch"):
+    with pytest.raises(JoinError, match="so it may have one value per row, or one for the whole batch"):
         join(parts, [None, None])
     assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
     assert join(parts, [None, None], merge=Replicate).shape == (3,)

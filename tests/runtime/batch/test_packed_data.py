@@ -39,7 +39,7 @@ def test_packed_data_whose_rows_are_not_told_is_counted():
 
 def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut():
     """As even as possible would be wrong without a word where a function had cut it otherwise."""
-    with pytest.raises(SplitError, match=r"args\[0\]: it is not known how many rows each of the 2 microbatches has"):
+    with pytest.raises(SplitError, match=r"args\[0\]: the number of rows in each of the 2 microbatches is unknown"):
         split((RoundPipePackedData([1.0, 2.0]),), {}, rows(3), 8)
     parts = split((RoundPipePackedData([1.0, 2.0]),), {}, None, 8)
     assert [(part.args[0], part.rows) for part in parts] == [(1.0, None), (2.0, None)]

@@ -35,7 +35,7 @@ def test_a_split_function_whose_sizes_cannot_be_followed_is_refused():
     def drop_some(args, kwargs, n):
         return [(args[0][:2],), (args[0][2:4],)], [{}, {}]
 
-    with pytest.raises(SplitError, match=r"label: 5 rows should be split into the sizes \[2, 2\]"):
+    with pytest.raises(SplitError, match=r"label: 5 rows cannot be split into the sizes \[2, 2\]"):
         split((rows(5, 2),), {}, rows(5), 2, split_input=drop_some)
 
 

@@ -17,7 +17,7 @@ def test_two_sizes_without_labels_are_refused_by_key_path():
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5),), {"weight": torch.zeros(3)}, None, 2)
     assert str(caught.value) == (
-        "It is not clear how many rows the batch has: axis 0 has 3 in kwargs['weight']; 8 in args[0]. Name those "
+        "It is not clear how many rows the batch has: axis 0 has 3 in kwargs['weight']; 8 in args[0]. Name the tensors "
         "that every microbatch gets whole:\n"
         "    RoundPipeRunConfig(split_input={\"kwargs['weight']\": Replicate})"
     )

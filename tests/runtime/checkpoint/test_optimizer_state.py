@@ -156,10 +156,10 @@ def test_parameters_of_something_else_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda params: torch.optim.SGD(params, lr=0.1), "contains the state of AdamW, and the optimizer is SGD"),
+        (lambda params: torch.optim.SGD(params, lr=0.1), "contains the state of AdamW, but your optimizer is SGD"),
         (
             lambda params: torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]),
-            "has 2 groups, and the stored one had 1",
+            "has 2 groups, but the stored one had 1",
         ),
         (lambda params: torch.optim.AdamW(params[1:]), r"Only one of them has 0\.weight"),
     ],

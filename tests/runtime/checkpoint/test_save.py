@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, place, is_
         fail_with(patch, (owner, name), full)
         with pytest.raises(OSError, match="No space left") as caught:
             save_checkpoint(tmp_path, model, data={"step": 2}, keep=1, is_async=is_async).wait()
-        assert any("The checkpoints before it are as they were" in note for note in caught.value.__notes__)
+        assert any("Earlier checkpoints are unchanged" in note for note in caught.value.__notes__)
     assert names(tmp_path) == ["checkpoint-00000001"]
     assert load_checkpoint(tmp_path, model) == {"step": 1}
     assert all((parameter == 1.0).all() for parameter in model.parameters())

@@ -51,7 +51,7 @@ def test_the_demo_shows_what_a_pipeline_is_for(capsys):
     weights = 4 * sum(parameter.numel() for parameter in demo._build().parameters()) / 1e6
     assert megabytes(plain)[0] == megabytes(pipeline)[0] == pytest.approx(weights, abs=0.01)
     assert megabytes(pipeline)[1] <= limit < weights < 4 * weights < megabytes(plain)[1]
-    assert "the device is out of memory: it holds" in " ".join(shown.split())
+    assert "the device is out of memory: it uses" in " ".join(shown.split())
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_plain_training_holds_each_weight_four_times(needs):
 def test_a_device_that_has_no_room_for_the_weights_refuses_them(needs):
     """Nine of twelve matrices fit to the last byte; the tenth does not."""
     assert needs.refusal == (
-        f"the device is out of memory: it holds {9 * MATRIX} of {9 * MATRIX} bytes, and {MATRIX} more were asked for "
+        f"the device is out of memory: it uses {9 * MATRIX} of {9 * MATRIX} bytes, and {MATRIX} more were requested "
         "((64, 64), torch.float32)."
     )
 

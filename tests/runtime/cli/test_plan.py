@@ -236,7 +236,7 @@ def test_a_type_of_model_is_a_small_one(capsys):
         (["--lora", "x"], "--lora 8"),
         (["--dtype", "int8"], "int8"),
         (["--batch", "0"], "--batch"),
-        (["--update", "in_backward", "--host", "disk:."], "--update in_backward trains in memory"),
+        (["--update", "in_backward", "--host", "disk:."], "--update in_backward needs all weights in memory"),
         (["--update", "now"], "now"),
     ],
 )

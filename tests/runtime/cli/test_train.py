@@ -64,7 +64,10 @@ def test_a_configuration_becomes_a_model_that_transformers_loads(here, capsys):
         lines[4],
     )
     assert lines[7].startswith("step 3/3  held-out loss ")
-    assert lines[8:] == ["saved in out, loaded from there and compared", "step 3:  roundpipe timeline t.json"]
+    assert lines[8:] == [
+        "saved in out; the saved weights were loaded and compared",
+        "step 3:  roundpipe timeline t.json",
+    ]
     assert [row[0] for row in tiny.metrics_of(here / "m.jsonl")] == [1, 2, 3, 3]
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
@@ -214,7 +217,7 @@ MISTAKES = {
         "'lama' is neither a folder nor a type of model that transformers has.",
     ),
     "no small one": (["--model", "bit"], "A small bit cannot be made: "),
-    "no config": (["--model", "texts"], "texts holds no config.json"),
+    "no config": (["--model", "texts"], "texts contains no config.json"),
     "no text": (["--text", "gone.txt"], "There is no file gone.txt"),
     "nothing": (["--text", "void.txt"], "There is no text in void.txt"),
     "suffix": (["--text", "paper.pdf"], "paper.pdf ends in .pdf"),
@@ -250,7 +253,7 @@ MISTAKES = {
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
     "rate": (["--lr", "-1"], "lr must be a number above 0"),
     "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),
-    "tokenizer": (["--tokenizer", "texts"], "texts holds no tokenizer"),
+    "tokenizer": (["--tokenizer", "texts"], "texts contains no tokenizer"),
 }
 
 
@@ -382,14 +385,14 @@ def test_conversations_may_be_packed_with_a_template_of_ones_own(here, capsys):
 
 
 CHAT_MISTAKES = {
-    "both": (["--text", "texts"], "--text and --chat are two kinds of data. Leave one out"),
+    "both": (["--text", "texts"], "--text and --chat exclude each other. Leave one out"),
     "bytes": (["--model", "conf", "chats.jsonl"], "Conversations need a tokenizer with special tokens"),
     "form": (
         ["--chat", "rows.jsonl"],
         "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row must be one of",
     ),
     "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
-    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Make the rows longer"),
+    "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Use longer rows"),
 }
 
 
@@ -415,7 +418,7 @@ def test_text_that_is_a_conversation_is_refused_with_the_option(here, capsys):
     assert main(command) == 2
     assert "If these are the messages of a conversation: --chat " in capsys.readouterr().err
     assert main(["train", "model", "texts", "-o", "out", *FEW, "--pack"]) == 2
-    assert "--pack is about conversations. Name them: --chat FILE" in capsys.readouterr().err
+    assert "--pack applies to conversations only. Name a file of them: --chat FILE" in capsys.readouterr().err
 
 
 def test_the_saved_model_has_a_card_and_a_picture_of_its_losses(here, capsys):

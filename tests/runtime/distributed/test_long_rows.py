@@ -57,10 +57,10 @@ def test_what_cannot_be_cut_is_refused_in_one_line():
     for rank in run_ranks(f"{MODULE}:refusals", 2, timeout=100):
         assert {kind for kind, _ in rank.values()} <= {"ConfigError", "StageError"}
         texts = {name: text for name, (_, text) in rank.items()}
-        assert "4 heads of queries and 1 of keys and values, which 2 processes cannot share" in texts["heads"]
+        assert "4 query heads and 1 key/value heads, which 2 processes cannot share" in texts["heads"]
         assert "output_router_logits = False" in texts["router"]
         assert "one device in each process, found 2" in texts["devices"]
         assert "padded on the left" in texts["left"]
-        assert "Labels of padding count" in texts["padding"]
+        assert "Labels of padding would count" in texts["padding"]
         assert "also has position_ids" in texts["positions"]
         assert "sees 8 tokens of a row of 12" in texts["window"]

@@ -121,7 +121,7 @@ def test_ranks_that_draw_other_rows_are_refused():
     """The error shows the sampler with a seed."""
     sampler = ReplicaBatchSampler([[1, 2]], types.SimpleNamespace(replicas=2, ranks=TwoRanks("another")))
     with pytest.raises(
-        ConfigError, match=r"Rank 1 draws other rows[\s\S]*generator=torch.Generator\(\).manual_seed\(0\)"
+        ConfigError, match=r"Rank 1 draws different rows[\s\S]*generator=torch.Generator\(\).manual_seed\(0\)"
     ):
         next(iter(sampler))
 

@@ -244,7 +244,7 @@ class Counts(nn.Module):
         return self.weight * x * self.count
 
 
-@pytest.mark.filterwarnings("ignore:A layer keeps a state")
+@pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("classic", [False, True])
 def test_a_recomputation_reads_buffers_as_they_were(pipe, grain, classic):

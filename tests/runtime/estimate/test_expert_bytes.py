@@ -51,7 +51,7 @@ def test_a_plan_states_the_experts_of_a_few_tokens():
     report, text = planned(2, 1)
     whole = 2 * 8 * 3 * 4096 * 14336 * 4
     assert report.step.expert_bytes == (whole, whole * 7 // 16)
-    assert "At most 4.93 GB of 11.3 GB of experts are expected to go up in each pass." in text
+    assert "At most 4.93 GB of 11.3 GB of experts are expected to be copied in each pass." in text
     unknown = dataclasses.replace(report.step, layers=[dataclasses.replace(one, experts=0) for one in report.layers])
     for which in ("upload", "download"):  # each layer goes up once: there is room to stay
         ours, all_of_them = (
@@ -66,4 +66,4 @@ def test_a_plan_of_many_tokens_uploads_all_experts():
     report, text = planned(2, 64)
     whole, expected = report.step.expert_bytes
     assert whole == expected
-    assert "All 11.3 GB of experts go up in each pass" in text
+    assert "All 11.3 GB of experts are copied in each pass" in text

@@ -104,6 +104,6 @@ def test_text_that_is_empty_is_refused(tmp_path):
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """Before a model looks it up in memory that is not there."""
     (tmp_path / "a.txt").write_text("abcdefgh")
-    with pytest.raises(FineTuneError, match="vocabulary of 105, and the tokenizer bytes makes the token 107"):
+    with pytest.raises(FineTuneError, match="vocabulary of 105, but the tokenizer bytes makes the token 107"):
         read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=105)
     assert read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=108).left_over == 1

@@ -61,7 +61,7 @@ def test_text_is_completed_without_a_template():
 def test_a_template_that_rewrites_earlier_messages_is_refused():
     """As those that leave out what a model thought before: the answer that is learnt would be another one."""
     rewriting = tiny.CHAT.replace("message['content']", "(message['content'] if loop.last else 'a')")
-    with pytest.raises(FineTuneError, match=r"a:1: the chat template of words writes earlier messages .*generation"):
+    with pytest.raises(FineTuneError, match=r"a:1: the chat template of words formats earlier messages .*generation"):
         encoder(rewriting)(conversation_of({"messages": TURNS}, "a:1"))
 
 
@@ -142,7 +142,7 @@ def test_a_field_is_read_by_the_template_or_refused(field):
         assert found != spelled(encoder(READING), conversation_of({"messages": TURNS[:2]}, "a:1")) or "later" in field
         return
     with pytest.raises(
-        FineTuneError, match=r"a:1.* does not read, so nothing would learn it.*--ignore-fields"
+        FineTuneError, match=r"a:1.* does not use, so the model would not learn from it.*--ignore-fields"
     ) as caught:
         encoder(READING)(conversation_of(row, "a:1"))
     ignored = str(caught.value).partition("--ignore-fields ")[2].split(",")

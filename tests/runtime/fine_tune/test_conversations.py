@@ -153,10 +153,10 @@ def test_an_error_states_what_was_found_and_what_to_write(name):
         (
             "c.jsonl",
             "\ufeff{}".encode("utf-16-le"),
-            "c.jsonl is text in UTF-16, or not text. Write it in UTF-8: iconv -f UTF",
+            "c.jsonl is not UTF-8, but perhaps UTF-16. Convert it: iconv -f UTF",
         ),
-        ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is text in UTF-16BE, or not text"),
-        ("a.txt", "Hi", "holds no conversations, as it does not end in .jsonl or .json"),
+        ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is not UTF-8, but perhaps UTF-16BE"),
+        ("a.txt", "Hi", "is not read as conversations: its name does not end in .jsonl or .json"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, name, content, words):

@@ -47,7 +47,7 @@ def test_a_configuration_alone_has_random_weights(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "holds no config.json. Name a folder that save_pretrained wrote"),
+        (None, "contains no config.json. Name a folder that save_pretrained wrote"),
         ("{", "is damaged: it is not JSON"),
         (
             '{"model_type": "llama", "num_hidden_layers": 1000000000}',
@@ -59,7 +59,7 @@ def test_a_configuration_alone_has_random_weights(tmp_path):
         ),
         ('{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
         ('{"hidden_size": 3}', "is not a configuration of transformers"),
-        ('{"model_type": "t5"}', "a model of type 't5', which transformers has no causal language model for"),
+        ('{"model_type": "t5"}', "a model of type 't5', for which transformers has no causal language model"),
     ],
 )
 def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, words):
@@ -90,7 +90,7 @@ def test_names_that_do_not_exist_are_refused():
 
 def test_adapters_are_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FineTuneError, match=r"holds adapters and no model\. Merge them"):
+    with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge them"):
         model_source(tmp_path)
 
 

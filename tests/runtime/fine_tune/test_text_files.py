@@ -68,9 +68,9 @@ def test_each_line_of_json_is_a_document(tmp_path):
     [
         ("{", 'bad.jsonl:2 is not JSON. Each line must be an object like {"text": "..."}'),
         ("[1]", "bad.jsonl:2 is a list. Each line"),
-        ('{"body": "x", "id": 1}', "bad.jsonl:2 has no text in 'text'. It has body, id: --field NAME"),
-        ('{"text": 3}', "bad.jsonl:2 has a int in 'text', which is not text: --field NAME"),
-        ("{}", "It has nothing"),
+        ('{"body": "x", "id": 1}', "bad.jsonl:2 has no text in 'text'. Its fields: body, id. Name one: --field NAME"),
+        ('{"text": 3}', "bad.jsonl:2 has no text in 'text', but a int: --field NAME"),
+        ("{}", "Its fields: nothing"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path, line, words):
@@ -104,7 +104,7 @@ def test_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
         ("nowhere.txt", "There is no file nowhere.txt."),
         ("*.md", "There is no file *.md."),
         ("paper.pdf", "paper.pdf ends in .pdf, and that is not among .txt"),
-        ("empty", "empty holds no text: no file in it ends in .txt"),
+        ("empty", "empty contains no text: no file in it ends in .txt"),
     ],
 )
 def test_what_stands_for_no_text_is_refused(tmp_path, monkeypatch, name, words):
@@ -175,7 +175,7 @@ class TestDatasets:
     def test_another_field_is_refused_with_those_that_there_are(self, tmp_path, datasets):
         """Before the first row is read."""
         datasets.Dataset.from_dict({"body": ["one"], "id": [1]}).save_to_disk(tmp_path / "saved")
-        with pytest.raises(FineTuneError, match=r"has no text in 'text'. It has body, id: --field NAME"):
+        with pytest.raises(FineTuneError, match=r"has no text in 'text'. Its fields: body, id. Name one: --field NAME"):
             documents(find_texts([tmp_path / "saved"]))
 
     def test_a_damaged_folder_is_refused(self, tmp_path, datasets):

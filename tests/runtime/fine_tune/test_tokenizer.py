@@ -44,7 +44,7 @@ def test_bytes_that_were_saved_are_read_as_bytes(tmp_path):
 def test_weights_without_a_tokenizer_are_refused(tmp_path):
     """What they have learnt of other tokens would be lost; whoever wants bytes says so."""
     folder = tiny.weights_folder(tmp_path / "model", tokenizer=False)
-    with pytest.raises(FineTuneError, match=r"holds weights and no tokenizer.*--tokenizer bytes"):
+    with pytest.raises(FineTuneError, match=r"contains weights but no tokenizer.*--tokenizer bytes"):
         load_tokenizer(model_source(folder))
     wide = tiny.source().load()
     wide.save_pretrained(folder)
@@ -63,7 +63,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path):
     source = tiny.source()
     with pytest.raises(FineTuneError, match="There is no folder nowhere"):
         load_tokenizer(source, "nowhere")
-    with pytest.raises(FineTuneError, match=r"holds no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(FineTuneError, match=r"contains no tokenizer: none of tokenizer\.json"):
         load_tokenizer(source, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FineTuneError, match="cannot be read"):

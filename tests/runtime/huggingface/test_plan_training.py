@@ -100,7 +100,7 @@ def test_a_remedy_of_unknown_memory_is_an_error():
     """With the line that says how much there is."""
     unknown = Hardware(("mps:0",), "mps", 150e12, 25e9, None, None, 20e9, {})
     training = PlannedTraining(model_on_meta(make_config("llama")), unknown)
-    with pytest.raises(ConfigError, match=r"not known how much memory mps:0 has.*\n.*memory=24 \* 2\*\*30"):
+    with pytest.raises(ConfigError, match=r"the memory of mps:0 is unknown.*\n.*memory=24 \* 2\*\*30"):
         training.remedy(batch=8, length=64, num_microbatch=2)
 
 

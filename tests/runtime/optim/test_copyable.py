@@ -56,8 +56,8 @@ def test_tensors_next_to_numbers_that_train_are_refused(name):
     with pytest.raises(ConfigError) as caught:
         RoundPipe(model_with(quantized(**{name: held}).requires_grad_()), devices="virtual:1")
     text = str(caught.value)
-    assert text.startswith("1.weight is a tests.runtime.optim.test_copyable.Quantized, which keeps tensors in its")
-    assert f"attribute {name!r}, and it trains. A device gets the scales of frozen weights only" in text
+    assert text.startswith("1.weight is a tests.runtime.optim.test_copyable.Quantized, which stores tensors in its")
+    assert f"attribute {name!r}, and it trains. Quantized weights must be frozen" in text
     assert "    AutoModelForCausalLM.from_pretrained(" in text
 
 
@@ -122,8 +122,11 @@ def two(kind):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (slotted, "which keeps tensors in its attribute 'scale', where they are not found"),
-        (lambda: quantized(scale=torch.ones(2), more=slotted().scale), "keeps tensors where they are not found"),
+        (slotted, "which stores tensors in its attribute 'scale', and a copy would miss them"),
+        (
+            lambda: quantized(scale=torch.ones(2), more=slotted().scale),
+            "stores tensors where the pipeline does not find them",
+        ),
         (lambda: two(Forgetful), "which has different values when it is rebuilt"),
         (lambda: two(Refusing), r"cannot be rebuilt from copies \(ValueError: not here\)"),
     ],
@@ -142,7 +145,7 @@ def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
     model[1].weight = quantized(scale=torch.ones(2))
     first = model[1].weight
     model[1].first = lambda: first
-    with pytest.raises(ConfigError, match="with a copy of which Remembering computes other values"):
+    with pytest.raises(ConfigError, match="with whose copy Remembering computes different values"):
         check_copyable(model)
 
 

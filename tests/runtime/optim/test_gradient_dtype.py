@@ -133,5 +133,5 @@ def test_a_closure_is_refused_with_the_line_to_type(wrap):
 @pytest.mark.parametrize("options", [{"gradient_dtype": torch.bfloat16}, {**HALF, "gradient_dtype": "bfloat16"}])
 def test_a_dtype_that_has_no_meaning_is_refused(options):
     """Without copies for the optimizer there is nothing whose gradients it could be."""
-    with pytest.raises(ConfigError, match="gradient_dtype is the dtype of gradients of master weights"):
+    with pytest.raises(ConfigError, match="gradient_dtype, the dtype of gradients of master weights"):
         RoundPipe(small_model(), **options)

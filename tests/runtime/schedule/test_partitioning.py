@@ -173,7 +173,7 @@ def test_more_devices_than_full_stages_make_smaller_stages():
 
 
 def test_a_layer_that_is_too_large_is_named():
-    with pytest.raises(PlanError, match=r"layer 1 has 8 GB of parameters and gradients, and a stage may have 3 GB"):
+    with pytest.raises(PlanError, match=r"layer 1 has 8 GB of parameters and gradients, but a stage may have 3 GB"):
         partition("fused", [[LayerCost(1.0, 3.0), LayerCost(1.0, 3.0, 4 * 10**9, 4 * 10**9)]], bytes_per_stage=3e9)
 
 

@@ -61,7 +61,7 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
             "infer",
             [range(2), range(3, 4)],
             [],
-            "fwd_plan misses layer 2: it is [range(0, 2), range(3, 4)], and must hold",
+            "fwd_plan misses layer 2: it is [range(0, 2), range(3, 4)], and must contain",
         ),
         ("infer", [range(3)], [], "fwd_plan misses layer 3"),
         ("infer", [], [], "fwd_plan misses layer 0"),
@@ -75,14 +75,14 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
         ("fused", [range(3)], [range(2, 3), range(2)], "bwd_plan misses layer 3"),
         ("fused", [range(2)], BACKWARD, "fwd_plan misses layer 2"),
         ("fused", [range(4)], BACKWARD, "fwd_plan repeats layer 3"),
-        ("fused", [range(3)], [], "bwd_plan is empty. In a fused run its first stage holds the last layers."),
+        ("fused", [range(3)], [], "bwd_plan is empty. In a fused run its first stage contains the last layers."),
         ("fused", [[0, 2]], BACKWARD, "fwd_plan[0] is [0, 2]: layer 1 is missing."),
         ("fused", [[0, 1, 1]], BACKWARD, "fwd_plan[0] is [0, 1, 1]: layer 1 is repeated."),
         ("fused", [[2, 1, 0]], BACKWARD, "fwd_plan[0] is [2, 1, 0]: layer 1 is out of order."),
         ("fused", [range(3)], [range(3, 4), [2, 1], [0]], "bwd_plan[1] is [2, 1]: layer 1 is out of order."),
         ("fused", [range(3), range(3, 3)], BACKWARD, "fwd_plan[1] is empty."),
         ("fused", [range(-1, 3)], BACKWARD, "fwd_plan has no layer -1"),
-        ("fused", [["a"]], BACKWARD, "fwd_plan[0] must hold indices of layers, found ['a']."),
+        ("fused", [["a"]], BACKWARD, "fwd_plan[0] must contain indices of layers, found ['a']."),
         ("fused", 3, BACKWARD, "fwd_plan must be a list of ranges, found 3."),
         ("other", [range(4)], [], 'run_type must be "infer", "train" or "fused", found \'other\'.'),
     ],
@@ -97,7 +97,7 @@ def test_the_message_says_what_to_write():
     with pytest.raises(PlanError) as caught:
         ModelExecutePlan([range(2)], BACKWARD).check_valid("fused", 4)
     assert str(caught.value) == (
-        "fwd_plan misses layer 2: it is [range(0, 2)], and must hold each of the layers 0 to 2 once, in order; the "
+        "fwd_plan misses layer 2: it is [range(0, 2)], and must contain each of the layers 0 to 2 once, in order; the "
         "first stage of bwd_plan runs the layers from there on forward and backward."
     )
 

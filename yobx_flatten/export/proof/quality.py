@@ -79,12 +79,12 @@ class Quality:
 
     @property
     def allowed_cosine(self) -> float:
-        """The least cosine of an embedding that is accepted."""
+        """The smallest accepted cosine between an embedding and the model's."""
         return _COSINES.get(self.weights, _COSINE)
 
     @property
     def ok(self) -> bool:
-        """Whether the file is as close to the model as is asked for."""
+        """Whether the file is as close to the model as requested."""
         if not math.isfinite(self.max_difference):
             return False
         if self.cosine is not None and not self.cosine >= self.allowed_cosine:
@@ -94,12 +94,12 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the ratio is also small on text that the model generates, where it has less noise."""
+        """Whether the perplexity ratio is also small on text that the model generates, where noise is lower."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property
     def chooses_others(self) -> bool:
-        """Whether less than 19 of 20 greedy tokens are the model's, on a text."""
+        """Whether the file chooses a different greedy token than the model for more than 1 of 20 tokens of a text."""
         return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
 
     def as_dict(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class CaseResult:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the case ran, and every output is as close as it has to be.
+        """Return whether the case ran, and all outputs are within their tolerances.
 
         Args:
             tolerance: what an output may differ by that was not measured.
@@ -84,7 +84,7 @@ class CaseResult:
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
-        """Return the last cells of its row in a table: the largest difference and its output, or the reason."""
+        """Return the last cells of its table row: the largest difference and its output, or why it failed."""
         if self.error is not None:
             return [self.error]
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]

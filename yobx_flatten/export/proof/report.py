@@ -140,7 +140,7 @@ class ExportReport(Report):
         return [case for case in self.cases if not case.within(self.tolerance)]
 
     def failure(self) -> str:
-        """Return the reason of a failure, in a sentence."""
+        """Return why the export failed, in a sentence."""
         if self.without_number():
             return f"The exported {self.module} could not be checked: {self.nan_notes()[0]}"
         if self.quality is not None and self._within:
@@ -188,7 +188,7 @@ class ExportReport(Report):
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
     def explained_by_float64(self, case: Case) -> Mapping[str, float] | None:
-        """Return the same for a float32 model, by a comparison with float64.
+        """Return how much of each difference is rounding of a float32 model, found by running it in float64.
 
         Args:
             case: the case. The model is run in float64 for it, and from then on for each further case.
@@ -203,7 +203,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result whose outputs may differ by float32's rounding, if they exceed the tolerance.
+        """Return a result that allows float32's rounding where outputs exceed the tolerance.
 
         Args:
             found: result of a case.
@@ -214,7 +214,7 @@ class ExportReport(Report):
         return dataclasses.replace(found, allowed=self.explained_by_float64(case) or found.allowed)
 
     def remark(self, *texts: str) -> None:
-        """Add notes, without repeating one.
+        """Add notes that are not there yet.
 
         Args:
             *texts: the notes.

@@ -126,18 +126,18 @@ class NotStreamableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Weights in files of safetensors."""
+    """Weights in safetensors files."""
 
     files: Mapping[str, pathlib.Path]  # the file of each weight, by its name there
     shapes: Mapping[str, Sequence[int]]  # the shape of each weight
     types: Mapping[str, str]  # the type of each weight, as safetensors writes them (`"F16"`)
 
     def bytes_as(self, dtype: torch.dtype) -> int:
-        """Return how many bytes the weights take in a type."""
+        """Return how many bytes the weights take in a dtype."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def is_mapped_as(self, dtype: torch.dtype) -> bool:
-        """Return whether the weights have a type already, so that none is converted."""
+        """Return whether the weights already have a dtype, so that no weight is converted."""
         return set(self.types.values()) <= {_TYPES.get(dtype)}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_a_layer_that_reads_what_another_has_written_is_refused():
     """Also without a check of values: the last layer reads the entry of the first one."""
     report = cut(Prefixed((None, None, 0)), {"input_ids": tokens(2)}, check=False).report
     assert report.is_whole
-    assert "layers.2 reads the entry of a cache that layers.0 reads and may write" in str(report)
+    assert "layers.2 and layers.0 use the same entry of a cache" in str(report)
 
 
 def test_a_layer_gets_the_entries_that_it_read_before():
@@ -85,7 +85,7 @@ def test_a_layer_gets_the_entries_that_it_read_before():
 def test_entries_of_two_calls_must_be_apart():
     """The error names both layers, and is one of the package."""
     check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 1), (1, 0)})})
-    with pytest.raises(CutError, match="b reads the entry of a cache that a reads and may write") as caught:
+    with pytest.raises(CutError, match="b and a use the same entry of a cache") as caught:
         check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 0)})})
     assert isinstance(caught.value, RoundPipeError)
 

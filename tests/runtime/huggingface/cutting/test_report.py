@@ -20,7 +20,7 @@ def test_a_report_in_words():
         "Model: 4 pieces, 2 calls of layers in layers, 2 phases",
         "largest piece: 2 MB of 5.5 MB",
         "on the example: outputs differ by 0.0e+00, the gradients of 12 parameters by 1.5e-08",
-        "not cut otherwise, structure: no way",
+        "not split in another way, structure: no way",
     ]
 
 

@@ -94,7 +94,7 @@ def test_groups_of_rows_take_multiples_only():
     expected = 2 * plain(**batch).loss
     expected.backward()
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, replicas=2)
-    with pytest.raises(LossError, match="not found to return a multiple"):
+    with pytest.raises(LossError, match="does not return a multiple"):
         pipeline.forward_backward(input_kwargs=batch, loss_fn=in_addition)
     assert all(parameter.grad is None for parameter in model.parameters())
     found = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: 2 * outputs.loss)

@@ -17,9 +17,9 @@ NOT_RUN = "not run"
 
 _PAGE = """# Files of every exporter
 
-This table states whether exported files do what their model does. {types} model types are built from small
+This table shows whether exported files compute the same as their model. {types} model types are built from small
 configurations with random weights, and with a sliding window of eight tokens if the type has a window. Each exporter
-writes the same checkpoint, in a separate process, as its documentation describes. `verify_file` then compares the
+exports the same checkpoint, in a separate process, as its documentation describes. `verify_file` then compares the
 files with the eager model: other batch sizes and lengths, lengths past the window, padding, an empty cache, and three
 calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-files-of-other-exporters)).
 
@@ -35,7 +35,7 @@ calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-f
 | not run | the cell was not tried |
 
 A file is called wrong only if two computations agree on that: the model in float32 and the model in float64. The file
-differs from each of them by more than ten times what they differ from each other. An exporter may state the difference:
+differs from each of them by more than ten times the difference between these two. An exporter may state the difference:
 mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window. A file without the
 head of its checkpoint (BERT and RoBERTa of mobius-onnx) is compared with the model without its head. Files of
 onnxruntime-genai are also run in its own runtime, which gives them a cache of the largest length.

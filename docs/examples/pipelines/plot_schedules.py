@@ -122,7 +122,7 @@ plt.show()
 # ----------------
 #
 # An unsplit batch is on one device at a time, and the other device waits. With as many microbatches as devices,
-# no device waits in the middle; one more, as above, hides the copies between the devices.
+# devices wait only at the start and the end; one more, as above, hides copies.
 
 figure, axes = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained")
 for ax, microbatches in zip(axes, (1, 2), strict=True):

@@ -287,8 +287,8 @@ class Training:
                 )
                 another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
                 raise FineTuneError(
-                    f"{folder} was trained with {was or f'another --{another}'}. Continue with the same, or start in "
-                    "another folder: --checkpoint DIR"
+                    f"{folder} was trained with {was or f'another --{another}'}. Continue with the same option, or "
+                    "start in another folder: --checkpoint DIR"
                 )
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def _tokenizer(folder: pathlib.Path) -> Any:
         tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     except (DamagedFileError, OSError) as error:
         raise UserError(
-            f"{folder} holds no tokenizer that can be read: put the model's tokenizer files there"
+            f"{folder} contains no tokenizer that can be read: put the model's tokenizer files there"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

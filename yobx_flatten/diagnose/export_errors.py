@@ -86,7 +86,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
         return Explanation(
-            f"An operator gets tensors of several devices{places}. Move all to one:", (), "module.to(device)"
+            f"An operator gets tensors of several devices{places}. Move all to one device:", (), "module.to(device)"
         )
     (device,) = devices
     if device == "meta":
@@ -308,8 +308,8 @@ def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation |
         return None
     remedy = remedy_for(cls, None, Layouts())
     return Explanation(
-        f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call it where the "
-        "class is registered:",
+        f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call the program "
+        "where the class is registered:",
         (),
         remedy.line,
     )

@@ -259,7 +259,7 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
                 "warning",
                 path,
                 f"{path} and {first_start[start]} share their memory. If the module writes into one of them, the "
-                "program cannot be decomposed, nor converted to ONNX. Pass a copy then:",
+                "program cannot be decomposed, nor converted to ONNX. If it does, pass a copy:",
                 f"{path}.clone()",
             )
         first_start.setdefault(start, path)

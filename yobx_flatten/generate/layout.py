@@ -45,8 +45,8 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
     found = [path for path in others if path.is_file()]
     if len(found) > 1:
         raise GenerationError(
-            f"{folder} holds {', '.join(path.name for path in found)}: the same model in several dtypes. Move one "
-            "file to its own folder, and open that folder."
+            f"{folder} holds {', '.join(path.name for path in found)}: the same model in several dtypes. Move the file "
+            "that you want to its own folder, and open that folder."
         )
     return found[0] if found else folder / name
 
@@ -70,7 +70,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
             return found
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
     raise GenerationError(
-        f"{path} holds no model to generate with: none of {expected}. To write one: yobx-flatten export MODEL -o DIR"
+        f"{path} contains no model to generate with: none of {expected}. To write one: yobx-flatten export MODEL -o DIR"
     )
 
 

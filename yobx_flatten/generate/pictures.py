@@ -102,7 +102,7 @@ class Pictures:
                 f"{len(self.pixels)} rows of {pixels}, as the model's processor returns it."
             )
         if self.word == "image" and bool((sizes[:, 0] != 1).any()):
-            raise InvalidArgumentError("image_grid_thw states several frames: pass videos as pixel_values_videos.")
+            raise InvalidArgumentError("image_grid_thw has several frames: pass videos as pixel_values_videos.")
         # the patches of a frame see each other, and none of another frame
         frames = sizes.repeat_interleave(sizes[:, 0], dim=0)
         frames[:, 0] = 1

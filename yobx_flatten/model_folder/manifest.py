@@ -108,8 +108,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     path = check_folder(folder) / MANIFEST
     if not path.exists():
         raise ForeignFileError(
-            f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it. "
-            "To write one: yobx-flatten export MODEL -o DIR"
+            f"{folder} contains no {MANIFEST}: yobx-flatten export did not write it. To write one: yobx-flatten export "
+            "MODEL -o DIR"
         )
     if read_document(path, _Version, failure=DamagedFileError).format_version > _VERSION:
         raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
@@ -122,7 +122,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
             f"{path} sets the tolerance {found.tolerance}, but {found.dtype} has {tolerance('file', found.dtype)}."
         )
     if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
-        raise DamagedFileError(f"{path} states a tolerance that is not a number of 0 or more.")
+        raise DamagedFileError(f"{path} has a tolerance that is not a number of at least 0.")
     return found
 
 

@@ -98,7 +98,7 @@ class FolderModel:
             check_digests(path, read_manifest(path).sha256)
         file = next((one for end in RUNTIMES[chosen] if (one := located(path, f"model{end}")).is_file()), None)
         if file is None:
-            raise GenerationError(f"{path} holds no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
+            raise GenerationError(f"{path} contains no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
         only_for_onnxruntime(chosen, **where)
         options = thread_options(chosen, threads)
         if chosen == "onnxruntime":

@@ -34,7 +34,7 @@ def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
     lines = read_text(path, failure=ModelSourceError, most=_LARGEST).splitlines()
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
-        raise ModelSourceError(f"{path} holds no prompts. Write one in each line.")
+        raise ModelSourceError(f"{path} contains no prompts. Write one prompt per line.")
     return prompts
 
 

@@ -153,7 +153,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     place = pathlib.Path(folder)
     check_target(place, overwrite)
     if adapters is not None and weights == "stream":
-        raise InvalidArgumentError("adapters= needs the model in memory. Leave weights= out.")
+        raise InvalidArgumentError('adapters= needs the model in memory, without weights="stream". Leave weights= out.')
     opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code, task=task)
     tokenizer, accuracy = None if source is None else pathlib.Path(source), Accuracy(proof, quantize, calibration)
     return _published(plan_folder(opened, place, form, accuracy, task, tokenizer, adapters), place)

@@ -73,7 +73,7 @@ class RecordedCalls(Sequence[Call]):
         """
         files = call_files(pathlib.Path(folder))
         if not files:
-            raise RecordError(f"{folder} holds no recorded calls.")
+            raise RecordError(f"{folder} contains no recorded calls.")
         found = [read_call(path) for path in files]
         callee = _stored_callee(files[0], found[0][1]) if model is None else callee_of(model, method)
         calls = [Call(callee, a.index, a.kind, a.past, a.new, parts, a.error) for parts, a in found]

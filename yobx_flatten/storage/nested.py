@@ -340,7 +340,7 @@ def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> Stored
     """
     found = read(path, "load_case", device=device, content="case")
     if not isinstance(found, dict) or set(found) != {"inputs", "outputs", "name"}:
-        raise DamagedFileError(f"{os.fspath(path)} is damaged: it holds no inputs and outputs.")
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: it contains no inputs and outputs.")
     if not isinstance(found["name"], str):
         kind = describe_class(found["name"])
         raise DamagedFileError(f"{os.fspath(path)} is damaged: the name of the case is {kind}.")

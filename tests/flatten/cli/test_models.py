@@ -208,7 +208,7 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
     (copy / "config.json").unlink()
     assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
-    assert "holds no config.json" in capsys.readouterr().err
+    assert "contains no config.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -390,7 +390,7 @@ def test_generate_without_a_tokenizer_says_so(copied, capsys):
     (copied / "tokenizer_config.json").unlink()
     (copied / "config.json").unlink()
     assert main(["generate", str(copied), "--prompt", "Hello"]) == 2
-    assert "holds no tokenizer that can be read" in capsys.readouterr().err
+    assert "contains no tokenizer that can be read" in capsys.readouterr().err
 
 
 # -- explain and check -------------------------------------------------------------------------------------------------

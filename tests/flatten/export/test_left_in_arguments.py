@@ -122,7 +122,7 @@ def test_a_program_returns_what_the_module_does_and_leaves_the_same(module, make
     """Called like the module, it returns an object of its class, and the arguments are as the module leaves them."""
     model = module().eval()
     program = export_program(model, kwargs=make())
-    (note,) = [remark for remark in program.report.remarks if "does not return that" in remark]
+    (note,) = [remark for remark in program.report.remarks if "does not return the result" in remark]
     assert all(name in note for name in present)
     assert "loop=False" in note
     torch.manual_seed(1)

@@ -260,7 +260,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
     (tmp_path / "bad.pt2").write_bytes(b"no program")
     for path, words in (
         (tmp_path / "none.onnx", "There is no"),
-        (tmp_path, "holds no model to generate with"),
+        (tmp_path, "contains no model to generate with"),
         (tmp_path / "bad.onnx", "onnxruntime cannot load"),
     ):
         with pytest.raises(GenerationError, match=words):

@@ -172,7 +172,7 @@ def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, pro
     report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "model.onnx", proof=proof).report
     assert report.output_names[:2] == ["logits", "present.0.key"]
     (note,) = [remark for remark in report.remarks if "loop=False" in remark]
-    assert note.startswith(f"forward extends {CACHE} and does not return that")
+    assert note.startswith(f"forward extends {CACHE} but does not return the result")
     report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "score.onnx", proof=proof, loop=False).report
     assert report.output_names == ["logits"]
     taken = {

@@ -98,7 +98,7 @@ def test_a_model_that_writes_nothing_takes_no_prompts(prompts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("contents", "message"), [(b"\n \n", "holds no prompts"), (b"\xff\xfe", "not a text in UTF-8")]
+    ("contents", "message"), [(b"\n \n", "contains no prompts"), (b"\xff\xfe", "not a text in UTF-8")]
 )
 def test_a_file_without_prompts_is_an_error_of_one_line(tmp_path, contents, message):
     """With what to write."""

@@ -173,7 +173,7 @@ def test_what_is_no_exported_folder_is_refused(tmp_path):
     """Not there, of another tool, of a newer version, damaged."""
     with pytest.raises(ForeignFileError, match="There is no folder"):
         verify_folder(tmp_path / "nowhere")
-    with pytest.raises(ForeignFileError, match=r"holds no yobx_flatten\.json"):
+    with pytest.raises(ForeignFileError, match=r"contains no yobx_flatten\.json"):
         verify_folder(tmp_path)
     (tmp_path / "yobx_flatten.json").write_text('{"format_version": 99}', encoding="utf-8")
     with pytest.raises(ForeignFileError, match="newer version"):

@@ -207,7 +207,7 @@ def test_what_is_no_file_of_the_folder_is_not_read(folder, tmp_path, name, kind)
         path.parent.mkdir(exist_ok=True)
         aims = {"no file": "gone", "itself": path.name}
         os.mkfifo(path) if kind == "a pipe" else path.symlink_to(aims.get(kind, private))
-    with pytest.raises(ModelSourceError, match=r"is a link|not a regular file|holds no config\.json"):
+    with pytest.raises(ModelSourceError, match=r"is a link|not a regular file|contains no config\.json"):
         find_model(str(folder))
     if name != "config.json":
         with pytest.raises(DamagedFileError, match=r"is a link|not a regular file"):

@@ -415,7 +415,7 @@ def test_names_that_are_no_names_of_files_are_refused(name, root, tmp_path):
 
 
 def test_a_folder_that_is_no_adapter_is_named(root, tmp_path):
-    with pytest.raises(ModelSourceError, match=r"base holds no adapter_config\.json"):
+    with pytest.raises(ModelSourceError, match=r"base contains no adapter_config\.json"):
         export_folder(root / "base", tmp_path / "out", adapters={"x": root / "base"})
 
 

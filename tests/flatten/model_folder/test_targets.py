@@ -144,7 +144,7 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
 def test_a_runtime_that_has_no_files_there_is_refused(exported):
     """And one that is not known."""
     _, folder, _ = exported
-    with pytest.raises(GenerationError, match="holds no model"):
+    with pytest.raises(GenerationError, match="contains no model"):
         open_generator(folder, runtime="onnxruntime")
     with pytest.raises(InvalidArgumentError, match="There is no runtime 'tflite'"):
         open_generator(folder, runtime="tflite")

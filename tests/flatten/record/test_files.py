@@ -107,7 +107,7 @@ def test_a_folder_with_calls_is_not_written_into(tmp_path):
 
 def test_an_empty_folder_is_said_to_be_empty(tmp_path):
     """Also one that is not there."""
-    with pytest.raises(RecordError, match="holds no recorded calls"):
+    with pytest.raises(RecordError, match="contains no recorded calls"):
         RecordedCalls.load(tmp_path / "nothing")
 
 

@@ -249,8 +249,8 @@ def check_cases(cases: Iterable[Any]) -> list[Case]:
 
 
 Proof = Literal["auto", "full", "standard", "sample", "none"]
-"""``"full"`` replays all cases, ``"standard"`` the same with files alone and less text, ``"sample"`` the example and
-the largest case, ``"none"`` nothing."""
+"""``"full"`` checks all cases; ``"standard"`` all cases, of files only, with less text; ``"sample"`` the example and
+the largest case; ``"none"`` nothing."""
 
 STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
 """Bytes of weights from which on ``"auto"`` means ``"standard"``, and ``"sample"``."""

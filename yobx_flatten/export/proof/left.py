@@ -56,9 +56,9 @@ class Left:
         names = [f"{PRESENT}.{_after_present(name)}" for name in self.leaves]
         names += [f"{PRESENT}.*"] if self.caches else []
         return [
-            f"forward {' and '.join(does)} and does not return that: the program and its files return "
-            f"{', '.join(names) or 'nothing of it'} in addition, for the next call. For a module that no call "
-            "follows, loop=False leaves them out."
+            f"forward {' and '.join(does)} but does not return the result: the program and its files also return "
+            f"{', '.join(names) or 'nothing of it'}, for the next call. If the module is not called in a loop, "
+            "loop=False leaves these outputs out."
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:

@@ -222,7 +222,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
         folder = pathlib.Path(given)
         if not (folder / ADAPTER).is_file():
             raise ModelSourceError(
-                f"adapters: {folder} holds no {ADAPTER}: it is not a folder of PEFT. Write one with "
+                f"adapters: {folder} contains no {ADAPTER}: it is not a PEFT folder. Write one with "
                 "PeftModel.save_pretrained(folder)."
             )
         _check_kind(config_of(folder, str(folder))[0], folder)

@@ -117,7 +117,7 @@ class FoundModel:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
-                random = f"the weights are random: {self.name} holds none."
+                random = f"the weights are random: {self.name} contains none."
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
 
     def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
@@ -230,7 +230,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
         raise ModelSourceError(f"{source} is a folder with a GGUF file. Name the file: {held[0]}")
     if not file.is_file():
-        raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
+        raise ModelSourceError(f"{source} contains no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     if folder is not None:
         own_files(folder, TEXTS, ModelSourceError)  # transformers reads more of them than config.json
@@ -301,7 +301,7 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
         except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
             return None, f"the model is from {name}, which is not a folder here"
     if not (folder / "config.json").is_file():
-        return None, f"the model is from {name}, which holds no config.json"
+        return None, f"the model is from {name}, which contains no config.json"
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=ModelSourceError)
     parts = [part.get("model_type") for part in (stated, *(value for value in stated.values() if type(value) is dict))]
     if model.config.model_type not in parts:

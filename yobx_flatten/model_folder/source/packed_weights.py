@@ -65,7 +65,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         with damage_as(ModelSourceError, f"{layer} of {name}"):
             found[f"{layer}.weight"] = packing.unpack(parts, packing.bits)
     if not found:
-        raise ModelSourceError(f"{name} states that it is quantised, and holds no {packing.names[0]}.")
+        raise ModelSourceError(f"{name} should be quantized (config.json), but contains no {packing.names[0]}.")
     return {**held, **found}
 
 
@@ -74,7 +74,7 @@ def _stored(folder: pathlib.Path, name: str) -> Tensors:
     named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
     files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelSourceError(f"{name} is quantised, and holds no files of safetensors.")
+        raise ModelSourceError(f"{name} is quantized, but contains no safetensors files.")
     held: Tensors = {}
     for file in files:
         held.update(read_tensors(file, failure=ModelSourceError))

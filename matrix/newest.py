@@ -38,7 +38,7 @@ _LIBRARIES = (
 )
 _REASON_LINES, _REASON_LETTERS = 12, 300
 # Lines in which a step states what failed. Where there are none, its last line is the reason.
-_FAILED = re.compile(r"^(FAIL|ERROR|worse than|nothing was tried)|does not do what the eager model does")
+_FAILED = re.compile(r"^(FAIL|ERROR|worse than|nothing was tried)|differs from the eager model")
 
 
 @dataclasses.dataclass(frozen=True)

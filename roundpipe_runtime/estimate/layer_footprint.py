@@ -109,7 +109,7 @@ def measure_layers(
         last_call: calls the last layer. Default: ``layer(value)``.
         kind: the kind of the devices that are planned for, ``"cpu"`` for virtual ones.
         start: index of the first layer that is measured; those before it are only called. Default: 0, all are measured.
-        rule: which tables travel in parts. Default: none.
+        rule: which tables are copied in parts. Default: none.
 
     Returns:
         The memory and operations of each layer that is measured.
@@ -230,7 +230,7 @@ def _give_sums(
     return [parameter.grad for parameter in trained if parameter.grad is not None]
 
 
-# Stand in for large tables while layers are measured on ``meta``, and count the bytes of the parts that travel.
+# Stand in for large tables while layers are measured on ``meta``, and count the bytes of the copied parts.
 
 
 class Parts:

@@ -168,7 +168,7 @@ def plan_report(
     # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. `"auto"`: the
     # number with which the simulated step, with its transfers, is clearly faster. Default: 1.
     # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
-    # rule: which tables travel in parts, in the layers as they were measured. Default: none.
+    # rule: which tables are copied in parts, in the layers as they were measured. Default: none.
     # least_rule: the same with the least memory that a device may have. Default: `rule`.
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
     # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.

@@ -153,7 +153,7 @@ class Settings(BatchSettings, LearningSettings):
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
         keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results are
             the same.
-        large_tables: how tables of large vocabularies travel, as in :class:`RoundPipe`.
+        large_tables: how tables of large vocabularies are copied, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; the numbers are the same.
         update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results are the same.

@@ -228,7 +228,7 @@ def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict
 
 LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
 
-# Bytes from which on a table is large. A smaller one travels in about the time that finding its rows takes.
+# A table with at least so many bytes is large. Copying a smaller table takes about as long as finding its rows.
 LARGE = 16 * 2**20
 
 # Bytes of a slice: half of the largest layer, within these bounds.
@@ -244,12 +244,12 @@ _HEAD = "_rp_head_weight"
 _TO_COMPILE = "_rp_to_compile"
 
 
-# Choose the tables of large vocabularies that do not travel to a device whole.
+# Choose the tables of large vocabularies that are not copied to a device whole.
 #
-#     embedding   the rows that occur in a microbatch go up, their gradients come down
-#     head        slices of the vocabulary go up one after the other, their gradients come down
+#     embedding   copies the rows that occur in a microbatch, and their gradients back
+#     head        copies slices of the vocabulary one after the other, and their gradients back
 #
-# Rows change no bit, so they travel alone wherever a table is large. Slices add up in another order than a whole
+# Rows change no bit, so only they are copied wherever a table is large. Slices add up in another order than a whole
 # product, so they are taken where a table does not fit, or where they are asked for.
 
 

@@ -86,7 +86,7 @@ class LayerContents:
     states: tuple[StateSlot, ...]  # all places of objects next to quantized weights
     # lock that is held while device copies are in these places. Layers that share a module share it.
     lock: threading.RLock = dataclasses.field(repr=False)
-    # parameters that travel in parts, by identity. Default: none.
+    # parameters that are copied in parts, by identity. Default: none.
     tables: Mapping[int, Table] = dataclasses.field(default_factory=dict)
 
     @property
@@ -100,11 +100,11 @@ class LayerContents:
 
     @property
     def trains_tables(self) -> bool:
-        """Whether a parameter that travels in parts is trained."""
+        """Whether a parameter that is copied in parts is trained."""
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
     def parts(self) -> list[torch.Tensor]:
-        """Return the tensors that travel for the parameters: themselves, and the parts of quantized ones."""
+        """Return the tensors that are copied for the parameters: themselves, and the parts of quantized ones."""
         return parts_of([*self.parameters(), *(state.value for state in self.states)])
 
     def nbytes(self) -> int:

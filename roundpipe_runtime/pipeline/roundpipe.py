@@ -60,12 +60,12 @@ class RoundPipe(OptimizedModel, SavedModel):
             axes the first holds copies, so ``(N, 1)`` keeps everything whole. Default: this process alone.
         replicas: number of groups that a batch is split into; group g runs on rank g modulo N. Results are the same
             for every number of ranks. Default: number of ranks.
-        reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
+        reduce_dtype: dtype in which gradients are sent between ranks. Default: that of their sums.
         gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
             in ``optim_dtype`` all the same. Default: ``optim_dtype``.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
             transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
-        large_tables: how tables from 16 MiB on travel to a device. ``"auto"``: of an embedding, the rows that a
+        large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: of an embedding, the rows that a
             microbatch needs; the head of a transformers model in slices, where it does not fit into a stage.
             ``"slices"``: always in slices; a loss then differs by rounding. ``"whole"``: as every other parameter.
         host: ``"disk:DIR"`` has parameters, gradients, master weights and the state of the optimizer in a scratch file
@@ -131,7 +131,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def _rp_build(self, model: nn.Module, options: PipelineOptions, original: nn.Module | None) -> None:
         found = parse_devices(options.devices)
         layers = self._rp_layers(model)
-        scan(layers)  # refuses what cannot travel
+        scan(layers)  # refuses what cannot be copied
         check_copyable(model)
         if options.update != "masters" and options.optim_dtype is not None:
             widen(model.parameters(), options.optim_dtype)

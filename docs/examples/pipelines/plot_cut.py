@@ -64,7 +64,7 @@ for tensor in passed_tensors(pieces, batch)[:4]:
 # -----------
 #
 # At the top are the pieces, in the order in which they run, with the bytes of their parameters. Below is a row per tensor:
-# a dot at the piece that makes it, a ring at each piece that gets it. Along its line, the tensor travels with the
+# a dot at the piece that makes it, a ring at each piece that gets it. Along its line, the tensor is passed with the
 # microbatch. At the bottom are the bytes that each piece passes to the next.
 
 KINDS = {
@@ -250,7 +250,7 @@ plt.show()
 # Mixtral, with the logits of its routers
 # ---------------------------------------
 #
-# Almost all bytes are in the layers, and a device needs room for at least one layer. The logits of each router travel to
+# Almost all bytes are in the layers, and a device needs room for at least one layer. The logits of each router are passed to
 # the end, where the model computes a loss from them. That loss depends on values, so this model is small and has
 # real weights.
 

@@ -54,7 +54,7 @@ class RankCalls(OneGroup[Engine]):
     """The groups that a batch is split into; each rank runs some of them."""
 
     # replicas: number of groups that a batch is cut into. Default: number of ranks.
-    # reduce_dtype: dtype in which gradients travel. Default: that of their sums.
+    # reduce_dtype: dtype in which gradients are sent. Default: that of their sums.
 
     store: RankStore
 
@@ -217,7 +217,7 @@ class RankCalls(OneGroup[Engine]):
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
         """Do the work of this rank, and commit when all ranks have succeeded; return the loss."""
-        # Within `no_sync()` nothing travels. The call after it adds to sums that are here already, so its own gradients
+        # Within `no_sync()` nothing is sent. The call after it adds to sums that are here already, so its own gradients
         # are not sent as they land either.
         is_late = self._is_deferred or bool(self._kept)
         reduction = Reduction(call.plan, self.ranks)

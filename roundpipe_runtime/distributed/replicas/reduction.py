@@ -36,7 +36,7 @@ class Bucket:
 
 
 class ReductionPlan:
-    """The gradients that a call sums, in order, and the dtype in which they travel."""
+    """The gradients that a call sums, in order, and the dtype in which they are sent."""
 
     def __init__(
         self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None

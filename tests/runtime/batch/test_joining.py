@@ -310,7 +310,7 @@ def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
     with pytest.raises(JoinError, match="averaged, weighted by rows, but the rows of each microbatch are unknown"):
         join([one, other], [None, None])
     assert join([one, one.clone()], [None, None]) == 1
-    with pytest.raises(JoinError, match="not known"):
+    with pytest.raises(JoinError, match="are unknown"):
         join([one.clone().requires_grad_(), one.clone().requires_grad_()], [None, None])
 
 

@@ -161,7 +161,7 @@ class ExportReport(Report):
             name, difference, allowed = max(rows, key=lambda row: row[1] / (row[2] or 1.0))
             found = f"largest difference {difference:.1e}, allowed {allowed:.1e}, output {name!r}"
         cause = next((f" {case.cause}" for case in failed if case.cause), "")
-        return f"The exported {self.module} does not do what the eager model does ({found}).{cause}"
+        return f"The exported {self.module} differs from the eager model ({found}).{cause}"
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:

@@ -4,7 +4,7 @@
 
 A Llama with adapters (LoRA, r=8), and the same one with all of its weights trained over four batches for each step, on
 one virtual device with a limit. The bits of the losses are compared. The rest is counted: bytes of parameters that were
-copied in the third step, bytes that the device holds between two steps, and the most that copies took on it. Seconds are
+copied in the third step, bytes that the device holds between two steps, and the peak of copies on it. Seconds are
 the median of three alternating steps; on a CPU an upload is a copy in its memory, so they show what keeping costs, not
 what it saves on a link.
 """

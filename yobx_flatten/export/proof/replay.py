@@ -94,7 +94,7 @@ class Side(Protocol):
     """One side of a replay: something exported that is called step after step. See :mod:`.exported_call`."""
 
     runtime: str  # name of the library that runs it
-    keeps_state: bool  # whether what the module writes to stays the same in each call
+    keeps_state: bool  # whether buffers that the module writes keep their values between calls
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
         """Run a case in the block; values that it writes are restored afterwards."""

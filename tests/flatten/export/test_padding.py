@@ -168,7 +168,7 @@ def of_values(padded):
     return {"values": torch.arange(10.0).reshape(2, 5), "keep": keep}
 
 
-SENTENCE = r"what the eager model does \(.*\)\. The model itself changes a row's output by "
+SENTENCE = r"differs from the eager model \(.*\)\. The model itself changes a row's output by "
 
 
 @pytest.mark.parametrize(("kind", "given"), [(BothWays, of_words), (OfTheBatch, of_values)])

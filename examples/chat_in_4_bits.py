@@ -4,8 +4,8 @@
     python examples/chat_in_4_bits.py SmolLM2-135M-Instruct.gguf rows.jsonl
 
 The model is a folder or a GGUF file, and a line of ``rows.jsonl`` holds ``{"messages": [...]}``. Without names, a Llama
-of 29,000 random weights learns three answers in a minute. The folder ``chat-in-4-bits`` then runs in onnxruntime,
-onnxruntime-genai, and in a browser with transformers.js.
+of 29,000 random weights learns three answers in a minute. The folder ``chat-in-4-bits`` then runs in onnxruntime and
+in a browser with transformers.js: ``examples/browser`` is a page for it.
 """
 
 import json
@@ -73,7 +73,7 @@ def main(*names: str, steps: int = 40, folder: str | Path = ".") -> Path:
         sizes = ["--batch", "6", "--steps", steps, "--devices", "virtual:2"]
         run("roundpipe", "train", model, "--chat", rows, "-o", trained, "--quantize-aware", "int4", *learning, *sizes)
         first = json.loads(rows.read_text(encoding="utf-8").splitlines()[0])
-        run("yobx-flatten", "export", trained, "-o", out, "--quantize", "keep")
+        run("yobx-flatten", "export", trained, "-o", out, "--quantize", "keep", "--layout", "transformers.js")
     question = first["messages"][0]["content"]
     run("yobx-flatten", "chat", out, "--message", question, "--tokens", "40", "--greedy")
     return out

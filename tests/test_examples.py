@@ -37,14 +37,14 @@ def test_digits_are_learnt_alike(capsys):
 
 
 def test_a_chat_is_trained_and_shipped_in_4_bits(tmp_path, capsys):
-    """The files hold integers of 4 bits, and give the answer that was learnt."""
+    """The files hold integers of 4 bits, where a browser looks for them, and give the answer that was learnt."""
     for name in ("typer", "transformers", "accelerate", "onnxruntime"):
         pytest.importorskip(name, reason="the example runs both commands")
     out = runpy.run_path(str(EXAMPLES / "chat_in_4_bits.py"))["main"](folder=tmp_path)
     shown = capsys.readouterr().out
     assert "million in 4 bits" in shown
     assert shown.rstrip().endswith("holds a layer")
-    assert (out / "model.onnx").is_file()
+    assert (out / "onnx" / "model_q4.onnx").is_file()
 
 
 def test_every_example_has_a_test():

@@ -19,7 +19,10 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "PYTHONPATH": str(ROOT)}
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux counts the highest memory anew")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_holds_what_the_plan_states(way):
-    """48 layers of 1.25 million parameters: 12 or 14 bytes each, and within 3 % of the plan, device included."""
+    """48 layers of 1.25 million parameters: 12 or 14 bytes each, and within 3 % of the plan, device included.
+
+    The process is limited to the plan and 3 %, so more would end it.
+    """
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--one", "bytes", way, "60"],
         check=True,

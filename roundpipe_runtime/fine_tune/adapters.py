@@ -110,7 +110,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 AwareBits: TypeAlias = Literal["int4", "int8"]
-"""Integers that a model can be trained in."""
+"""Integer types for quantization-aware training."""
 
 _BLOCK = 32
 _LEAST = 2.0**-24  # the smallest number of float16

@@ -214,7 +214,7 @@ class Failure:
 
 
 Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
-"""A pattern that a message keeps from version to version, and a function that explains what matches it."""
+"""A pattern of a message in all versions of torch, and a function that explains such messages."""
 
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:

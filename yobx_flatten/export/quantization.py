@@ -20,10 +20,10 @@ WeightBits = Literal["int8", "int4", "keep"]
 """``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
 
 Activations = Literal["auto", "float", "int8", "token"]
-"""Precision of what is multiplied with quantised weights."""
+"""Precision of activations that are multiplied with quantized weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
-"""By the type of the weights: what rounding explains. A small model without training between them is close to 1."""
+"""Largest perplexity ratio by the type of the weights. A small untrained model is close to 1."""
 
 TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4, "keep": 0.8}
 """By the type of the weights: share of the model's own greedy tokens that a folder has to choose after the same text.
@@ -32,15 +32,15 @@ Prompts of random tokens leave scores close to each other: small models without 
 """
 
 CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
-"""The same for conversations in the template of a tokenizer, which the model was made for."""
+"""The same for conversations in the tokenizer's chat template."""
 
 _BLOCKS = (16, 32, 64, 128, 256)
 
 _BLOCK = 32
-"""Weights that share a scale by default."""
+"""Default number of weights that share a scale."""
 
 _WIDE_BLOCK = 64
-"""Weights of a block in 8 bits where others have 4: their error is a hundredth of that of 4 bits, in any block."""
+"""Block size of 8-bit weights in a 4-bit file: with any block size, their error is a hundredth of the 4-bit error."""
 
 
 @dataclasses.dataclass(frozen=True)

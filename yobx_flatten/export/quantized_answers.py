@@ -26,7 +26,7 @@ from .quantization import Quantization
 from .source import Source
 
 _SCORES = 2**25
-"""Numbers of scores that are kept for the divergence."""
+"""Largest number of scores that are kept to compute the divergence."""
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -200,7 +200,7 @@ def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch
 
 
 Bits = Mapping[str, int]
-"""By role: bits of its matrices, 32 for those that stay as they are."""
+"""Bits of the matrices of each role; 32 means unchanged."""
 
 _WIDER = {4: 8, 8: 32}
 

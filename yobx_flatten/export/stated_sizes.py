@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import sympy
 
 Place = tuple[str, int | None]
-"""The name of an input, and an axis; ``None`` for the number itself."""
+"""An axis of an input, as (input name, axis); ``None`` if the input itself is a number."""
 
 Relation = tuple[Expression, Mapping[str, Place]]
-"""A comparison, and the places of its names."""
+"""A comparison of sizes, and the inputs and axes of its names."""
 
 
 def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:

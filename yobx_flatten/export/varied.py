@@ -37,18 +37,18 @@ from .proof.eager_runs import Case, clone, eager_steps
 from .traced import Traced
 
 _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
-"""Operators that return the place of one of several equals."""
+"""Operators that return the index of one of several equal values."""
 
 _Leaves = Mapping[str, torch.Tensor]
 
 INFINITIES = "infinities"
-"""A case whose values few programs meet: where a file differs there, a note states it, and the export does not fail."""
+"""A case with rare values: if a file differs there, the report has a note, and the export does not fail."""
 
 _SMALL = 64
-"""Inputs of fewer elements are made larger than by one: each has every kind of value next to every kind of another."""
+"""Inputs with fewer elements grow by more than one, so that each kind of value meets each kind of another input."""
 
 _SECONDS = (0.3, 1.0)
-"""Seconds of a call up to which a module gets all cases, and two of them."""
+"""Longest time of a call, in seconds, for which a module gets all cases, and for which it gets two."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
-"""A flat folder is opened by sentence-transformers, optimum and, where it is a decoder, onnxruntime-genai."""
+"""Layouts of a folder. sentence-transformers, optimum and (for decoders) onnxruntime-genai open a flat folder."""
 
 # by type of the quantized weights and of the others: what transformers.js calls it, and the end of the name
 _TYPES = {

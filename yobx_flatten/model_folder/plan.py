@@ -37,13 +37,13 @@ from .source.open import OpenedModel
 from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
 
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
-"""Folders that PEFT wrote, by the name that an adapter is switched on by."""
+"""Folders of PEFT adapters, by adapter name."""
 
 _CHATS = 10
 """Number of answers with which a quantized file is compared."""
 
 _ROWS = {"full": 8, "standard": 4}
-"""Rows of a text that files are measured on; 2 of a larger model, whose answers to chats are not compared."""
+"""Number of text rows for measuring a file; 2 for larger models, whose chat answers are not compared."""
 
 _ROUNDING = 24
 """Rows of a text for the rounding to 4 bits, after the rows that measure the file."""

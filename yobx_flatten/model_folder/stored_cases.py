@@ -32,13 +32,13 @@ CASES = "cases"
 """The folder below an exported one in which cases are stored."""
 
 TOKENS = 40
-"""How many tokens the case for generation has: with its prompt more than a small window holds."""
+"""Number of generated tokens in the case for generation: with the prompt, more than a small window."""
 
 PROMPT = 9
 """Tokens of a prompt."""
 
 SAMPLED_TOKENS = 8
-"""How many it has in a sample, where each token of a large model takes a second."""
+"""Number of generated tokens with ``proof="sample"``, because a token of a large model can take a second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +240,10 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
 
 
 FRAMES = 12
-"""How many calls of its decoder the case of a folder has."""
+"""Number of decoder calls in the case of a SpeechT5 folder."""
 
 SAMPLED_FRAMES = 3
-"""How many it has in a sample."""
+"""Number of decoder calls with ``proof="sample"``."""
 
 _LENGTH = 9  # tokens of the text
 _NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides

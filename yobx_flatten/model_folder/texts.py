@@ -86,10 +86,10 @@ def python_source() -> str:
 
 
 _ROWS, _LENGTH = 128, 64
-"""Of the text that matrices are rounded by. Sentences are shorter than texts, and more rows begin."""
+"""Rows and tokens per row of the text for rounding. Sentences are short, so each row has few tokens."""
 
 _LETTERS = 12
-"""Letters of text for each token of a row: enough for one row, whose rest is truncated."""
+"""Letters of text per token of a row: enough to fill a row, which is then truncated."""
 
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",
@@ -153,7 +153,7 @@ def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:
 logger = logging.getLogger("yobx_flatten")
 
 _ANSWERS = 2
-"""Answers that are drawn to each prompt."""
+"""Number of sampled answers per prompt."""
 
 _NEW = 64
 """Tokens of an answer, at most."""

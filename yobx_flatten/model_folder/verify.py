@@ -50,7 +50,7 @@ _MOST_OF_TOLERANCE = 10
 """Highest tolerance for near ties of scores that a folder may set, as a multiple of its dtype's tolerance."""
 
 _OF_DEVICES = 10
-"""How much more than on the CPU an output may differ with another provider of onnxruntime."""
+"""Factor on the tolerance for providers of onnxruntime other than the CPU's."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ from .verify import FolderReport, TokenCount, verify_folder
 logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024
-"""The longest text that is generated from where positions change at a length; more take minutes."""
+"""Longest text generated to check a model whose position angles change at some length; longer ones take minutes."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -438,7 +438,7 @@ def write_card(
 
 
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""What a tokenizer may return of a text, or of a pair."""
+"""Names of tensors that a tokenizer may return for a text or a pair of texts."""
 _OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
 # an adapter is merged: next to the file it would be read as one that is not
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}

@@ -194,7 +194,7 @@ DEVICES = {
     "xnnpack": ("XnnpackExecutionProvider", "", "onnxruntime"),
     "qnn": ("QNNExecutionProvider", "", "onnxruntime-qnn"),
 }
-"""By name: the provider, the option that the part after a colon sets, and the package that has the provider."""
+"""For each device name: the provider, the option set by the part after a colon, and the package with the provider."""
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:

@@ -44,7 +44,7 @@ RUNNERS: Mapping[str, Callable[..., Runner]] = {
     "executorch": _pte,
     "openvino": _openvino,
 }
-"""By runtime: takes the path, ``caller`` and ``failure`` of :func:`open_runner`, and options of the library."""
+"""The function that opens a file in each runtime: takes path, ``caller``, ``failure`` and options of the library."""
 
 RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": (".onnx",),
@@ -53,7 +53,7 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "executorch": (".pte",),
     "openvino": (".xml", ".onnx"),
 }
-"""By runtime: suffixes of the files that it runs, its own first."""
+"""Suffixes of the files that each runtime runs, its own format first."""
 
 
 def check_runtime(runtime: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Expression = int | str | tuple[Any, ...]
-"""A number, the name of a size, or an operator and what it is applied to."""
+"""A number, the name of a size, or an operator and its operands."""
 
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
@@ -22,7 +22,7 @@ COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-"""Operators of two expressions that hold, or do not."""
+"""Operators that compare two expressions."""
 
 FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {
     "+": sum,
@@ -32,7 +32,7 @@ FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {
     "//": lambda values: values[0] // values[1],
     "%": lambda values: values[0] % values[1],
 }
-"""Operators of expressions that are a number."""
+"""Operators whose result is a number."""
 
 _OF_TWO = (*COMPARISONS, "//", "%")
 

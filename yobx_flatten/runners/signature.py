@@ -27,7 +27,7 @@ KEY = "yobx_flatten.signature"
 """Key of a file's metadata under which the signature is stored."""
 
 MISFIT = "The sizes of the inputs do not fit each other"
-"""What an error begins with where a relation between sizes does not hold."""
+"""Start of the error for a relation between sizes that does not hold."""
 
 _FORMAT = 1
 

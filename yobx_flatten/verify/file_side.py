@@ -19,13 +19,13 @@ from ..runners.ports import Port, Runner
 from .names import place_of
 
 BRANCH = "use_cache_branch"
-"""The input of a merged decoder that states whether the cache is read."""
+"""The input of a merged decoder that selects whether the cache is read."""
 
 DERIVED = (
     *(BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
     *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
 )
-"""Inputs that follow from the others, where the call of the module has none of that name."""
+"""Inputs that are computed from other inputs if the module's call has no input of that name."""
 WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a layer, with transformers' exporters
 
 

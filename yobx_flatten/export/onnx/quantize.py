@@ -37,7 +37,7 @@ from .stored_matrix import (
 from .weights import Floats, unmap
 
 _TABLE = 2**16
-"""From this number of weights, an embedding table is stored in 8 bits; a smaller table is unchanged."""
+"""Smallest number of weights at which an embedding table is stored in 8 bits."""
 
 
 @dataclasses.dataclass

@@ -38,10 +38,10 @@ _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
 
 _NEAR = 0.1
-"""Root mean square of the difference of outputs, relative to these, that one scale for each token may cost."""
+"""Largest root mean square difference of outputs, relative to the outputs, that one scale per token may cause."""
 
 _CLOSE = 2e-3
-"""The same for two tokens: the limit for inputs in two parts, together with the rounding of the weights."""
+"""The same limit for inputs in two parts, including the rounding of the weights."""
 
 
 def quantize_file(

@@ -41,13 +41,13 @@ _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY
 """Shares of a block's range that are tried: clipping a few outliers costs less than a coarse step for all."""
 
 _SAMPLE = 64
-"""Outputs whose weights decide the form of a matrix."""
+"""Number of outputs whose weights are tried to choose how a matrix is stored."""
 
 _CHUNK = 32
-"""Inputs of one block whose errors reach later inputs at once, in one product."""
+"""Number of inputs whose rounding errors are passed to later inputs in one matrix product."""
 
 _DAMPING = 0.01
-"""Share of the mean square of the inputs that is added to each input, so that unseen directions count a little."""
+"""Share of the mean square of the inputs that is added to the diagonal (damping of GPTQ)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +271,10 @@ def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
 
 
 _LEAST = 2**29
-"""Limit in bytes for moments in memory, if the weights are not larger; a file runs once for each part."""
+"""Limit in bytes for moments in memory, if the weights are not larger; the file runs once per part of them."""
 
 _SMALLEST = 1e-30
-"""Smallest mean square of a token's inputs that counts: some tokens have only zeros."""
+"""Tokens whose inputs have a smaller mean square are ignored, because some tokens have only zeros."""
 
 
 # Run a file on a text, and sum the second moments of the inputs of its matrix products.
@@ -377,22 +377,22 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
 
 
 _TEXTS, _LENGTH = 4, 64
-"""Number of tokens that are read: one number per input is measured, not a matrix."""
+"""Number of tokens that the model reads; few are enough to measure one number per input."""
 
 _ROWS = 64
-"""Number of tokens that decide about an input."""
+"""Number of tokens that decide how an input is quantized."""
 
 _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
-"""Shares of the values that are tried as small ones."""
+"""Shares of the values that are tried as the part of small values."""
 
 _WORTH = 0.25
-"""Share of the error of one part above which two parts are not worth their nodes."""
+"""Two parts are used only if their error is below this share of the error of one part."""
 
 _NEAR = 2.0
-"""Error of a block of columns, relative to that of two rows, which take twice the time for a prompt."""
+"""A block of columns is used if its error is below this multiple of the error of two rows, which take twice as long."""
 
 _BLOCKS = 8
-"""From this number of blocks, one more block is at most an eighth of the weights."""
+"""Smallest number of blocks at which one more block adds at most an eighth of the weights."""
 
 
 def input_splits(

@@ -91,7 +91,7 @@ def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
 
 
 _ROWS = 16
-"""Rows of a matrix that are looked at to know whether a model has such weights at all."""
+"""Number of rows of a matrix that are read to find out whether a model has such weights."""
 
 
 def holds_integers(module: torch.nn.Module) -> bool:

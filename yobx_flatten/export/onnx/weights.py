@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("yobx_flatten")
 
 _IN_MODEL = 256
-"""Bytes below which a weight stays in the model's own file."""
+"""Smaller weights, in bytes, stay in the model's own file."""
 
 _PAGE = 4096
 
@@ -132,13 +132,13 @@ def unmap(tensor: ir.TensorProtocol) -> None:
 Floats: TypeAlias = npt.NDArray[numpy.floating]
 
 _BLOCKS = (256, 128, 64, 32, 16)
-"""Numbers of weights that may share a scale, as onnxruntime's operators have them."""
+"""Block sizes that onnxruntime's operators support: how many weights share a scale."""
 
 _SAMPLE = 8
-"""Blocks that are looked at before all are: of weights without a grid none fits."""
+"""Number of blocks that are tried first: if the weights have no grid, none of these fits."""
 
 _CHUNK = 2**12
-"""Blocks that are fitted at once, so that what is computed stays in the processor's cache."""
+"""Number of blocks that are fitted at once, so that the values stay in the CPU cache."""
 
 
 # Find the integers and scales that the weights of a matrix were computed from, where there are any.
@@ -234,7 +234,7 @@ def _pairs(numbers: npt.NDArray[numpy.uint8]) -> npt.NDArray[numpy.uint8]:
 
 
 _Parts: TypeAlias = tuple[Floats, Floats, Floats | None, Floats | None]
-"""Of blocks: integers, scales, zeros and the lowest weights."""
+"""Integers, scales, zero points and lowest weights of blocks."""
 
 _Form: TypeAlias = Callable[[Floats, int], _Parts | None]
 

@@ -26,7 +26,7 @@ from .left import Left, returning_left, with_present, written_parameters
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26
-"""Most bytes of inputs and outputs that are kept from one runtime to the next; a longer case runs again."""
+"""Largest size in bytes of inputs and outputs that are reused for the next runtime; a larger case runs again."""
 
 
 # Numbers of threads before the blocks that are running: those of the first one, as the others begin with one thread.
@@ -253,7 +253,7 @@ Proof = Literal["auto", "full", "standard", "sample", "none"]
 the largest case; ``"none"`` nothing."""
 
 STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
-"""Bytes of weights from which on ``"auto"`` means ``"standard"``, and ``"sample"``."""
+"""Bytes of weights above which ``"auto"`` means ``"standard"`` and ``"sample"``."""
 
 UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
 

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 SCORES = "logits"
-"""The output that is compared, where a file has it; without it all outputs are."""
+"""The output that is compared if a file has it; otherwise all outputs are compared."""
 
 EMBEDDING = "sentence_embedding"
 """The output that sentence-transformers, and tools for its files, look for; the direction of its rows is compared."""
 
 _COSINES = {"int4": 0.97}
 _COSINE = 0.995
-"""The least cosine of an embedding and the model's, in 8 bits. In 4 bits the best rounding known here leaves 0.98."""
+"""Smallest cosine between an embedding and the model's, in 8 bits. In 4 bits the best known rounding reaches 0.98."""
 
 _LARGEST = 0.5
-"""Of outputs that are no scores: the largest difference, relative to the outputs. Unrelated ones are at 1.4."""
+"""Largest relative difference of outputs that are not scores. For unrelated outputs it is 1.4."""
 
 _AGREED = 0.95
-"""Share of greedy tokens from which on more bits are not noticed."""
+"""Share of equal greedy tokens above which more bits make no visible difference."""
 
 _TOGETHER = 64
-"""Positions whose scores are in float32, and in nats, at once: 1,000 take 200 MB in a vocabulary of 50,000."""
+"""Positions whose scores are computed at once: 1,000 take 200 MB with a vocabulary of 50,000."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,7 +196,7 @@ def replay(
 
 
 _FAR = 1e-3
-"""Of the largest score: a product of one row is summed in another order than one of many, nothing more."""
+"""Allowed difference, relative to the largest score: products of one row are summed in a different order."""
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
@@ -228,7 +228,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
 
 
 _LARGEST = 2**28
-"""Bytes of a file above which its values are not looked at: all of them are in memory at once."""
+"""The values of larger files, in bytes, are not read, because all of them would be in memory at once."""
 
 
 def first_difference(

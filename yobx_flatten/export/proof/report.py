@@ -23,10 +23,10 @@ from .quality import Quality
 from .replay import CaseResult
 
 _PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
-"""Steps that write nothing a user needs to run the files."""
+"""Steps that only check the files."""
 
 _SHOWN = 20.0
-"""CPU seconds from which on the report states the part of the proof."""
+"""CPU seconds above which the report shows how much of the time the checks took."""
 
 
 def _nearer(quality: Quality) -> str:
@@ -284,13 +284,13 @@ _HALF = (torch.float16, torch.bfloat16)
 logger = logging.getLogger("yobx_flatten")
 
 _TIMES = 5.0
-"""A file and its model round in other places, and the largest of some thousand roundings is a matter of luck."""
+"""Factor on a measured rounding error: a file rounds in different places, and the largest of many errors is random."""
 
 _IN_FLOAT32 = 1e-4
 """Allowed difference of float32 outputs for any type of weights, also without a measurement."""
 
 _PART = 0.1
-"""The part of an output's range that is allowed at most, whatever the type costs: beyond, a comparison shows little."""
+"""Largest allowed difference as a share of an output's range, for any dtype."""
 
 PART_OF_FLOAT32 = 1e-5
 """The same for weights in float32."""

@@ -26,7 +26,7 @@ from ..traced import Traced
 from .executorch_cache import attended_in_place, with_row_buffers
 
 Backend = Literal["auto", "xnnpack", "portable"]
-"""Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones; ``"auto"``, the first that replay."""
+"""Kernels of ExecuTorch: XNNPACK's where available, or portable ones; ``"auto"`` takes the first that pass."""
 
 
 def check_backend(backend: str) -> None:

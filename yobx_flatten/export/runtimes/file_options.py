@@ -24,7 +24,7 @@ from .aotinductor import check_compiler
 from .executorch import Backend, check_backend
 
 CacheForm = Literal["in_place", "returned"]
-"""Where the cache of a file is: in memory of the library, or among the inputs and outputs of a call."""
+"""Where the cache of a file is stored: in the runtime's memory, or in the inputs and outputs of each call."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,8 +40,8 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "audio-to-audio": spoken_pieces,
     "vocoder": plain_pieces,
 }
-"""Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
-decoder."""
+"""Task names of the Hugging Face hub, and the function that makes the files of such a model. ``ctc`` is speech
+recognition frame by frame, without a decoder."""
 
 GENERATES = (
     "text-generation",

@@ -17,7 +17,7 @@ from ...files.document import check_regular, inside, read_configuration, read_do
 from ...recipe.static_codec import objection_to
 
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
-"""What every ``from_pretrained`` gets: without ``False``, transformers asks on the terminal whether code is to run."""
+"""Arguments for every ``from_pretrained``: without ``False``, transformers asks on the terminal whether to run code."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000

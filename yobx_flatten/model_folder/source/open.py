@@ -31,7 +31,7 @@ WeightsIn = Literal["auto", "memory", "stream"]
 """``"memory"`` loads all weights, ``"stream"`` reads those of a layer when it is called."""
 
 _PART = 4
-"""``"auto"`` streams weights of more than one part in so many of the free memory, since an export holds them twice."""
+"""``"auto"`` streams weights larger than 1 / this of the free memory, because an export needs them twice."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where the eight columns of an integer are: in an order that its kernels unpack fast."""
+"""Order of the eight columns that are packed into one integer, chosen for AWQ's kernels."""
 
 
 def _awq(stated: Mapping[str, Any]) -> Packing | str:
@@ -151,7 +151,7 @@ def _compressed(stated: Mapping[str, Any]) -> Packing | str:
 
 
 _OF_TORCHAO = {"Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "FqnToConfig", "ModuleFqnToConfig"}
-"""Its configurations that leave activations as they are, and those that hold others by the names of layers."""
+"""torchao configurations that leave activations unquantized, and those with one configuration per layer name."""
 
 
 def _torchao(stated: Mapping[str, Any]) -> Packing | str:
@@ -183,9 +183,8 @@ def _configs(stated: Any) -> Iterator[str]:
 
 
 UnmatchedWeights = Literal["refuse", "unused", "random"]
-"""What is done where the weights of a folder are not those of the model's class. ``"refuse"`` raises, with their names;
-``"unused"`` leaves out those that the class does not have; ``"random"`` also draws those that the folder does
-not have."""
+"""What to do if the weights of a folder do not match the model's class. ``"refuse"`` raises, with their names;
+``"unused"`` ignores weights that the class lacks; ``"random"`` also draws weights that the folder lacks."""
 
 _NAMED = 5  # of many weights, so many are named
 

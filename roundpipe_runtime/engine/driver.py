@@ -297,7 +297,7 @@ class Engine(RunLifecycle):
     def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Return the microbatches of each group of this process, for a call that computes gradients."""
         if not config.requires_grad:
-            raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
+            raise ConfigError("forward_backward computes gradients, but gradients are switched off here. Use forward.")
         return self.cut(batch, config)
 
     def _cut_for_loss(

@@ -231,7 +231,7 @@ def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
     if isinstance(shapes, str) and shapes == "auto":
         return attached
     raise DynamicShapesError(
-        f"dynamic_shapes: {type(module).__qualname__}.forward states its shapes with @dynamic_spec(...). Remove the "
+        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Remove the "
         "decorator, or use its shapes:\n"
         '    dynamic_shapes="auto"'
     )

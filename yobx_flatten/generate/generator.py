@@ -326,14 +326,14 @@ class Generator:
         if inputs.input_features is None or not self.settings.is_speech:
             if asked.asks:
                 raise InvalidArgumentError(
-                    "language=, task= and return_timestamps= are for Whisper with input_features=, where "
-                    "generation_config.json states its languages (lang_to_id) and times (no_timestamps_token_id)."
+                    "language=, task= and return_timestamps= are for Whisper with input_features=, whose "
+                    "generation_config.json has languages (lang_to_id) and timestamps (no_timestamps_token_id)."
                 )
             return False
         if inputs.decoder_input_ids is not None and asked.asks:
             raise InvalidArgumentError(
-                "decoder_input_ids already state language, task and times: pass these, or language=, task= and "
-                "return_timestamps=."
+                "decoder_input_ids already set language, task and timestamps: pass either these, or language=, task= "
+                "and return_timestamps=."
             )
         return inputs.decoder_input_ids is None
 

@@ -24,7 +24,7 @@ from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .signature import KEY, Signature
 
 METHOD = "forward"
-"""Name of the method that is the model."""
+"""Name of the method that runs the model."""
 
 SIGNATURE = KEY.replace(".", "_")
 """Name of the method that returns the signature."""

@@ -291,7 +291,7 @@ def test_the_decorator_is_followed_where_no_shapes_are_passed():
     assert [bound.upper for bound in exported.program.range_constraints.values()] == [9]
     assert "forward" not in vars(module)
     assert export_program(module, (torch.ones(4, 3),), dynamic_shapes=None).program.range_constraints == {}
-    with pytest.raises(DynamicShapesError, match="states its shapes with @dynamic_spec"):
+    with pytest.raises(DynamicShapesError, match="declares its shapes with @dynamic_spec"):
         export_program(module, (torch.ones(4, 3),), dynamic_shapes={"x": {0: Dim.AUTO}})
 
 

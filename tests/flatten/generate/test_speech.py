@@ -106,7 +106,7 @@ def test_draws_follow_the_seed(whisper):
         (100, {"task": "sing"}, "The `sing` task is not supported"),
         (330, {}, "return_timestamps=True"),
         (100, {"return_timestamps": "word"}, "times of words, .*\n.*return_token_timestamps=True"),
-        (100, {"language": "en", "decoder_input_ids": torch.tensor([[181]] * 2)}, "already state language"),
+        (100, {"language": "en", "decoder_input_ids": torch.tensor([[181]] * 2)}, "already set language"),
     ],
 )
 def test_a_call_that_cannot_be_done_is_refused_in_a_line(whisper, frames, asked, words):

@@ -202,7 +202,7 @@ def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, ba
     _state(adapter, **entries)
     model = AutoModelForCausalLM.from_pretrained(base)
     read = partial(read_adapters, model, {"one": adapter}) if is_switched else find_model(str(adapter)).load
-    with pytest.raises(ModelSourceError, match=r"adapter_config\.json states a rank of .*have at most 1,024"):
+    with pytest.raises(ModelSourceError, match=r"adapter_config\.json has rank .*have at most 1,024"):
         read()
 
 

@@ -340,5 +340,5 @@ def _without_counter(example: Example, traced: Traced, report: ExportReport) -> 
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
         why_not = "the model also uses the length of the mask elsewhere"
-    report.remark(f"{CACHE}.length, how many tokens were seen, is an input that other tools do not feed: {why_not}.")
+    report.remark(f"{CACHE}.length, the number of tokens seen, is an input that other tools do not pass: {why_not}.")
     return None

@@ -115,7 +115,7 @@ def pieces_for(
     # for_genai: whether the files are those that onnxruntime-genai runs, see `genai`; `False` by default
     # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
-        known = f"{did_you_mean([str(task)], TASKS)} There are auto, {', '.join(TASKS)}."
+        known = f"{did_you_mean([str(task)], TASKS)} Tasks: auto, {', '.join(TASKS)}."
         raise InvalidArgumentError(f"There is no task {task!r}.{known}")
     found = task_of(model)
     wanted = found if task == "auto" else task

@@ -135,7 +135,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
         # LoKr and LoHa keep a matrix whole where its rank is larger
         if stated.get("peft_type") == "LORA" and rank is not None and not (type(rank) is int and rank <= largest):
             raise ModelSourceError(
-                f"{folder / ADAPTER} states a rank of {str(rank)[:40]}, and its weights have at most {largest:,}."
+                f"{folder / ADAPTER} has rank {str(rank)[:40]}, but the adapter's weights have at most {largest:,}."
             )
     # in which PEFT makes the first weights of PiSSA and LoftQ, before it reads those of the file
     if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):

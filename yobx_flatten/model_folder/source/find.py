@@ -139,8 +139,8 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} holds an adapter of a quantized model. Merge it with its library and save the model in "
-                f"full, or name {self.folder} for the model alone."
+                f"{self.name} contains an adapter for a quantized model. Merge it with its library and save the model "
+                f"in full, or name {self.folder} for the model alone."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # what is loaded is in full
@@ -177,7 +177,7 @@ class FoundModel:
             raise ModelSourceError(f"{self.name} holds {files[0]}. Name that file: {self.folder / files[0]}")
         if files:
             raise ModelSourceError(
-                f"{self.name} holds {files[0]}, and weights are read from safetensors and pytorch_model.bin. Load the "
+                f"{self.name} contains {files[0]}, but only safetensors and pytorch_model.bin can be read. Load the "
                 "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
                 'unmatched_weights="random" (--unmatched-weights random)'
             )

@@ -186,7 +186,7 @@ class CutModel(RoundPipe):
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
         """Return how a loss is computed that is not a weighted sum over parts."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
-        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was checked"), 0)
+        self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:

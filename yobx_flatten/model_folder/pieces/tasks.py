@@ -152,8 +152,8 @@ def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
     generates = getattr(model, "can_generate", None)
     if task == "feature-extraction" and callable(generates) and generates():
         raise GenerationError(
-            f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Export the "
-            "calls of a run, with record_calls(model) as calls: model.generate(...), or what one call returns, with "
+            f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Record a run "
+            "with record_calls(model) as calls: model.generate(...) and export its calls, or export one call with "
             f"export_folder(..., task={task!r})."
         )
 

@@ -50,7 +50,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.has-demo  ## export models with their caches, train one through a pipeline, in front of your eyes
+demo: $(VENV)/.has-demo  ## export four small models, train one through a pipeline, and show the results
 	@$(BIN)/python -m yobx_flatten demo
 	@echo
 	@$(BIN)/python -m roundpipe_runtime demo
@@ -83,27 +83,27 @@ coverage-others:  ## add to `make coverage` the tests of ExecuTorch and those wi
 	$(BIN)/python docs/coverage_table.py build/coverage.json
 
 # The wheel is installed anew each time, and the programs run where the sources are not.
-tasks: docs  ## do what people come for by typing what the built site states, in .venv-tasks, with the wheel
+tasks: docs  ## do common tasks exactly as the built site describes them, in .venv-tasks, with the wheel
 	@$(MAKE) VENV=.venv-tasks .venv-tasks/.has-tasks
 	.venv-tasks/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	TASKS_SITE=$(CURDIR)/build/docs .venv-tasks/bin/python -m pytest -n 0 tests/tasks tests/test_user_types.py $(PYTEST_ARGS)
 
 # docs/dev/accelerator.md states what it shows. One process: the order of the work would differ between several.
-accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator made of the CPU (PYTEST_ARGS="--order random --seed 7")
+accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator simulated on the CPU (PYTEST_ARGS="--order random --seed 7")
 	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late tests/gpu $(PYTEST_ARGS) \
 		$(addprefix tests/runtime/,optim \
 		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
 
-accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime there, in two orders on 1, 2 and 4 devices; continues where it stopped
+accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime on that accelerator, in two orders on 1, 2 and 4 devices; continues where it stopped
 	$(BIN)/python -m tests.accelerator.parts --page
 
-interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; continues where it stopped
+interleavings: $(VENV)/.has-test  ## train on that accelerator in COUNT=10000 random orders of work and compare results bitwise; continues where it stopped
 	$(BIN)/python -m tests.accelerator.interleavings $(COUNT)
 
-mutants: $(VENV)/.has-test  ## remove every wait, event and pin of the devices once, and see which test notices
+mutants: $(VENV)/.has-test  ## remove each wait, event and pin from the device code once, and show which test fails
 	$(BIN)/python -m tests.accelerator.mutants --page docs/dev/mutants.md
 
-executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torchao, which other tests do not expect
+executorch:  ## run the tests of ExecuTorch, in .venv-executorch, because ExecuTorch installs torchao, which other tests do not expect
 	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch
 	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners tests/flatten/verify \
 		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch_sizes.py tests/flatten/export/test_executorch_in_place.py \
@@ -121,7 +121,7 @@ compat:  ## run the tests of caches and of the Trainer also with older transform
 
 # What a user gets who installs today: without constraints.txt, and each time anew. torch for CUDA is 7 GB on Linux.
 NEWEST := .venv-newest/bin/python
-newest:  ## run what people run with the newest versions that pip installs, in .venv-newest, and record it
+newest:  ## run the main programs with the newest versions that pip installs, in .venv-newest, and record the results
 	@test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
 	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
@@ -142,16 +142,16 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 house:  ## print how many lines and files the packages have, by folder, next to what pyproject.toml allows
 	@$(PYTHON) tests/house.py
 
-kills: $(VENV)/.has-test  ## kill a training and everything that writes files 30 times each: the training continues bitwise identical, files are old or new
+kills: $(VENV)/.has-test  ## kill a training and each program that writes files 30 times: the training resumes bitwise identical, and files are old or new
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/killed tests/runtime/checkpoint/test_killed.py \
 		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 
 # The seeds of a run follow those of the last one; a finding is noted in tests/fuzz/found.json, and then tested always.
-fuzz: $(VENV)/.has-test  ## change files as an attacker would, 1000 times for each kind and more for stored values (FUZZ_ARGS="nested --count 5000")
+fuzz: $(VENV)/.has-test  ## fuzz the readers of files: 1000 changed files of each kind, more for stored values (FUZZ_ARGS="nested --count 5000")
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-ranks: $(VENV)/.has-test  ## train 50 steps in 2 and 3 processes and compare every bit with one process
+ranks: $(VENV)/.has-test  ## train 50 steps in 2 and 3 processes and compare bitwise with one process
 	ROUNDPIPE_RANKS_STEPS=50 $(BIN)/python -m pytest -n 0 tests/runtime/distributed/test_ranks.py $(PYTEST_ARGS)
 
 format: $(VENV)/.has-lint  ## repair what lint can repair
@@ -172,11 +172,11 @@ docs: $(VENV)/.has-docs  ## build the site into build/docs; a warning is an erro
 tables: $(VENV)/.has-docs  ## write the tables and pictures of docs/tables from the recorded data and the helps of the commands
 	$(BIN)/python docs/generated_tables.py
 
-site: docs $(VENV)/.has-test  ## build the site, and look at each page in a browser (chromium) on a phone and on a desk
+site: docs $(VENV)/.has-test  ## build the site, and open each page in a browser (chromium) in phone and desktop size
 	$(BIN)/python -m pytest -n 0 tests/site
 
 # The executed copies go to build/notebooks, so the tree stays as it is.
-notebooks: $(VENV)/.has-notebooks  ## run every notebook; an error in a cell is an error here
+notebooks: $(VENV)/.has-notebooks  ## run every notebook; fail if a cell fails
 	@set -e; for notebook in notebooks/*.ipynb; do \
 		test -e "$$notebook" || { echo "notebooks/ holds no notebook"; break; }; \
 		$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute \
@@ -191,7 +191,7 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
-bench-gpu: $(VENV)/.has-test  ## measure a GPU, run the tests for devices, train next to other programs; continues where it stopped (GPU_ARGS="tests 1.7B")
+bench-gpu: $(VENV)/.has-test  ## measure a GPU, run the tests for devices, compare trainings with other programs; continues where it stopped (GPU_ARGS="tests 1.7B")
 	$(BIN)/python benchmarks/gpu_day.py --out $(GPU_OUT) $(GPU_ARGS)
 	$(BIN)/python benchmarks/gpu_day.py --page --out $(GPU_OUT)
 
@@ -207,20 +207,20 @@ gpu-dry-run:  ## do all of make bench-gpu with tiny models and no GPU, in .venv-
 		$(GPU_ARGS)
 
 # Hours for all types; what is recorded is not run again. MATRIX_ARGS="--sample 8 --columns built,export" does less.
-matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")
+matrix: $(VENV)/.has-matrix  ## check every step of an export for every model type of the installed transformers (MATRIX_ARGS="--sample 8")
 	$(BIN)/python -m matrix $(MATRIX_ARGS)
 	$(BIN)/python -m matrix --page docs/matrix.md
 
-operators: $(VENV)/.has-matrix  ## export operators and call their files with values unlike the example's (MATRIX_ARGS="--only atan2")
+operators: $(VENV)/.has-matrix  ## export operators and call their files with other values than the example's (MATRIX_ARGS="--only atan2")
 	$(BIN)/python -m matrix.operators $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.operators --page docs/operators.md
 
-cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the installed transformers and train it (MATRIX_ARGS="--sample 25")
+cut-matrix: $(VENV)/.has-matrix  ## split and train every causal language model of the installed transformers (MATRIX_ARGS="--sample 25")
 	$(BIN)/python -m matrix.cut $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.cut --page docs/cut_matrix.md
 
 # An hour for all rows; what is recorded is not run again.
-trainings: $(VENV)/.has-test  ## train every head of transformers, losses, adapters and options next to the reference model (MATRIX_ARGS="--sample 42")
+trainings: $(VENV)/.has-test  ## train transformers heads, losses, adapters and options, and compare with the reference model (MATRIX_ARGS="--sample 42")
 	$(BIN)/python -m matrix.trainings $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.trainings --page docs/trainings.md
 
@@ -265,7 +265,7 @@ real: $(VENV)/.has-test  ## export a model with trained weights in every form, a
 	$(BIN)/python -m matrix.real --page docs/real.md
 
 # All columns are there where ExecuTorch is: make executorch, then .venv-executorch/bin/python -m matrix.runtimes
-runtimes: $(VENV)/.has-test  ## export models for every runtime and prove them there (MATRIX_ARGS="--only llama")
+runtimes: $(VENV)/.has-test  ## export models for every runtime and check them there (MATRIX_ARGS="--only llama")
 	$(BIN)/python -m matrix.runtimes $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.runtimes --page docs/runtimes.md
 

@@ -130,8 +130,8 @@ for ax, microbatches in zip(axes, (1, 2), strict=True):
 plt.show()
 
 # %%
-# Why stages of one length
-# ------------------------
+# Why stages have equal lengths
+# -----------------------------
 #
 # The same layers, with the last five in one stage: the other device waits for this stage.
 

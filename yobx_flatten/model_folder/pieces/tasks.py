@@ -126,7 +126,7 @@ def pieces_for(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if for_genai and word_times:
-        raise InvalidArgumentError('word_times=True is for this package alone. Leave it or layout="genai" out.')
+        raise InvalidArgumentError('word_times=True does not work with layout="genai". Leave one of them out.')
     if for_genai and TASKS[wanted] is encoder_decoder_pieces:
         return wanted, _made(genai_sound_pieces, model, rows, wanted)
     if for_genai and TASKS[wanted] is vision_language_pieces:

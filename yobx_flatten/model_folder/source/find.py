@@ -27,7 +27,7 @@ MODEL_NAMES = (
 )
 """What a model can be named by, in both command lines."""
 
-_FIX = 'Write a folder with weights into adapter_config.json ("base_model_name_or_path").'
+_FIX = 'In adapter_config.json, set "base_model_name_or_path" to a folder with weights.'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # of other frameworks and tools, which transformers reads in part, or with its own argument
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")

@@ -59,8 +59,8 @@ _WAYS: dict[str, tuple[Way, ...]] = {
 
 NONLINEAR = LossProof(
     "joined",
-    "the gradients of a layer are not proportional to those of its outputs, as a hook may clamp them, and the divisor "
-    "of the loss is known after the last microbatch only.",
+    "the divisor of the loss is known only after the last microbatch, but a layer's gradients are not proportional to "
+    "the gradients of its outputs (a hook may clamp them).",
     1,
 )
 

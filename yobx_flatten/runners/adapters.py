@@ -55,7 +55,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
         port = rooms.get(name)
         if port is None:
             layers = dict.fromkeys(room.rpartition(".")[0].rpartition(".")[2] for room in rooms)
-            room = f"they have room in {', '.join(layers)}" if layers else "they have none for adapters"
+            room = f"they accept adapters in {', '.join(layers)}" if layers else "they accept no adapters"
             raise DamagedFileError(
                 f"{where} holds {name}, but the files have no such input: {room}. Export the model again with this "
                 "adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"

@@ -254,7 +254,7 @@ class TraceSupport(Protocol):
 
 
 OPEN: list[TraceSupport | None] = []
-"""One entry for each open block and library; ``None`` for a block without one. Read and changed under the lock."""
+"""Trace support of each open block and library; ``None`` for blocks without it. Read and changed under the lock."""
 
 
 def open_supports() -> list[TraceSupport]:

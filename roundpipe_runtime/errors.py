@@ -162,7 +162,7 @@ def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError |
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")
             if first != other:
                 return DistributedError(
-                    f"The ranks do not train the same: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. "
+                    f"The ranks differ: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. "
                     "All ranks must make the same model, with the same options, and call it in the same way. Start "
                     "the same script on all ranks; only the rows may differ:\n"
                     "    torchrun --nproc-per-node=2 train.py"

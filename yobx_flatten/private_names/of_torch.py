@@ -294,7 +294,7 @@ _NAMES = {
     "is_composite": Private("torch._export.utils", "_is_cia_op", "OpOverload.decompose, which raises where it is not"),
     "is_fake": Private(_FAKE, "is_fake", "isinstance(tensor, FakeTensor)"),
     "optimizer_post_hooks": Private(
-        "torch.optim.optimizer", "_global_optimizer_post_hooks", "no hooks of all optimizers on steps by layers"
+        "torch.optim.optimizer", "_global_optimizer_post_hooks", "no global optimizer hooks in steps by layer"
     ),
     "dispatch_modes": Private(_DISPATCH, "_get_current_dispatch_mode_stack", _ENTERED),
     "function_modes": Private(_OVERRIDES, "_get_current_function_mode_stack", _ENTERED),

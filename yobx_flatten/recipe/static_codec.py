@@ -363,7 +363,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
     """
     names = stated.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        return f"states architectures = {names!r}, which is not a list of names"
+        return f"has architectures = {names!r}, which is not a list of names"
     for key, value in _leaves(stated):
         last = key.rpartition(".")[2]
         if type(value) is int and _COUNTS.search(last):

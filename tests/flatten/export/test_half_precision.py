@@ -103,7 +103,7 @@ def test_what_the_type_costs_is_allowed(model, tmp_path):
         if case.runtime == "onnxruntime":
             assert case.allowed["logits"] == pytest.approx(min(5 * report.yardstick.costs["logits"], 4), rel=0.9)
             assert all(difference <= case.allowed[name] for name, difference in case.differences.items())
-    assert "would change the model itself by up to" in str(report)
+    assert "would change the model's own results by up to" in str(report)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -347,7 +347,9 @@ def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, t
 def test_layers_without_room_are_named(root, tmp_path):
     """The room is that of the adapters which were exported."""
     export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="none")
-    with pytest.raises(DamagedFileError, match=r"k_proj\.lora_A, .*accept adapters in q_proj, v_proj\. Export the model"):
+    with pytest.raises(
+        DamagedFileError, match=r"k_proj\.lora_A, .*accept adapters in q_proj, v_proj\. Export the model"
+    ):
         add_adapter(tmp_path / "out", "two", root / "two")
     export_folder(root / "base", tmp_path / "plain", proof="none")
     with pytest.raises(InvalidArgumentError, match=r"no inputs for adapters(.|\n)*adapters=\{'two'"):

@@ -82,9 +82,9 @@ MISTAKES = {
     "--batch 6, or --replicas 5",
     "few rows": "A batch of 1 rows leaves some of the 2 processes without rows. Start fewer processes, or use a "
     "larger batch: --batch 2",
-    "other texts": "The ranks do not train the same: the text is '189 rows of 16 tokens, ",
+    "other texts": "The ranks differ: the text is '189 rows of 16 tokens, ",
     "no text": "Rank 1: There is no file gone.txt.",
-    "another option": "The ranks do not train the same: clip is '0.5' on rank 1, and '1.0' on rank 0.",
+    "another option": "The ranks differ: clip is '0.5' on rank 1, and '1.0' on rank 0.",
     "output": "whole exists. Name another folder, or replace it: --overwrite",
 }
 

@@ -262,8 +262,8 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
     return [
-        f"{yardstick.precise} weights would change the model itself by up to {yardstick.costs[name]:.1e} (output "
-        f"{name!r}, where the file may differ by {yardstick.largest[name]:.1e} from the model)."
+        f"{yardstick.precise} weights would change the model's own results by up to {yardstick.costs[name]:.1e} "
+        f"(output {name!r}); there the file may differ from the model by {yardstick.largest[name]:.1e}."
     ]
 
 

@@ -203,7 +203,7 @@ def unread_model(
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
-        raise NotStreamableError("weights that its files do not hold are random")
+        raise NotStreamableError("weights that are missing from its files are random")
     readers: dict[str, Reader] = {}
     for names, _ in tied:
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))

@@ -57,6 +57,7 @@ def measure(
         if expected_scores is not None:
             distance.add_text_scores(expected_scores, found)
         distance.add_text(losses, text_losses(found, kwargs["input_ids"]))
+        del found  # before the next call makes its own
     return distance.quality(quantization.weights, block_size, quantization.allowed)
 
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from ...runners.onnx_runner import OnnxRunner
-from ...runners.onnx_session import open_session
+from ...runners.onnx_session import open_session, session_options
 from ..proof.eager_runs import Texts
 from ..proof.quality import Quality
 from ..proof.report import ExportReport
@@ -160,7 +160,9 @@ def _measured(
         with report.timed("quantize"):
             trial.save_model(model)
         with report.timed("measure"):
-            runner = OnnxRunner(open_session(trial.path, caller="export_onnx"), file.path.name)
+            options = session_options()
+            options.enable_cpu_mem_arena = False  # an arena keeps twice the memory of the scores of a text
+            runner = OnnxRunner(open_session(trial.path, caller="export_onnx", options=options), file.path.name)
             return measure(runner, quantization, source, block_size=found.block_size, known=known)
     finally:
         shutil.rmtree(trial.folder)

@@ -7,8 +7,12 @@ import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class RoundPipeError(Exception):
@@ -232,11 +236,44 @@ def moved_away(device: str) -> ConfigError:
     )
 
 
+KEEPS_STATE = (
+    "The outputs of a layer depend on an attribute or a buffer that its earlier calls changed. Each microbatch is a "
+    "call, so results depend on the number of microbatches. For one call per batch:\n"
+    "    RoundPipeRunConfig(num_microbatch=1)"
+)
+
+
+def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
+    """Return the error for a layer whose outputs for some rows depend on other rows."""
+    kind = type(layer).__name__
+    inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
+    cause = "" if inner is None else f" ({inner} with batch_first=False)"
+    return SplitError(
+        f"The batch is split along axis 0, and layer {number} ({kind}) mixes rows{cause}: for some rows together it "
+        "returns different values than for the same rows in two parts. Results would depend on the split. If the "
+        "rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
+        '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
+        "    RoundPipeRunConfig(num_microbatch=1)"
+    )
+
+
+def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
+    """Return the error for a layer whose gradients for some rows depend on other rows."""
+    return SplitError(
+        f"The batch is split along axis 0, and layer {number} ({type(layer).__name__}), or one after it, mixes rows in "
+        "its backward: the gradients for some rows together are not the sum of those for the same rows in two parts. "
+        "Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. Results would "
+        "depend on the split. Run the batch as one microbatch:\n"
+        "    RoundPipeRunConfig(num_microbatch=1)"
+    )
+
+
 def rows_are_mixed(title: str) -> SplitError:
     """Return the error for layers that mix the rows of a batch of which each process has only its own."""
     return SplitError(
-        f"{title} computes different values for a whole batch than for its parts, and each process has its own rows "
-        "only. Train in one process, where such a batch runs in one microbatch:\n    wrap_model_to_roundpipe(model)"
+        f"{title} computes different values or gradients for a whole batch than for its parts, and each process has "
+        "its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
+        "    wrap_model_to_roundpipe(model)"
     )
 
 

@@ -199,6 +199,10 @@ class Repeats:
         changes = self._changes[kind]
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
+    def failed(self, kind: Hashable) -> None:
+        """Let the next call of a kind be checked again: an error that the caller catches must not be forgotten."""
+        self._calls[kind] = 0
+
     def end(self) -> None:
         """Record the state of the code after a call."""
         self._states |= {kind: state_of(code) for kind, code in self._open.items()}

@@ -287,6 +287,8 @@ class RunLifecycle:
         """Discard a run that has failed."""
         self.kept.drop()  # the run may have ended in the middle of an upload
         run.discard()
+        if run.spec.looks:  # an error that the caller catches must not be forgotten
+            self._runs[run.spec.kind] = 0
         if run.spec.trial is None:
             self.store.note_failed(error)
             self.steps.note_raised(error)

@@ -41,7 +41,7 @@ from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
-from ..errors import RoundPipeWarning, SplitError, warn
+from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backward, mixes_rows_forward, warn
 from .checks import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
@@ -54,21 +54,13 @@ _FEW, _SEVERAL = 3, 4
 # How many times other rows are tried before an error.
 _TRIALS = 3
 
-_HAS_STATE = (
-    "The outputs of a layer depend on an attribute or a buffer that its earlier calls changed. Each microbatch is a "
-    "call, so results depend on the number of microbatches. For one call per batch:\n"
-    "    RoundPipeRunConfig(num_microbatch=1)"
-)
-
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Gradients of up to this number of elements are kept whole.
 _WHOLE = 2**16
 
-# Factor of the loss in a trial: losses of parts of a batch are summed, and scaled after the backward.
-_LARGER = 2.0**8
-
+_LARGER = 2.0**8  # factor of the loss in a trial: losses of parts are summed, and scaled after the backward
 _Hook: TypeAlias = Callable[..., Any]
 _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
@@ -167,7 +159,8 @@ class RowCheck:
             self._note(kind, reason)
             return
         if layer is not None:
-            raise _mixes(engine.layers[layer], layer)
+            self._repeats.failed(kind)
+            raise mixes_rows_forward(engine.layers[layer], layer)
         self._compared[kind] += 1
         if self._compared[kind] % 2:  # calls 1, 4, 16, ...: a backward costs more than a forward
 
@@ -176,9 +169,10 @@ class RowCheck:
 
             found = compare_gradients(engine, trials, rows, few, config, len(engine.layers))
             if found.mixes is not None:
-                raise _mixes_gradients(engine.layers[found.mixes], found.mixes)
-            self._nonlinear[kind] = found.is_nonlinear
-            self.is_nonlinear = found.is_nonlinear
+                self._repeats.failed(kind)
+                self._compared[kind] = 0
+                raise mixes_rows_backward(engine.layers[found.mixes], found.mixes)
+            self.is_nonlinear = self._nonlinear[kind] = found.is_nonlinear
         self._has_state = any(trial.has_state for trial in trials) and kind not in self._shown
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
@@ -186,7 +180,7 @@ class RowCheck:
     def warn(self) -> None:
         """Warn, after a successful call, that layers keep a state from one microbatch to the next."""
         if self._has_state:
-            warn(_HAS_STATE, RoundPipeWarning)
+            warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
         """Record the state of the layers after a call, which may have changed it."""
@@ -294,8 +288,8 @@ def _compared(
         return GradientTrial()
     least = 0.1 * max(map(typical, whole.values()))
 
-    def last_that_differs(scale: float) -> int | None:
-        parts, limit = gradients(trial.parts, scale), tolerance("rows", *types)
+    def last_that_differs(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> int | None:
+        parts, limit = gradients(given, scale), tolerance("rows", *types)
         for layer in reversed(range(len(layers))):
             for parameter in layers[layer].parameters():
                 part = parts.get(parameter)
@@ -303,9 +297,9 @@ def _compared(
                     return layer
         return None
 
-    if last_that_differs(_LARGER) is None:
-        return GradientTrial()
-    mixes = last_that_differs(1.0)
+    if last_that_differs(trial.parts, _LARGER) is None or last_that_differs([trial.whole]) is not None:
+        return GradientTrial()  # equal, or the same rows differ at the next call
+    mixes = last_that_differs(trial.parts)
     return GradientTrial(mixes, mixes is None)
 
 
@@ -489,29 +483,6 @@ def _is_of_library(hook: _Hook) -> bool:
     function: Any = hook.func if isinstance(hook, functools.partial) else hook
     is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
     return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
-
-
-def _mixes(layer: nn.Module, number: int) -> SplitError:
-    kind = type(layer).__name__
-    inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
-    cause = "" if inner is None else f" ({inner} with batch_first=False)"
-    return SplitError(
-        f"The batch is split along axis 0, and layer {number} ({kind}) mixes rows{cause}: for some rows together it "
-        "returns different values than for the same rows in two parts. Results would depend on the split. If the "
-        "rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
-        '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
-        "    RoundPipeRunConfig(num_microbatch=1)"
-    )
-
-
-def _mixes_gradients(layer: nn.Module, number: int) -> SplitError:
-    return SplitError(
-        f"The batch is split along axis 0, and layer {number} ({type(layer).__name__}), or one after it, mixes rows in "
-        "its backward: the gradients for some rows together are not the sum of those for the same rows in two parts. "
-        "Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. Results would "
-        "depend on the split. Run the batch as one microbatch:\n"
-        "    RoundPipeRunConfig(num_microbatch=1)"
-    )
 
 
 # Integers derived from floating-point numbers may differ by rounding, so some may differ.

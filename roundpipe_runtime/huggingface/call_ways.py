@@ -163,7 +163,7 @@ class CutModel(RoundPipe):
         piece = rows.mixes
         if piece is None and not (rows.is_nonlinear and is_late and way != "joined"):
             return way
-        title = "a layer" if piece is None else self._rp_rows.title(piece)
+        title = "A layer" if piece is None else self._rp_rows.title(piece)
         if self._rp_options.has_groups:
             raise rows_are_mixed(title)
         if piece is None:

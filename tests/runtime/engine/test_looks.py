@@ -10,6 +10,7 @@ from roundpipe_runtime import (
     ModelExecutePlan,
     RoundPipe,
     RoundPipeRunConfig,
+    SplitError,
     StageError,
     doing_recompute,
     get_recompute_data,
@@ -66,6 +67,9 @@ def test_a_layer_that_does_not_repeat_itself_is_refused(pipe, kind, classic, gra
     with pytest.raises(StageError, match=f"layer 1 \\({kind.__name__}\\) computed different values"):
         go_back(model, classic, all_recomputed(2, recompute_grain=grain))
     assert all(parameter.grad is None for parameter in model.parameters())
+    for _ in range(3):  # also after an error that the caller has caught
+        with pytest.raises((SplitError, StageError)):
+            go_back(model, classic, all_recomputed(2, recompute_grain=grain))
 
 
 def test_a_layer_in_the_fused_stage_need_not_repeat_itself(pipe):

@@ -306,6 +306,16 @@ def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
     pipe.close()
 
 
+@pytest.mark.parametrize("made", [MIXES["mean of the batch"], MIXES_BACK["by the number of rows"]])
+def test_a_refused_call_is_refused_again(made):
+    """Checks are repeated at calls 1, 2, 4, ...: a cell that is run three times must not train the third time."""
+    pipe = pipeline(made())
+    for _ in range(4):
+        with pytest.raises(SplitError, match="mixes rows"):
+            call(pipe, "loss")
+    pipe.close()
+
+
 def clamp(gradient):
     return gradient.clamp(-1e-3, 1e-3)
 

@@ -53,6 +53,6 @@ def test_what_is_computed_counts_for_the_limit_as_copies_do():
             computed = copied + 1
             del computed
         computed = copied + 1
-        with pytest.raises(DeviceMemoryError, match=r"it holds 8000 of 10000 bytes, and 4000 more .*\(1000,\)"):
+        with pytest.raises(DeviceMemoryError, match=r"it uses 8000 of 10000 bytes, and 4000 more .*\(1000,\)"):
             computed + 1
     device.close()

@@ -81,7 +81,7 @@ def test_memory_is_counted_until_it_is_released_or_dropped():
     device = VirtualDevice("virtual:0", memory_limit=100)
     one, two = device.copy_in(torch.zeros(10)), device.copy_in(torch.zeros(5))
     assert device.allocated == 60
-    with pytest.raises(DeviceMemoryError, match="holds 60 of 100 bytes, and 44 more"):
+    with pytest.raises(DeviceMemoryError, match="uses 60 of 100 bytes, and 44 more"):
         device.copy_in(torch.zeros(11))
     device.release([one])
     assert device.allocated == 20

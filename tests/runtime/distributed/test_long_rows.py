@@ -63,4 +63,4 @@ def test_what_cannot_be_cut_is_refused_in_one_line():
         assert "padded on the left" in texts["left"]
         assert "Labels of padding would count" in texts["padding"]
         assert "also has position_ids" in texts["positions"]
-        assert "sees 8 tokens of a row of 12" in texts["window"]
+        assert "attends to 8 tokens of a row of 12" in texts["window"]

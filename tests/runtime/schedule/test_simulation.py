@@ -115,7 +115,7 @@ def test_bytes_and_memory_are_counted():
 
 
 def test_too_little_memory_is_said_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"must hold 2 GB and has 1.5 GB.*\n.*num_microbatch=4"):
+    with pytest.raises(ConfigError, match=r"needs 2 GB of memory, but has 1.5 GB.*\n.*num_microbatch=4"):
         simulate([StageLoad(1.0, upload=10**9)] * 2, Machine(1, memory=1.5e9), 2)
 
 

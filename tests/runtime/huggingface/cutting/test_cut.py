@@ -108,7 +108,7 @@ def test_a_batch_that_reads_what_was_embedded_is_an_error():
     """The example did not: the last phase has no embedding, and says which one it needs."""
     model = Positioned(adds=False).double()
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
-    with pytest.raises(BatchStructureError, match="computes with embed after its layers"):
+    with pytest.raises(BatchStructureError, match="After its layers, the model uses embed"):
         pipeline(tokens(5), reads=True)
     pipeline.close()
     pipeline = wrapped(model, example={"input_ids": tokens(2), "reads": True})

@@ -164,7 +164,7 @@ def test_gradients_and_a_cache_are_refused():
     pipeline, _ = pair("llama")
     with pytest.raises(ConfigError, match=r"no_grad"):
         pipeline(**prompt(), use_cache=True)
-    with pytest.raises(ConfigError, match="keeps no cache"):
+    with pytest.raises(ConfigError, match="returns no cache"):
         pipeline.forward_backward(input_kwargs={**prompt(), "labels": prompt()["input_ids"], "use_cache": True})
     pipeline.close()
 

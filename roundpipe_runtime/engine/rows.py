@@ -51,15 +51,12 @@ from .run import Trial
 # Enough rows for two parts of different sizes, and for two parts with several rows each.
 _FEW, _SEVERAL = 3, 4
 
-# How many times other rows are tried before an error.
-_TRIALS = 3
+_TRIALS = 3  # sets of rows that are tried before an error
 
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# Gradients of up to this number of elements are kept whole.
-_WHOLE = 2**16
-
+_WHOLE = 2**16  # elements of the largest gradient that is kept whole
 _LARGER = 2.0**8  # factor of the loss in a trial: losses of parts are summed, and scaled after the backward
 _Hook: TypeAlias = Callable[..., Any]
 _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -79,10 +76,8 @@ class RowTrial:
     is_equal: bool = False  # whether the outputs for the parts are those for all rows
     has_state: bool = False  # whether the same rows give other outputs at the next call, with the same draws
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.whole.rows or 0
+    def __post_init__(self) -> None:
+        self.count = self.whole.rows or 0  # number of rows
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
         """Return as many rows in another order, maybe with repeats."""
@@ -440,8 +435,7 @@ def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) ->
 
 
 def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:
-    leaves = [*batch.args.leaves, *batch.kwargs.leaves]
-    values = [(leaf.path, leaf.value) for leaf in leaves]
+    values = [(leaf.path, leaf.value) for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
     kinds = tuple((path, v.dtype, v.dim()) if isinstance(v, torch.Tensor) else (path, type(v)) for path, v in values)
     return kinds, tuple(layer.training for layer in layers)
 

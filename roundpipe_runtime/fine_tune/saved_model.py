@@ -139,8 +139,10 @@ def save_model(
     path = pathlib.Path(folder)
     check_output(path, overwrite=overwrite)
     with scratch_for(path.absolute()) as half, quiet_peft():
-        if tokenizer.eos_token_id is not None and not source.has_weights:
-            _tell_end(model, tokenizer.eos_token_id)
+        if tokenizer.eos_token_id is not None and not source.has_weights:  # its configuration has another vocabulary
+            configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+            for config in filter(None, configs):
+                config.eos_token_id = tokenizer.eos_token_id
         _write_weights(model, half)
         tokenizer.save_pretrained(half)
         if card is not None:
@@ -160,14 +162,6 @@ def _write_weights(model: Any, folder: pathlib.Path) -> None:
         model.save_pretrained(folder, state_dict=state)
     finally:
         del model.config.quantization_config
-
-
-def _tell_end(model: nn.Module, end: int) -> None:
-    """A model that was random has learnt where a text ends; its configuration is of another vocabulary."""
-    configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
-    for config in configs:
-        if config is not None:
-            config.eos_token_id = end
 
 
 def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None:

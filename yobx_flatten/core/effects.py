@@ -48,8 +48,7 @@ from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
-# Items of larger containers, such as rows of a data set, are compared by identity and not entered.
-_MANY_ITEMS = 10_000
+_MANY_ITEMS = 10_000  # items of larger containers, such as rows of a data set, are compared by identity
 
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 
@@ -95,7 +94,8 @@ class Snapshot:
         """Copy the values of a module's own attributes, without parameters, buffers and code, to restore them."""
         walk = _AttributeWalk()
         for name, part in module.named_modules():
-            walk.hold_own(name, part)
+            walk._hold(name, vars(part), _OWN_ATTRIBUTES)
+        walk.enter({})
         found = cls(walk.holders, walk.contents)
         found.keep_values(())
         return found
@@ -261,10 +261,6 @@ class _AttributeWalk(_Walk):
     """Enters the attributes of modules, and the containers, tensors and objects of a user's classes in them."""
 
     most = 10_000
-
-    def hold_own(self, path: str, module: torch.nn.Module) -> None:
-        self._hold(path, vars(module), _OWN_ATTRIBUTES)
-        self.enter({})
 
     def _visit(self, path: str, obj: Any) -> None:
         kind = type(obj)

@@ -228,8 +228,11 @@ def test_a_step_in_the_background_is_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 6)), r"The model has no 2\.bias, 2\.weight, 3\.bias and 5 more"),
-        (lambda: small_model(norm=True), r"It has no 4\.num_batches_tracked, .* and 4 more\. The model has no 6\.bias"),
+        (lambda: nn.Sequential(nn.Linear(4, 6)), r"The model lacks 2\.bias, 2\.weight, 3\.bias and 5 more"),
+        (
+            lambda: small_model(norm=True),
+            r"The checkpoint lacks 4\.num_batches_.* and 4 more\. The model lacks 6\.bias",
+        ),
     ],
 )
 def test_another_model_is_refused_and_unchanged(tmp_path, other, message):

@@ -74,7 +74,7 @@ def test_its_forward_has_the_parameters_of_the_exported_class(pair):
     with torch.no_grad():
         wanted = first(model(*(values.get(name) for name in order)))
     assert torch.allclose(first(files(*(values.get(name) for name in order))), wanted, atol=1e-4)
-    with pytest.raises(InvalidArgumentError, match=r"takes \d+ arguments \(input_ids.*\), found 60"):
+    with pytest.raises(InvalidArgumentError, match=r"Found 60 arguments, and \w+ takes input_ids"):
         files(*[None] * 60)
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_stored_says_so():
     with pytest.raises(InvalidArgumentError, match=r"cannot be stored: .* copy\.deepcopy\(cache\) works within"):
         pickle.dumps(cache_of(files(PROMPT)))
     for how in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(InvalidArgumentError, match=r"open its folder again, with open_model\(folder\)"):
+        with pytest.raises(InvalidArgumentError, match=r"Open its folder again: open_model\(folder\)"):
             how(files)
 
 

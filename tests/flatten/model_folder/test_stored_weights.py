@@ -130,7 +130,7 @@ def test_the_command_line_names_the_weight_and_its_option(llama, capsys):
 def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
     """Their folder would look like one without weights."""
     (llama / "model.safetensors").rename(llama / name)
-    with pytest.raises(ModelSourceError, match=rf"holds {name}, and weights are read from.*unmatched_weights"):
+    with pytest.raises(ModelSourceError, match=rf"contains {name}, but only safetensors and .*unmatched_weights"):
         find_model(str(llama)).load()
 
 

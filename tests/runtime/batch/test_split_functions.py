@@ -77,9 +77,9 @@ def test_a_split_function_for_labels_is_asked_for_as_many_as_the_packed_data_has
 def test_labels_that_a_function_cuts_at_other_rows_than_packed_data_are_refused(told):
     """[1, 2, 1] beside [2, 1, 1] would pair labels with the outputs of other rows."""
     packed = RoundPipePackedData([rows(1), rows(2), rows(1)], rows=[1, 2, 1] if told else ())
-    with pytest.raises(SplitError, match=re.escape("args[0] has microbatches of [1, 2, 1] rows, and split_label made")):
+    with pytest.raises(SplitError, match=re.escape("args[0] has microbatches of [1, 2, 1] rows, but split_label made")):
         split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split([2, 1, 1])))
-    with pytest.raises(SplitError, match=re.escape("args[0] has 3 microbatches, and split_label made 2")):
+    with pytest.raises(SplitError, match=re.escape("args[0] has 3 microbatches, but split_label made 2")):
         split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split(2)))
 
 

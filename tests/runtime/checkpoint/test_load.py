@@ -244,7 +244,7 @@ def test_several_optimizers_and_schedulers(tmp_path):
     again, others, their_schedulers = make()
     load_checkpoint(tmp_path, again, optimizer=others, scheduler=their_schedulers)
     assert [optimizer.param_groups[0]["lr"] for optimizer in others] == [0.1, 0.05]
-    with pytest.raises(CheckpointError, match="optimizer= has 1, and 2 were saved"):
+    with pytest.raises(CheckpointError, match="optimizer= has 1 entries, but 2 were saved"):
         load_checkpoint(tmp_path, again, optimizer=others[0], scheduler=their_schedulers)
 
 
@@ -254,7 +254,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     save_checkpoint(tmp_path, model)
     again = filled(7.0)
-    with pytest.raises(CheckpointError, match="optimizer= has 1, and 0 were saved"):
+    with pytest.raises(CheckpointError, match="optimizer= has 1 entries, but 0 were saved"):
         load_checkpoint(tmp_path, again, optimizer=optimizer)
     assert value_of(again) == {7.0}
 

@@ -73,7 +73,7 @@ def path_outside(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_short, r"two\.bin has 999 bytes, and 1000 were written"),
+        (cut_short, r"two\.bin has 999 bytes, but 1000 were written"),
         (remove_file, r"names the file 'one\.bin', which does not exist"),
         (remove_manifest, r"checkpoint\.json is missing"),
         (cut_manifest_short, r"checkpoint\.json is damaged: it is not JSON"),

@@ -265,7 +265,7 @@ def test_no_memory_says_which_stage_and_what_to_change():
     plan = ModelExecutePlan([], [range(7)])
     pipe = RoundPipe(small_model(), devices=[device], model_run_config=RoundPipeRunConfig(execute_plan=plan))
     inputs, labels = batch(6)
-    with pytest.raises(DeviceMemoryError, match=r"holds .* of 200 bytes") as caught:
+    with pytest.raises(DeviceMemoryError, match=r"uses .* of 200 bytes") as caught:
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     text = "\n".join(caught.value.__notes__)
     assert "In stage 0" in text

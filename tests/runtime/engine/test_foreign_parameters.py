@@ -30,7 +30,7 @@ def test_the_parameter_and_both_layers_are_named(way):
         go = pipeline(x).sum().backward
     else:
         go = functools.partial(pipeline.forward_backward, (x,), loss_fn=lambda outputs, _: outputs.sum())
-    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) computes with 'weight' of layer 0 \(Linear\)"):
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) uses 'weight' of layer 0 \(Linear\)"):
         go()
     pipeline.close()
 
@@ -59,7 +59,7 @@ def test_they_are_named_while_the_other_layer_computes():
     device = VirtualDevice("one")
     there = LayerOnDevice(contents[0], device, lambda parameter: parameter)
     outputs = there.call(lambda: model[2](torch.ones(4, 3)))
-    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) computes with 'weight' of layer 0 \(Linear\)"):
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) uses 'weight' of layer 0 \(Linear\)"):
         check_leaves(contents[2], [outputs], [None], list(model[2].parameters()), contents)
     there.release()
     device.close()

@@ -162,7 +162,7 @@ def test_an_optimizer_of_parameters_without_gradients_is_refused(trained, caller
     if groups == "with another model":
         given += plain.parameters()
     optimizer = torch.optim.SGD(given, lr=0.1)
-    with pytest.raises(ConfigError, match=r"SGD holds 4 parameters .*\n.*SGD\(model\.optim_parameters\(\)"):
+    with pytest.raises(ConfigError, match=r"SGD has 4 parameters .*\n.*SGD\(model\.optim_parameters\(\)"):
         optimizer.step() if caller == "script" else pipe.step(optimizer.step)
     pipe.synchronize()  # after which the parameters have gradients themselves
     before = model[0].weight.detach().clone()

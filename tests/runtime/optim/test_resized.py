@@ -28,7 +28,9 @@ def test_a_parameter_that_was_resized_is_refused(when, rows):
         parameter.grad = None
         parameter.data = torch.ones(rows, 16)
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ConfigError, match=rf"resized to \({rows}, 16\).* moments \(64, 16\). Make the optimizer again"):
+    with pytest.raises(
+        ConfigError, match=rf"resized to \({rows}, 16\).* moments \(64, 16\)\. Create the optimizer again"
+    ):
         optimizer.step()
     assert torch.equal(parameter, torch.ones(rows, 16))
     parameter.grad = torch.ones_like(parameter)

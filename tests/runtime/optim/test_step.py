@@ -429,7 +429,7 @@ def test_an_optimizer_of_parameters_that_get_no_gradient_is_refused(is_async):
         pipeline.step(wrong.step, is_async=is_async)
         pipeline.synchronize()
 
-    with pytest.raises(ConfigError, match=r"AdamW holds \d+ parameters .* in torch\.float64 .*\n.*optim_parameters"):
+    with pytest.raises(ConfigError, match=r"AdamW has \d+ parameters .* in torch\.float64 .*\n.*optim_parameters"):
         step()
     before = model[0].weight.detach().clone()
     pipeline.step(right.step)

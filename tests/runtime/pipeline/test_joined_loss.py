@@ -81,7 +81,7 @@ def test_processes_with_rows_of_their_own_refuse_it():
     """A process of a mesh does not see the rows of the others."""
     model, x, y = made()
     pipeline = RoundPipe(model, devices="virtual:2", replicas=2)
-    with pytest.raises(LossError, match="has only its own"):
+    with pytest.raises(LossError, match="each process of a mesh has only some of them"):
         pipeline.forward_backward((x,), label=y, loss_fn=Contrast(), run_config=JOINED)
     pipeline.close()
 

@@ -307,16 +307,17 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
     else:
         read |= {"input_ids": own, "inputs_embeds": own, "position_ids": own, "token_type_ids": own}
         read["attention_mask"] = total
-    read |= dict.fromkeys(
-        ("encoder_hidden_states", "encoder_outputs.last_hidden_state", "encoder_attention_mask"),
-        "encoder_sequence_length",
-    )
+    of_encoder = "encoder_hidden_states", "encoder_outputs.last_hidden_state", "encoder_attention_mask"
+    read |= dict.fromkeys(of_encoder, "encoder_sequence_length")
+    heard = {"input_values": "audio_length", "input_features": "frames"}
     parts: dict[tuple[str, int], str] = {}
     for name, shape in inputs.items():
         if name in read and len(shape) in (2, 3):
             parts |= {(name, 0): "batch_size", (name, 1): read[name]}
             if len(shape) == 3:
                 parts[name, 2] = "hidden_size"
+        if name in heard:
+            parts |= {(name, axis): heard[name] if axis else "batch_size" for axis in range(len(shape))}
         found = _CACHE.fullmatch(name)
         if found and len(shape) == 4:
             layer, side, part = found.groups()
@@ -328,7 +329,8 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
             slides = grown is not None and "Min(" in str(grown[2])
             parts[name, 2] = past + ("window_length" if slides else "sequence_length")
     if len(inputs.get("pixel_values", ())) == 4:  # after the texts, as there may be as many pictures by the same symbol
-        parts["pixel_values", 0] = "images" if "input_ids" in inputs else "batch_size"
+        axes = "images" if "input_ids" in inputs else "batch_size", "channels", "height", "width"
+        parts |= {("pixel_values", axis): part for axis, part in enumerate(axes)}
         both = {inputs[name][0] for name in ("input_ids", "pixel_values") if isinstance(inputs.get(name, [0])[0], str)}
         if len(both) == 2 and any(both <= set(shape) for shape in outputs.values()):  # scores of pairs, as in CLIP
             parts |= dict.fromkeys([place for place, part in parts.items() if part == "batch_size"], "texts")

@@ -53,7 +53,7 @@ def test_newest_is_that_of_most_steps(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, and 10 were written"),
+        (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, but 10 were written"),
         (lambda path: (path / "model.safetensors").write_text("weights_12"), r"changed after it was written"),
         (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors.*, which does not exist"),
         (

@@ -243,7 +243,9 @@ def test_a_slot_that_was_never_set_is_named():
         assert isinstance(caught.value, AttributeError)
 
 
-@pytest.mark.parametrize(("children", "static"), [(["state"], ["hiden"]), (["hiden"], ["state"]), (["hiden"], [])])
+@pytest.mark.parametrize(
+    ("children", "static"), [(["state"], ["hidden_"]), (["hidden_"], ["state"]), (["hidden_"], [])]
+)
 def test_a_misspelt_attribute_is_named_and_the_line_of_the_message_registers_the_class(children, static):
     """Python's own error names no registration. An instance with more attributes than are registered says so first."""
     obj = Pair(1, "two")

@@ -134,7 +134,7 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
         f"{dtype}, gradients and AdamW in {optim}" + ("" if update == "masters" else f", update {update}"),
     ]
     if "assumed" in report.hardware.origin.values():
-        lines.append("These devices are not on this machine. Give their speed for better times: --bandwidth, --flops")
+        lines.append("The devices are not on this machine. For better times: --bandwidth, --flops")
     return [*lines, *(f"Not split as requested, {reason}: {text}" for reason, text in training.cut.report.refused)]
 
 
@@ -272,7 +272,7 @@ def _memory(report: PlanReport) -> list[str]:
         ("parameters of the stage", worst.parameters),
         ("their gradients", worst.gradients),
         ("activations of a microbatch", worst.activations),
-        ("parameters that stay between steps", worst.kept),
+        ("parameters that stay", worst.kept),
         ("layers kept for backward", worst.staying),
         ("parameters of the next stage", worst.arriving),
         ("microbatches in transfer", worst.copies),
@@ -300,8 +300,8 @@ def _memory(report: PlanReport) -> list[str]:
 def _joined_loss(found: JoinedLoss) -> list[str]:
     device, host = format_bytes(found.device), format_bytes(found.host)
     return [
-        f"If the loss needs the whole batch, it takes {device} on a device and {host} more on the host.",
-        "  The first step checks whether it does.",
+        f"A loss of the whole batch takes {device} on a device and {host} more on the host.",
+        "  The first step checks whether the loss needs the whole batch.",
     ]
 
 
@@ -356,7 +356,7 @@ def _time(report: PlanReport) -> list[str]:
         *_kept_instead(report, up),
         "Each part is busy for",
         *table(busy, align="<>"),
-        f"With {hidden:,.0f} tokens per step or more, computing hides transfers; this step has {report.tokens:,}.",
+        f"Computing hides transfers in steps of {hidden:,.0f} tokens; this step has {report.tokens:,}.",
         f"  Forward stages need {report.tokens_forward:,.0f}, backward stages {report.tokens_backward:,.0f}.",
     ]
 

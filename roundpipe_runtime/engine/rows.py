@@ -248,7 +248,8 @@ def compare_gradients(
     if not (config.requires_grad and equal):
         return GradientTrial()
     whole, part = (leaves_of(one) for one in (equal[0].outputs[0], equal[0].outputs[-1]))
-    kept = [rows_of(one, other, equal[0].count) is not None for one, other in zip(whole, part, strict=True)]
+    pairs = zip(whole, part, strict=False)
+    kept = [rows_of(one, other, equal[0].count) is not None for one, other in pairs]
     types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
     count = max(sum(one.numel() for one in itertools.compress(whole, kept) if isinstance(one, torch.Tensor)), 1)
     mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish

@@ -136,7 +136,7 @@ class RowCheck:
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
-        kind = _kind_of(engine.layers, batch)
+        kind = _kind_of(engine.layers, batch), config.requires_grad
         self.is_nonlinear = self._nonlinear.get(kind, False)
         if not self._repeats.is_due(kind, engine.layers):
             return
@@ -248,8 +248,7 @@ def compare_gradients(
     if not (config.requires_grad and equal):
         return GradientTrial()
     whole, part = (leaves_of(one) for one in (equal[0].outputs[0], equal[0].outputs[-1]))
-    pairs = zip(whole, part, strict=False)
-    kept = [rows_of(one, other, equal[0].count) is not None for one, other in pairs]
+    kept = [rows_of(*pair, equal[0].count) is not None for pair in zip(whole, part, strict=False)]
     types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
     count = max(sum(one.numel() for one in itertools.compress(whole, kept) if isinstance(one, torch.Tensor)), 1)
     mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish

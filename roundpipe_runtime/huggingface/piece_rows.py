@@ -53,7 +53,7 @@ class PieceRows:
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
         """Return which of the first pieces mixes rows in its outputs or gradients, and whether these are linear."""
-        kind = self.kind_of(args, kwargs), number
+        kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
             parts = self.engine.split(batch, config)

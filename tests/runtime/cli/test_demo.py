@@ -45,7 +45,7 @@ def test_the_demo_shows_what_a_pipeline_is_for(capsys):
 
     (limit,) = megabytes(next(line for line in shown.splitlines() if "device of 4 MB" in line))
     plain = next(line for line in shown.splitlines() if line.startswith("plain PyTorch"))
-    pipeline = next(line for line in shown.splitlines() if line.startswith("through a pipeline"))
+    pipeline = next(line for line in shown.splitlines() if line.startswith("pipeline  "))
     assert plain.endswith("too small")
     assert pipeline.endswith("large enough")
     weights = 4 * sum(parameter.numel() for parameter in demo._build().parameters()) / 1e6

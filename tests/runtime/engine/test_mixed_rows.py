@@ -316,6 +316,17 @@ def test_a_refused_call_is_refused_again(made):
     pipe.close()
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_calls_without_gradients_do_not_count_for_those_with(number):
+    """A model is often tried without gradients before it is trained."""
+    pipe = pipeline(MIXES_BACK["by the number of ids"]())
+    for _ in range(number):
+        call(pipe, "no gradients")
+    with pytest.raises(SplitError, match="in its backward"):
+        call(pipe, "loss")
+    pipe.close()
+
+
 def clamp(gradient):
     return gradient.clamp(-1e-3, 1e-3)
 

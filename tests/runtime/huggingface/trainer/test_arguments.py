@@ -76,7 +76,7 @@ def test_optimizer_of_parameters_without_gradients(tmp_path, how):
         ours.train()
         assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
     else:
-        with pytest.raises(ConfigError, match=r"SGD holds \d+ parameters .*\n.*SGD\(model.optim_parameters\(\)"):
+        with pytest.raises(ConfigError, match=r"SGD has \d+ parameters .*\n.*SGD\(model.optim_parameters\(\)"):
             ours.train()
     ours.pipeline.close()
 

@@ -36,7 +36,7 @@ from ..private_names.of_torch import pytree
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
-"""Weight types with a known tolerance for files."""
+"""Dtypes of weights for which an exported file's tolerance is known."""
 
 _NUMBERS = (bool, int, float, complex)
 

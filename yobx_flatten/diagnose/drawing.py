@@ -22,7 +22,7 @@ _FEWEST = 3  # this many equal siblings are merged into one row
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrawingRow:
-    """One row of a drawing.
+    """One line of a drawing that :func:`explain` returns.
 
     Attributes:
         depth: number of steps from the object itself, which has 0.
@@ -45,7 +45,7 @@ class DrawingRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawing:
-    """An explained tree. Its ``str`` is the drawing.
+    """The result of :func:`explain`. Its ``str`` is the drawing of the tree.
 
     Attributes:
         rows: the rows from top to bottom.

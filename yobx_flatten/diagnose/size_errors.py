@@ -214,7 +214,7 @@ class Failure:
 
 
 Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
-"""A pattern of a message in all versions of torch, and a function that explains such messages."""
+"""A pattern that finds one kind of torch message in all versions, and a function that explains this kind."""
 
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:

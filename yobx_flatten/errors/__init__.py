@@ -53,7 +53,7 @@ class InvalidArgumentError(FlattenError, TypeError):
 
 
 class InvalidRegistrationError(FlattenError, TypeError):
-    """The object to register is not a class, or its functions do not fit."""
+    """The object to register is not a class, or the given flattening functions do not fit the class."""
 
 
 class AlreadyRegisteredError(FlattenError, ValueError):
@@ -89,7 +89,7 @@ class CacheStructureError(VersionDependentError, FlattenError, ValueError):
 
 
 class UnsupportedLayerError(CacheStructureError):
-    """A cache holds a layer of a class that this version does not know."""
+    """A cache holds a layer of a class that this version of the package does not know."""
 
 
 class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
@@ -97,7 +97,7 @@ class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
 
 
 class ReplayError(VersionDependentError, FlattenError, ValueError):
-    """An exported program returns different values than the eager model. ``report`` has every case.
+    """An exported program returns different values than the eager model. Its ``report`` lists every checked case.
 
     Attributes:
         report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export, or ``None``.
@@ -109,7 +109,7 @@ class ReplayError(VersionDependentError, FlattenError, ValueError):
 
 
 class RecordError(VersionDependentError, FlattenError, ValueError):
-    """Recorded calls are missing, lack the requested part, or cannot be read."""
+    """Recorded calls are missing, do not contain what was requested, or cannot be read."""
 
 
 class StoredFileError(FlattenError, ValueError):

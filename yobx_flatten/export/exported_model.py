@@ -166,7 +166,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Lower the program to an ExecuTorch file, and check the cases of this export in its runtime.
+        """Lower the program to an ExecuTorch file, and check the cases of this export in ExecuTorch.
 
         ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
@@ -202,7 +202,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Write the program as OpenVINO files, and check the cases of this export there, in float32.
+        """Write the program as OpenVINO files, and check the cases of this export in OpenVINO, in float32.
 
         OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
         ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.

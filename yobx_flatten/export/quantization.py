@@ -17,13 +17,13 @@ from ..errors.failures import first_line
 from .model_facts import ModelFacts
 
 WeightBits = Literal["int8", "int4", "keep"]
-"""``"keep"`` rounds nothing: weights that are made of integers with scales are stored as these, others as they are."""
+"""``"keep"`` rounds nothing: weights made of integers with scales are stored as these integers, others unchanged."""
 
 Activations = Literal["auto", "float", "int8", "token"]
 """Precision of activations that are multiplied with quantized weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
-"""Largest perplexity ratio by the type of the weights. A small untrained model is close to 1."""
+"""Largest allowed perplexity ratio by the type of the weights. The ratio of a small untrained model is close to 1."""
 
 TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4, "keep": 0.8}
 """By the type of the weights: share of the model's own greedy tokens that a folder has to choose after the same text.
@@ -32,7 +32,7 @@ Prompts of random tokens leave scores close to each other: small models without 
 """
 
 CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
-"""The same for conversations in the tokenizer's chat template."""
+"""By the type of the weights: share of the model's own greedy tokens that a folder has to choose in conversations."""
 
 _BLOCKS = (16, 32, 64, 128, 256)
 

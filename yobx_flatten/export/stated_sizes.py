@@ -36,7 +36,7 @@ Place = tuple[str, int | None]
 """An axis of an input, as (input name, axis); ``None`` if the input itself is a number."""
 
 Relation = tuple[Expression, Mapping[str, Place]]
-"""A comparison of sizes, and the inputs and axes of its names."""
+"""A comparison of sizes, and for each name in the comparison an input and its axis."""
 
 
 def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:

@@ -45,7 +45,7 @@ INFINITIES = "infinities"
 """A case with rare values: if a file differs there, the report has a note, and the export does not fail."""
 
 _SMALL = 64
-"""Inputs with fewer elements grow by more than one, so that each kind of value meets each kind of another input."""
+"""Inputs with fewer elements grow more, so that each kind of value meets each kind of value of another input."""
 
 _SECONDS = (0.3, 1.0)
 """Longest time of a call, in seconds, for which a module gets all cases, and for which it gets two."""

@@ -21,7 +21,7 @@ MANIFEST = "yobx_flatten.json"
 """The description of a folder that :func:`export_folder` wrote."""
 
 SUBFOLDER = "onnx"
-"""Where transformers.js looks for the files."""
+"""The subfolder in which transformers.js looks for the files."""
 
 # what transformers.js adds to a name, by the type of the weights
 _TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
@@ -33,7 +33,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "frame_decoder", "encoder": "encoder_model", "postnet": "postnet"},
     {"decoder": "model"},
 )
-"""Part to name without its suffix; a folder holds one of these."""
+"""Names of the files without suffix, by part of a model; a folder contains the files of one of these entries."""
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:

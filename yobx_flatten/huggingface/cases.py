@@ -22,7 +22,7 @@ _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
 _LONGEST = 1024
-"""Tokens of the longest case: more take minutes."""
+"""Largest number of tokens of a case, because longer cases take minutes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 _Hook: TypeAlias = Any  # ``accelerate.hooks.ModelHook``: accelerate counts as untyped
 
 Reader = Callable[[], torch.Tensor]
-"""Returns one weight. Two names of one weight have the same reader."""
+"""Function that reads and returns one weight. The names of a tied weight share one such function."""
 
 
 class _LayerWeights:

@@ -98,10 +98,10 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 
 CHATS = "cases/generate-chats.case"
-"""Where a folder keeps the answers of the model."""
+"""The file of a folder that contains the original model's answers to chat questions."""
 
 CHAT_TOKENS = 50
-"""Largest number of new tokens of each answer."""
+"""Largest number of new tokens of each chat answer."""
 
 _QUESTIONS = (
     "What is the capital of France?",

@@ -144,7 +144,7 @@ FORMATS: Mapping[str, str] = {
     "executorch": "executorch",
     "openvino": "openvino",
 }
-"""By runtime: the format of its files, as the manifest names it."""
+"""The name of each runtime's file format in the manifest (``yobx_flatten.json``)."""
 
 _PROMPT = 9  # tokens of the prompt that is generated from
 

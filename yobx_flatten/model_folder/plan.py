@@ -40,13 +40,13 @@ Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders of PEFT adapters, by adapter name."""
 
 _CHATS = 10
-"""Number of answers with which a quantized file is compared."""
+"""Number of the model's answers to prompts with which a quantized file is compared."""
 
 _ROWS = {"full": 8, "standard": 4}
 """Number of text rows for measuring a file; 2 for larger models, whose chat answers are not compared."""
 
 _ROUNDING = 24
-"""Rows of a text for the rounding to 4 bits, after the rows that measure the file."""
+"""Number of text rows for the rounding to 4 bits; they follow the rows that measure the file."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,10 +29,10 @@ from .pieces.text import Piece, encoder_input, input_name
 from .texts import in_own_cache
 
 CASES = "cases"
-"""The folder below an exported one in which cases are stored."""
+"""The subfolder of an exported folder in which the cases are stored."""
 
 TOKENS = 40
-"""Number of generated tokens in the case for generation: with the prompt, more than a small window."""
+"""Number of generated tokens in the stored generation: with the prompt, more than a small sliding window."""
 
 PROMPT = 9
 """Tokens of a prompt."""
@@ -243,7 +243,7 @@ FRAMES = 12
 """Number of decoder calls in the case of a SpeechT5 folder."""
 
 SAMPLED_FRAMES = 3
-"""Number of decoder calls with ``proof="sample"``."""
+"""Number of decoder calls in the case of a SpeechT5 folder with ``proof="sample"``."""
 
 _LENGTH = 9  # tokens of the text
 _NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides

@@ -21,7 +21,7 @@ from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
 
 LENGTH = 128
-"""Tokens of each row of the text."""
+"""Number of tokens in each row of a text that measures a quantized file."""
 
 _LARGEST = 2**24  # bytes of a file of prompts
 
@@ -86,7 +86,7 @@ def python_source() -> str:
 
 
 _ROWS, _LENGTH = 128, 64
-"""Rows and tokens per row of the text for rounding. Sentences are short, so each row has few tokens."""
+"""Number of rows, and of tokens per row, in the text for rounding. Sentences are short, so each row has few tokens."""
 
 _LETTERS = 12
 """Letters of text per token of a row: enough to fill a row, which is then truncated."""

@@ -55,7 +55,7 @@ _OF_DEVICES = 10
 
 @dataclasses.dataclass(frozen=True)
 class FolderCheck:
-    """The result of one case.
+    """The result of one stored case of an exported folder.
 
     Attributes:
         file: name of the exported file; ``"generate"`` for the loop over all of them.
@@ -92,7 +92,7 @@ class FolderCheck:
 
 @dataclasses.dataclass(frozen=True)
 class FolderReport(Report):
-    """The results of all cases: ``print(report)`` shows a table, and it is true if every case passes.
+    """The results of all stored cases: ``print(report)`` shows a table; the report is true if every case passes.
 
     Attributes:
         path: the folder.

@@ -19,7 +19,7 @@ ADAPTERS = "adapters"
 """The subfolder for adapters in an exported folder."""
 
 FIRST, SECOND = "lora_A", "lora_B"
-"""How the names of the inputs end, after a dot: (rows, rank) comes first, then (rank, columns)."""
+"""Name endings of a LoRA adapter's two inputs, after a dot: matrix (rows, rank), then matrix (rank, columns)."""
 
 _SUFFIX = ".safetensors"
 

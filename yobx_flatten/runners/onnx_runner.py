@@ -260,7 +260,7 @@ def _size(size: Any) -> int | None:
 
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
-"""Key of a file's metadata; the value names the inputs whose memory may be that of their outputs, with commas."""
+"""Key of a file's metadata; its value names the inputs that may share memory with their outputs, with commas."""
 
 
 class BufferedCache(TensorBuffers):

@@ -129,7 +129,7 @@ _KNOWN_VERSION = 1
 
 
 def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
-    """Read a file without its external data; return a model unchanged."""
+    """Read an ONNX file without its external data; return a model in memory unchanged."""
     onnx = require_onnx(function)
     from google.protobuf.message import DecodeError  # a dependency of onnx
 

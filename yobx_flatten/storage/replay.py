@@ -26,7 +26,7 @@ from .nested import StoredCase
 
 @dataclasses.dataclass(frozen=True)
 class OutputDifference:
-    """One output of a replay.
+    """The difference between one output of a model file and the stored output.
 
     Attributes:
         name: name of the expected value: ``present.0.key``.
@@ -49,7 +49,7 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class CaseReport(Report):
-    """The result of a replay. ``print(report)`` shows it as a table.
+    """The result of :func:`replay_case`. ``print(report)`` shows it as a table.
 
     Attributes:
         case: name of the case.

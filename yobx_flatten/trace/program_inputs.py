@@ -198,7 +198,7 @@ def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Seque
 
 
 def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
-    """Return the node that appends new tokens to an input and is returned; ``None`` for any other input."""
+    """Return the node that appends new tokens to an input, if the program returns it; ``None`` for any other input."""
     value = past.meta.get("val")
     if value is None or value.ndim != 4:
         return None

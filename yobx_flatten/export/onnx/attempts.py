@@ -51,7 +51,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 _SHOWN = 4
-"""Largest number of size comparisons in a note: picture windows need hundreds of characters."""
+"""Largest number of size comparisons that a note of the report lists; models with image windows have very long ones."""
 
 _SEVERAL_ROWS = (
     "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With several rows, "

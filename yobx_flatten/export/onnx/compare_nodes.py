@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _AT_A_TIME = 200
-"""Number of values that one run returns and keeps in memory together."""
+"""Number of intermediate values that one run of the ONNX file returns; all of them are in memory at once."""
 
 _NOT_OF_MODEL = re.compile(r"(?:^|/)(?:torch|yobx_flatten)/")  # files written before have the whole path
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')

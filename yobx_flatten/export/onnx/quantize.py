@@ -332,8 +332,8 @@ def _rounded(
 
 
 _FLOATS, _INTEGERS = 1, 4
-"""The ``accuracy_level`` of onnxruntime. At the second it also rounds the inputs to 8 bits, and multiplies integers. At
-the first, a token takes a third longer in 4 bits, and 15 times as long in 8 bits, which have no kernel there."""
+"""The ``accuracy_level`` of onnxruntime. At level 4 it also rounds the inputs to 8 bits, and multiplies integers.
+At level 1, a token takes a third longer with 4-bit weights, and 15 times as long with 8-bit weights (no kernel)."""
 
 
 class Products:
@@ -432,7 +432,7 @@ _MOST = 127
 _MIDDLE = 128
 
 _TABLE_BLOCKS = (128, 64, 32, 16)
-"""Blocks of a table: its rows are read and not summed, so larger blocks have no measurable cost."""
+"""Block sizes of an embedding table: its rows are read and not summed, so large blocks cause no measurable error."""
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:

@@ -38,16 +38,16 @@ from .weights import WeightGrid, unmap
 
 _MANY = 1.0, 0.97, 0.94
 _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
-"""Shares of a block's range that are tried: clipping a few outliers costs less than a coarse step for all."""
+"""Shares of a block's range that are tried: clipping a few outliers costs less than a coarse step for all weights."""
 
 _SAMPLE = 64
-"""Number of outputs whose weights are tried to choose how a matrix is stored."""
+"""Number of outputs of a matrix whose weights are rounded on trial, to choose how to store the matrix."""
 
 _CHUNK = 32
-"""Number of inputs whose rounding errors are passed to later inputs in one matrix product."""
+"""Number of columns whose rounding errors are added to later columns in one matrix product (block size of GPTQ)."""
 
 _DAMPING = 0.01
-"""Share of the mean square of the inputs that is added to the diagonal (damping of GPTQ)."""
+"""Share of the mean square of the inputs that is added to the diagonal of the Hessian (damping of GPTQ)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +271,10 @@ def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
 
 
 _LEAST = 2**29
-"""Limit in bytes for moments in memory, if the weights are not larger; the file runs once per part of them."""
+"""Bytes of second moments in memory at a time, unless the weights are larger; the file runs once per such part."""
 
 _SMALLEST = 1e-30
-"""Tokens whose inputs have a smaller mean square are ignored, because some tokens have only zeros."""
+"""Tokens are ignored if the mean square of their inputs is below this, because some tokens have only zeros."""
 
 
 # Run a file on a text, and sum the second moments of the inputs of its matrix products.
@@ -377,22 +377,22 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
 
 
 _TEXTS, _LENGTH = 4, 64
-"""Number of tokens that the model reads; few are enough to measure one number per input."""
+"""Number of texts, and of tokens per text, that the model reads to measure how inputs are split."""
 
 _ROWS = 64
-"""Number of tokens that decide how an input is quantized."""
+"""Number of tokens on which the ways to quantize an activation are compared."""
 
 _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
-"""Shares of the values that are tried as the part of small values."""
+"""Shares of the activations that are tried as the part with small values."""
 
 _WORTH = 0.25
-"""Two parts are used only if their error is below this share of the error of one part."""
+"""Activations are split in two parts only if the error is then below this share of the error with one part."""
 
 _NEAR = 2.0
 """A block of columns is used if its error is below this multiple of the error of two rows, which take twice as long."""
 
 _BLOCKS = 8
-"""Smallest number of blocks at which one more block adds at most an eighth of the weights."""
+"""Smallest number of blocks in a matrix for which one more block adds at most an eighth to the weights."""
 
 
 def input_splits(

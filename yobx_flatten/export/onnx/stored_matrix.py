@@ -91,7 +91,7 @@ def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
 
 
 _ROWS = 16
-"""Number of rows of a matrix that are read to find out whether a model has such weights."""
+"""Number of rows of a matrix that are read to find out whether its weights are integers with scales."""
 
 
 def holds_integers(module: torch.nn.Module) -> bool:
@@ -223,7 +223,7 @@ class InputSplit:
 
 
 InputSplits: TypeAlias = Mapping[str, InputSplit]
-"""How inputs are split, by the name of a value of the graph."""
+"""How an activation is split in two parts, by its name in the ONNX graph."""
 
 _LEAST = 1e-30  # added to scales, since a block of zeros has none
 

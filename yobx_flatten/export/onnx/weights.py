@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("yobx_flatten")
 
 _IN_MODEL = 256
-"""Smaller weights, in bytes, stay in the model's own file."""
+"""Weights with fewer bytes are stored in the ONNX file itself, not in its data file."""
 
 _PAGE = 4096
 
@@ -135,7 +135,7 @@ _BLOCKS = (256, 128, 64, 32, 16)
 """Block sizes that onnxruntime's operators support: how many weights share a scale."""
 
 _SAMPLE = 8
-"""Number of blocks that are tried first: if the weights have no grid, none of these fits."""
+"""Number of blocks that are tried first: if the weights are not integers with scales, none of these blocks fits."""
 
 _CHUNK = 2**12
 """Number of blocks that are fitted at once, so that the values stay in the CPU cache."""

@@ -26,7 +26,7 @@ from .left import Left, returning_left, with_present, written_parameters
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26
-"""Largest size in bytes of inputs and outputs that are reused for the next runtime; a larger case runs again."""
+"""Largest size in bytes of a case's inputs and outputs that are kept for the next runtime; a larger case runs again."""
 
 
 # Numbers of threads before the blocks that are running: those of the first one, as the others begin with one thread.
@@ -206,7 +206,7 @@ def _following(module: torch.nn.Module) -> Next:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One set of inputs to check.
+    """One set of inputs at which an export is compared with the model.
 
     Attributes:
         name: a short description of the case, for the report.

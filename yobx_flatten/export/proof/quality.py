@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 SCORES = "logits"
-"""The output that is compared if a file has it; otherwise all outputs are compared."""
+"""The only output that is compared, if a file has an output of this name; otherwise all outputs are compared."""
 
 EMBEDDING = "sentence_embedding"
-"""The output that sentence-transformers, and tools for its files, look for; the direction of its rows is compared."""
+"""The output that sentence-transformers reads; its rows are compared with the model's by their cosine."""
 
 _COSINES = {"int4": 0.97}
 _COSINE = 0.995
@@ -23,7 +23,7 @@ _LARGEST = 0.5
 """Largest relative difference of outputs that are not scores. For unrelated outputs it is 1.4."""
 
 _AGREED = 0.95
-"""Share of equal greedy tokens above which more bits make no visible difference."""
+"""If more than this share of greedy tokens equal the model's, weights with more bits make no visible difference."""
 
 _TOGETHER = 64
 """Positions whose scores are computed at once: 1,000 take 200 MB with a vocabulary of 50,000."""

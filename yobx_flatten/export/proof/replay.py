@@ -30,7 +30,7 @@ from .left import Left
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """The result of one case.
+    """How an export compares with the eager model at one case.
 
     Attributes:
         case: name of the case.

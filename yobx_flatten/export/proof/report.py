@@ -23,7 +23,7 @@ from .quality import Quality
 from .replay import CaseResult
 
 _PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
-"""Steps that only check the files."""
+"""Steps of an export that only check the files."""
 
 _SHOWN = 20.0
 """CPU seconds above which the report shows how much of the time the checks took."""
@@ -214,7 +214,7 @@ class ExportReport(Report):
         return dataclasses.replace(found, allowed=self.explained_by_float64(case) or found.allowed)
 
     def remark(self, *texts: str) -> None:
-        """Add notes that are not there yet.
+        """Add notes to the report, each only once.
 
         Args:
             *texts: the notes.
@@ -293,7 +293,7 @@ _PART = 0.1
 """Largest allowed difference as a share of an output's range, for any dtype."""
 
 PART_OF_FLOAT32 = 1e-5
-"""The same for weights in float32."""
+"""Largest allowed difference as a share of an output's range, for float32 weights."""
 
 
 # Measure the rounding error of a dtype on a case: half precision against float32, or float32 against float64.

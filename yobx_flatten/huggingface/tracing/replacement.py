@@ -29,7 +29,7 @@ Function: TypeAlias = Callable[..., Any]
 Make: TypeAlias = Callable[[Function], Function]
 """returns the replacement for a function"""
 Replacement: TypeAlias = tuple[ModuleType | type, str, Make]
-"""a module or a class, the name of its function, and what makes the version to trace"""
+"""a module or a class, the name of its function, and a function that makes the version of it to trace"""
 _CACHE = "cache"
 _warned: set[str] = set()
 

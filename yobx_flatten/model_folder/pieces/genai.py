@@ -106,10 +106,10 @@ def genai_picture_pieces(model: TransformersModel, rows: int | None = None) -> l
 
 
 FRAMES = 3000
-"""Frames of sound that the library passes to an encoder: 30 seconds."""
+"""Number of audio frames that onnxruntime-genai passes to an encoder: 30 seconds."""
 
 ALLOWED = "allowed_logits"
-"""The scores in which tokens that the configuration suppresses are the least likely ones."""
+"""Output with the logits in which the tokens that the configuration suppresses are the least likely."""
 
 _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 

@@ -372,7 +372,7 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
 
 
 Head = tuple[int, int]
-"""A layer, and a head of its cross-attention."""
+"""The index of a decoder layer, and the index of a head of its cross-attention."""
 
 
 def heads_of(model: TransformersModel) -> list[Head]:

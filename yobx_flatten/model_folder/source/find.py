@@ -25,7 +25,7 @@ MODEL_NAMES = (
     "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
     "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
 )
-"""What a model can be named by, in both command lines."""
+"""Help text of both command lines: the ways to name a model."""
 
 _FIX = 'In adapter_config.json, set "base_model_name_or_path" to a folder with weights.'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

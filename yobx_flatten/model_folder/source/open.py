@@ -28,10 +28,10 @@ from .find import FoundModel
 from .packed_weights import KeyDifferences
 
 WeightsIn = Literal["auto", "memory", "stream"]
-"""``"memory"`` loads all weights, ``"stream"`` reads those of a layer when it is called."""
+"""``"memory"`` loads all weights, ``"stream"`` reads the weights of a layer when the layer is called."""
 
 _PART = 4
-"""``"auto"`` streams weights larger than 1 / this of the free memory, because an export needs them twice."""
+"""``"auto"`` streams weights larger than the free memory divided by this, because an export needs weights twice."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,8 +126,8 @@ def write_page() -> None:
     (_ROOT / "docs" / "gpu.md").write_text(page(day), encoding="utf-8")
     for path, link in ((_ROOT / "README.md", "docs/gpu.md"), (_ROOT / "docs" / "guide" / "install.md", "../gpu.md")):
         text = path.read_text(encoding="utf-8")
-        shown = f"[the rows]({link})" if _is_gpu(day) else f"[what is ready for that day]({link})"
-        lines = f"{_BEGIN}\n**Status:** {state(day)} See {shown}.\n{_END}"
+        shown = "[All rows]({})." if _is_gpu(day) else "The programs for the first run on a GPU [are ready]({})."
+        lines = f"{_BEGIN}\n**Status:** {state(day)} {shown.format(link)}\n{_END}"
         path.write_text(re.sub(f"{_BEGIN}.*?{_END}", lambda _, new=lines: new, text, flags=re.DOTALL), encoding="utf-8")
 
 

@@ -99,7 +99,7 @@ def run_demo(
     output.mkdir(parents=True, exist_ok=True)
     console = make_console(stderr=as_json is not None)
     text = _zen_of_python()
-    _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
+    _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.")
     rows: list[_Row] = []
     try:
         with _stages(console, models) as stages:
@@ -218,8 +218,8 @@ def _layers(cache: Any) -> str:
 
 
 _LEGEND = (
-    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross keeps the "
-    "keys of the encoder.\nDifferences are the largest of all outputs"
+    f"Cache layers: D keeps every token, W{WINDOW} the last {WINDOW} tokens, cross the encoder's keys; 2x is two such "
+    "layers.\nDifferences are the largest of all outputs"
 )
 
 

@@ -67,13 +67,13 @@ def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
     text = "The unflattened program was called with inputs of another structure than it was exported with."
     if not others:
         return Explanation(
-            f"{text} Call it as it was exported, and where its classes are registered:",
+            f"{text} Pass inputs like the example's, where their classes are registered:",
             (),
             "with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
         )
     return Explanation(
-        f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten the "
-        "program, and call it, where it is:",
+        f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten and call "
+        "the program where the class is registered:",
         (others[0].path,),
         others[0].remedy,
     )
@@ -86,7 +86,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
         return Explanation(
-            f"An operator gets tensors of several devices{places}. Move all to one device:", (), "module.to(device)"
+            f"An operator gets tensors of several devices{places}. Move the module to one:", (), "module.to(device)"
         )
     (device,) = devices
     if device == "meta":
@@ -133,7 +133,7 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
-        f"The program ignores its input {name} ({value}), which a file cannot store. Keep the value in the module, or "
+        f"The program ignores its input {name} ({value}), and a file cannot store it. Keep the value in the module, or "
         "make it static data of its object:",
         (name,),
         'field: object = dataclasses.field(metadata={"static": True})',
@@ -180,15 +180,15 @@ OTHER_ROWS: list[Row] = [
         r"passed to transform API must be Tensor, got <class '([^']+)'>",
         _fixed(
             "torch.func differentiates with respect to tensors only, and a leaf is a FOUND. Pass the tensors, and "
-            "rebuild the object inside:",
+            "rebuild the object in the function:",
             "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
         ),
     ),
     (
         r"functorch tensor|Expected Fake|no attribute 'constant'|constant's list|\.numpy\(\) is not supported",
         _fixed(
-            "forward uses torch.func, .data or .numpy(), which a trace does not follow. Let autograd differentiate, "
-            "write in place, compute with torch:",
+            "forward uses torch.func, .data or .numpy(), which a trace does not follow. Use torch.autograd, in-place "
+            "writes and torch functions:",
             "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
             "with torch.no_grad():\n    tensor.mul_(2)",
         ),
@@ -196,7 +196,7 @@ OTHER_ROWS: list[Row] = [
     (
         r"No conversion rule .*sym_(?:max|min)",
         _fixed(
-            "OpenVINO has no rule for the sizes of a program with caches. Convert the ONNX file:",
+            "OpenVINO cannot convert the size computations of this program. Convert its ONNX file:",
             'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
         ),
     ),
@@ -308,8 +308,8 @@ def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation |
         return None
     remedy = remedy_for(cls, None, Layouts())
     return Explanation(
-        f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call the program "
-        "where the class is registered:",
+        f"The program takes or returns a {cls.__qualname__}, a class that is not registered (any more). Call the "
+        "program where the class is registered:",
         (),
         remedy.line,
     )
@@ -320,7 +320,7 @@ def _not_registered_when_loaded(failure: Failure, found: re.Match[str]) -> Expla
     block = "with register_flattening_functions(patch_transformers=True): ..."
     own = f"from {module} import {name}\nregister_class_flattening({name}, ...)"
     return Explanation(
-        f"The stored program holds a {found[1]}, which is not registered in this process. Load it where the class is:",
+        f"The stored program holds a {found[1]}, which is not registered in this process. Register the class first:",
         (),
         block if module.startswith("transformers.") else own,
     )

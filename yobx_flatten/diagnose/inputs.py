@@ -282,7 +282,7 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
                 "warning",
                 path,
                 f"{path} is a slice of a larger tensor. Its strides may become part of the program, which then refuses "
-                "others. Pass a contiguous example, or export inside register_flattening_functions():",
+                "other strides. Pass a contiguous example, or export inside register_flattening_functions():",
                 f"{path}.contiguous()",
             )
 
@@ -344,8 +344,8 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             path,
-            f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by "
-            "the trace. Pass an example in which they differ.",
+            f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by the "
+            "trace. Pass an example in which these sizes differ.",
         )
 
 

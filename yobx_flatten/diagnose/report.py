@@ -47,7 +47,7 @@ class Report(abc.ABC):
         if nothing:
             notes.append(
                 f"the model itself returns only NaN or infinite values in {', '.join(nothing)}, so nothing was "
-                "compared. Look for NaN in its weights and inputs."
+                "compared. Look for NaN in the model's weights and inputs."
             )
         most: dict[str, float] = {}
         for shares in self.nan_shares():

@@ -50,7 +50,7 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
         paths.append(format_size(name))
         sentences.append(
             f"The code takes another branch for some sizes of {format_size(name)}: the trace is valid where "
-            f"{format_size(guard)}. Limit the range to that, or remove the branch:"
+            f"{format_size(guard)}. Limit the size to this range, or remove the branch:"
         )
     if not sentences:
         return None

@@ -191,7 +191,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
             _add(found, report)
         elif case.name != INFINITIES:  # the call itself ends in an error
             reason = " ".join(found.error.split())[:200]
-            report.remark(f"the program refuses what the module accepts ({case.name}; {reason}).")
+            report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
     return kept
 
 
@@ -279,7 +279,7 @@ def replay_file(
             _add(found, report)
     if refused:
         reason = next(iter(refused.values()))
-        report.remark(f"{'; '.join(refused)}: not replayed with the file, which refuses sizes: {reason}")
+        report.remark(f"{'; '.join(refused)}: not replayed with the file, which refuses their sizes: {reason}")
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------

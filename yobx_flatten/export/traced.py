@@ -105,7 +105,7 @@ class Traced:
                 "always returns the value of the example, and a file returns tensors only."
             )
         if self.drawing:
-            found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+            found.append(f"the model draws random numbers ({', '.join(self.drawing)}): the program had the same seed.")
         for device, dtype in _autocasts(self.program):
             found.append(
                 f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
@@ -118,13 +118,13 @@ class Traced:
         if self.largest:
             sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
             found.append(
-                f"{', '.join(sizes)}: above, the model's code takes another branch. The program and its files refuse "
-                "larger sizes."
+                f"{', '.join(sizes)}: for larger sizes, the model's code takes another branch. The program and its "
+                "files refuse them."
             )
         if self.asserts_values:
             found.append(
-                "the model's code refuses some inputs by their values. The program checks them; files of ONNX, "
-                "OpenVINO and ExecuTorch do not. Check the inputs before the call."
+                "the model's code refuses some inputs by their values. The program checks the values, but files of "
+                "ONNX, OpenVINO and ExecuTorch do not: check them before the call."
             )
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]

@@ -187,7 +187,7 @@ class _Maker:
             plain = self._case(name, base)
             if case is not None or self._accepts(plain):
                 return case or plain, base, []
-        reason = self._refusal or ": none were found that meet what the program asserts of them"
+        reason = self._refusal or ": no other sizes that the program accepts were found"
         case, _ = self._accepted("other values", self._leaves, _signed)
         remark = f"other sizes were not replayed{reason}. Pass cases=[Case(name, args, kwargs), ...]."
         return case, self._leaves, [remark]

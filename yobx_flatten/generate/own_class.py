@@ -81,7 +81,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         takes = ", ".join(one for one in self.taken if one in self.arguments)
         found = f"{name}: the files of this {type(self).__name__} take {takes}"
         if name in find_labels(type(self)):
-            return f"{found}. They return no loss: compute one from their outputs, in a Trainer by compute_loss_func=."
+            return f"{found}. The files return no loss: compute it from their outputs (Trainer: compute_loss_func=)."
         if name.startswith("output_"):
             return f"{found}. The files return only the outputs of the export; for more, call the model itself."
         way = "pass rows of one size" if name in _MASKS else "call the model itself"
@@ -150,7 +150,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files are where they are."""
-        raise InvalidArgumentError("save_pretrained: this model is a folder. Copy it: shutil.copytree(a, b)")
+        raise InvalidArgumentError("save_pretrained: the model is stored. Copy its folder: shutil.copytree(a, b)")
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:

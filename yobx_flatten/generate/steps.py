@@ -114,8 +114,7 @@ class Steps:
                 check_cache_outputs(part.ports, part.outputs, part.name)
                 if "logits" not in part.outputs:
                     raise GenerationError(
-                        f"{part.name} returns {', '.join(part.outputs)}, and no logits: it does not generate. "
-                        f"{_ONE_CALL}"
+                        f"{part.name} returns {', '.join(part.outputs)}, and no logits: it cannot generate. {_ONE_CALL}"
                     )
         if parts.prefill is not None:
             check_cache_outputs(parts.decoder.ports, parts.prefill.outputs, parts.prefill.name, of=parts.decoder.name)
@@ -336,8 +335,8 @@ def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
         return sound
     if sound.shape[2] > frames:
         raise InvalidArgumentError(
-            f"input_features has {sound.shape[2]} frames, and {encoder.name} reads windows of {frames}. Longer sound "
-            "takes several, which Whisper's own loop cuts:\n    generate(input_features=sound, return_timestamps=True)"
+            f"input_features has {sound.shape[2]} frames, and {encoder.name} reads windows of {frames}. Whisper's own "
+            "loop splits longer sound into windows:\n    generate(input_features=sound, return_timestamps=True)"
         )
     return torch.nn.functional.pad(sound, (0, frames - sound.shape[2]))
 

@@ -85,7 +85,7 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
     known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), name_in(kwargs)}
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
-        return f"the sizes of {', '.join(unknown)} are not known"
+        return f"the package does not know which sizes {', '.join(unknown)} must have"
     return None
 
 
@@ -122,7 +122,7 @@ def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[
     window = window if isinstance(window, int) and window >= 3 else None
     remark = None
     if window is not None and 2 * window + 8 > min(_LONGEST, room):
-        remark = f"No case exceeds the sliding window of {window}: that takes more than {min(_LONGEST, room)} tokens."
+        remark = f"No case exceeds the sliding window of {window}, which needs more than {min(_LONGEST, room)} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
     if switch is not None and switch + 8 > _LONGEST:

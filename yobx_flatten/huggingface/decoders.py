@@ -53,10 +53,10 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
     fed = (*_FED, name_in(kwargs))
     others = [name for name, value in kwargs.items() if name not in fed and isinstance(value, torch.Tensor)]
     if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
-        return f"there is {' and '.join(others)} among the inputs" if others else "there are no input_ids"
+        return f"the inputs contain {' and '.join(others)}" if others else "there are no input_ids"
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
-        return "the mask is not one of (batch, length)"
+        return "attention_mask has not the shape (batch, length)"
     return None
 
 

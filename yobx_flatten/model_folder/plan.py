@@ -112,7 +112,7 @@ def plan_folder(
     # source: the folder of its tokenizer; `None` for the one that the model is from
     # adapters: what the files switch between; `None`, the default, for files without room for any
     if adapters is not None and opened.is_streamed:
-        opened = opened.as_a_whole("adapters are put into its layers")
+        opened = opened.as_a_whole("adapters need its layers in memory")
     model, source = without_peft(opened.model), opened.folder if source is None else source
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
     proof = choose_proof(accuracy.proof, facts.weight_bytes)
@@ -236,7 +236,7 @@ def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form
         )
     if has_text and form.logits == "last":
         raise InvalidArgumentError(
-            'tokens= needs the scores of all positions, and logits="last" returns those of one. Leave one of them out.'
+            'tokens= needs the scores of all positions, logits="last" returns those of the last. Leave one of them out.'
         )
     return prompts
 

@@ -68,7 +68,7 @@ from .verify import FolderReport, TokenCount, verify_folder
 logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024
-"""Longest text generated to check a model whose position angles change at some length; longer ones take minutes."""
+"""Largest number of tokens generated to check a model whose rotary angles change at some length; more take minutes."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -268,7 +268,7 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     if cache is not None and task in GENERATES:
         made.first.remark(
             f"generation_config.json is written without cache_implementation={cache!r}: the files keep keys and values "
-            "as the model computes them, which is what they were compared with"
+            "as the model computes them, and were checked in this form"
         )
     write_companions(work, model, plan.source, reads_bytes=plan.opened.reads_bytes)
     if not reader_of(work):

@@ -266,9 +266,9 @@ def aot_load(path: str) -> Any:
 # -- names that are imported on use --------------------------------------------------------------------------------
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
-_OVERRIDES, _ENTERED = "torch.overrides", "no replacement: modes are entered and left without it"
+_OVERRIDES, _ENTERED = "torch.overrides", "nothing: torch's modes are entered and left by public functions"
 _NAMES = {
-    "DispatchKey": Private("torch._C", "DispatchKey", "run the steps of the attention in a trace, more slowly"),
+    "DispatchKey": Private("torch._C", "DispatchKey", "trace the attention as its single steps, which are slower"),
     "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
     "FakeTensor": Private(_FAKE, "FakeTensor", "a tensor on the meta device, which has one device only"),
     "FakeTensorMode": Private(_FAKE, "FakeTensorMode", "the meta device"),
@@ -291,10 +291,10 @@ _NAMES = {
         "torch._dispatch.python", "enable_python_dispatcher", "ExportedProgram.run_decompositions of the whole program"
     ),
     "fx_config": Private("torch.fx.experimental", "_config", "torch.compiler.config"),
-    "is_composite": Private("torch._export.utils", "_is_cia_op", "OpOverload.decompose, which raises where it is not"),
+    "is_composite": Private("torch._export.utils", "_is_cia_op", "OpOverload.decompose, if it does not raise"),
     "is_fake": Private(_FAKE, "is_fake", "isinstance(tensor, FakeTensor)"),
     "optimizer_post_hooks": Private(
-        "torch.optim.optimizer", "_global_optimizer_post_hooks", "no global optimizer hooks in steps by layer"
+        "torch.optim.optimizer", "_global_optimizer_post_hooks", "ignore global optimizer hooks in steps by layer"
     ),
     "dispatch_modes": Private(_DISPATCH, "_get_current_dispatch_mode_stack", _ENTERED),
     "function_modes": Private(_OVERRIDES, "_get_current_function_mode_stack", _ENTERED),
@@ -307,7 +307,7 @@ _NAMES = {
     "type_promotion_rule": Private(
         "torch.onnx._internal.fx.passes.type_promotion", "get_type_promotion_rule", "run every operator, as torch does"
     ),
-    "unset_fake_temporarily": Private(_FAKE, "unset_fake_temporarily", "no tensor made inside a trace"),
+    "unset_fake_temporarily": Private(_FAKE, "unset_fake_temporarily", "make the tensor outside of the trace"),
 }
 if not TYPE_CHECKING:
     __getattr__ = lookup_in("torch", _NAMES)

@@ -165,8 +165,8 @@ class _AxisReading:
         if not varying and len(groups) > 1:
             found = ", ".join(f"{path} {_format(sizes.values())}" for (path, _), sizes in first.items())
             self.axes.remarks.append(
-                f"no axis was taken for the batch: sizes along axis 0 differ ({found}) and never vary. Record a call "
-                "with another batch."
+                f"no axis was recognized as the batch: sizes along axis 0 differ ({found}) and never vary. Record a "
+                "call with another batch."
             )
             return
         chosen = max(varying or groups, key=len)
@@ -230,7 +230,7 @@ class _AxisReading:
             seen = set(self.axes.sizes[name].values())
             if len(seen) == 1 and name != "new":
                 is_declared = name in declared or name in self.declared.values()
-                why = "a registered class states it" if is_declared else "axis 0 of every tensor has it"
+                why = "a registered class states it" if is_declared else "axis 0 of every tensor has this size"
                 self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}), assumed to vary, since {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")

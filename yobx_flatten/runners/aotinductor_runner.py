@@ -80,7 +80,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
             raise
         raise DamagedFileError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(metadata.get(KEY), str):
-        raise ForeignFileError(f"{path} was not written by to_aotinductor: it does not state its inputs.")
+        raise ForeignFileError(f"{path} was not written by to_aotinductor: its metadata does not name its inputs.")
     signature = Signature.from_json(metadata[KEY], str(path))
     for what, made, here in _machine(signature, metadata):
         if made != here:

@@ -160,8 +160,8 @@ def _use_threads(threads: int) -> None:
     gc.collect()
     if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
         raise GenerationError(
-            f"ExecuTorch has one pool for the process, and {next(iter(_OPEN)).name} is open in its {found} threads. "
-            f"Pass threads={threads} where the first file is opened, or open this one in its own process."
+            f"All ExecuTorch files of a process share a thread pool, and {next(iter(_OPEN)).name} is open with {found} "
+            f"threads. Open the first file with threads={threads}, or open this file in another process."
         )
     library._unsafe_reset_threadpool(threads)
 

@@ -65,6 +65,6 @@ class FolderAdapters:
             rooms |= runner.rooms
         if name not in self._read:
             if self._folder is None:
-                raise InvalidArgumentError(f"adapter={name!r}: this file is in no folder with adapters.")
+                raise InvalidArgumentError(f"adapter={name!r}: this file is not in a folder with adapters.")
             self._read[name] = read_adapter(adapter_file(self._folder, name), rooms)
         return {part: runner.with_adapter(self._read[name]) for part, runner in onnx.items()}

@@ -232,7 +232,7 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
     if lost:
         raise failure(
             f"{', '.join(lost)} did not start for {file}, and onnxruntime would run it with "
-            f"{', '.join(session.get_providers())}. Its log names the library or driver that is missing."
+            f"{', '.join(session.get_providers())}. The log of onnxruntime names the missing library or driver."
         )
 
 
@@ -241,7 +241,7 @@ def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers 
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
             f"device= and providers= are for onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "
-            "files, or leave them out."
+            "files, or leave these arguments out."
         )
 
 

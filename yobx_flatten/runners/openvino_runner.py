@@ -101,7 +101,7 @@ def open_openvino(
         raise failure(f"There is no file {path}.")
     model = read_model(path)
     signature = _signature(model, path)
-    written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
+    written = "" if path.suffix == ".xml" else ' To write files for OpenVINO, export with target="openvino".'
     with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {last_line(error)}{written}")):
         limit = {} if threads is None else {"INFERENCE_NUM_THREADS": str(threads)}
         compiled = openvino.Core().compile_model(model, "CPU", {**FLOAT32, **limit})

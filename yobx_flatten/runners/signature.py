@@ -32,7 +32,7 @@ MISFIT = "The sizes of the inputs do not fit each other"
 _FORMAT = 1
 
 Size = int | Mapping[str, int] | None
-"""A fixed size; factors by name of a size that varies, with the constant under ``""``; or ``None``, any size."""
+"""A fixed size; a sum: factors by names of dynamic sizes, and a constant under ``""``; or ``None`` for any size."""
 
 
 @dataclasses.dataclass(frozen=True)

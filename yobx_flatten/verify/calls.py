@@ -36,7 +36,7 @@ def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) 
         for left, counted in _left_out(runner, module, cases[0]):
             call = fitting(what, module, [_given(case, left, counted) for case in cases], runner, stated, counted)
             if call is not None:
-                notes = [f"the file takes no {', '.join(left)}: the model is called without."] if left else []
+                notes = [f"the file takes no {', '.join(left)}: the model is called without it."] if left else []
                 notes += [f"the file takes no {name}: the model gets {_COUNTED[name]}." for name in counted]
                 yield dataclasses.replace(call, remarks=(*call.remarks, *notes))
 

@@ -211,11 +211,11 @@ def _verified(
             if one.ok and not merged:
                 return one
         if not best:
-            none = "which matches none of the calls known of this model. State names=, or pass cases="
+            none = "and no known call of this model takes these inputs. State names=, or pass cases="
             return VerifiedFile(why_not=f"it takes {', '.join(runner.ports)}, {none}.")
         (worst, of), *others = sorted(best.values(), key=lambda held: (held[0].ok is True, held[0].ok is None))
         if merged and worst.ok and not others:
-            return VerifiedFile(why_not=f"of its two branches one was compared: {of.what}")
+            return VerifiedFile(why_not=f"only one of its two branches was compared: {of.what}")
         if not worst.ok and explain and file.suffix == ".onnx" and not facts.quantized:
             worst = dataclasses.replace(worst, first=_first_node(file, of))
     return worst.joined(*(other for other, _ in others))
@@ -256,7 +256,7 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
         report.remark(f"the file returns {kind} where the model returns another type.")
     missing = [name for name in expected if name not in outputs.values()]
     if missing:
-        report.remark(f"not compared, as the file does not return them or they are not read: {', '.join(missing)}.")
+        report.remark(f"outputs not compared, as the file lacks them or their names are unknown: {', '.join(missing)}.")
     unread = [name for name in runner.outputs if name not in outputs]
     why = "" if side.ran else f"it runs in no case: {report.cases[0].error}"
     return VerifiedFile(call.what, report, why, names={**call.inputs, **outputs}, not_compared=unread)

@@ -177,7 +177,7 @@ def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
     ("error", "words"),
     [
         (ConnectionError("[Errno -2] Name or service not known"), "the hub cannot be reached ([Errno -2] Name or serv"),
-        (ValueError("401 Client Error.\nmore"), "the hub does not give it: 401 Client Error"),
+        (ValueError("401 Client Error.\nmore"), "the Hugging Face hub does not provide it: 401 Client Error"),
     ],
 )
 def test_a_model_of_the_hub_that_does_not_come_is_one_line(error, words, tmp_path, monkeypatch, capsys):

@@ -100,7 +100,7 @@ DRAWS = {
 def test_what_python_draws_is_a_constant_and_refused(kind):
     """A trace holds the number that it drew: each call of the program would have it."""
     source = kind.split(" ", maxsplit=1)[0]
-    with pytest.raises(ReplayError, match=f"forward draws from {source}: each call repeats the numbers of the trace"):
+    with pytest.raises(ReplayError, match=f"forward draws from {source}: program calls repeat the trace's numbers"):
         export_program(Draws(DRAWS[kind]), (torch.ones(3),))
 
 

@@ -99,7 +99,7 @@ def test_layers_that_slide_have_no_buffers():
     model = _mistral()
     inputs = decode_inputs(model, DecodeSizes(2, 20, 3))
     exported = export_program(model, kwargs=inputs, bounds={"batch": 4, "length": 64}, cases=[])
-    with pytest.raises(FlattenError, match="no attention reads an input with new tokens appended"):
+    with pytest.raises(FlattenError, match="no attention of the program reads a cache input with new tokens appended"):
         _buffers(exported)
 
 

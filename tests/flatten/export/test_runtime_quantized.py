@@ -157,7 +157,7 @@ def test_projections_without_whole_blocks_are_refused():
     """Before torchao is imported."""
     small = torch.nn.Sequential(torch.nn.Linear(24, 8))
     source = export_program(small, (torch.randn(2, 24),), proof="none")._source
-    with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear of whole blocks of 32 inputs"):
+    with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
         quantized_example(source.example, Quantization("int4"), source)
 
 

@@ -199,7 +199,7 @@ def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failu
     exported = export_onnx(Pooled(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     x = torch.randn(3, 17)
     assert _same(exported.program.module()(x), Pooled()(x))
-    assert any("not replayed with the file, which refuses sizes" in remark for remark in exported.report.remarks)
+    assert any("not replayed with the file, which refuses their sizes" in remark for remark in exported.report.remarks)
     with pytest.raises(Exception, match="these sizes are refused"):
         onnxruntime.InferenceSession(tmp_path / "sizes.onnx").run(None, {"x": x.numpy()})
 

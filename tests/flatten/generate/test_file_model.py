@@ -131,7 +131,7 @@ def test_the_trainer_evaluates_with_a_loss_of_the_caller(name, tmp_path):
 
     files = open_model(folder, threads=1)
     assert evaluated(files, compute_loss_func=loss) == pytest.approx(evaluated(model), abs=1e-4)
-    with pytest.raises(InvalidArgumentError, match=r"labels: .* They return no loss: .* compute_loss_func="):
+    with pytest.raises(InvalidArgumentError, match=r"labels: .* The files return no loss: .*compute_loss_func="):
         evaluated(files)
 
 

@@ -116,7 +116,7 @@ def test_a_node_that_was_changed_is_named_with_both_operators(made, tmp_path):
     copied, name = _changed(folder, tmp_path / "out", change)
     first = next(one.first for one in explain_folder(copied, str(saved)).files.values() if one.first is not None)
     assert (first.node, first.operator) == (name, "Add")
-    assert first.causes == ("its operator is Add, and Mul in the model.",)
+    assert first.causes == ("its operator is Add; in the model it is Mul.",)
 
 
 @pytest.mark.slow

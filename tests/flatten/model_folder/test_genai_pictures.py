@@ -77,7 +77,7 @@ def test_this_package_runs_the_same_files(llava):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gemma3", "the library passes no token types"),
+        ("gemma3", "onnxruntime-genai passes no token types"),
         ("qwen2_vl", "3D positions"),
         ("llava_next", "cut into tiles"),
         ("idefics3", "cut into tiles"),

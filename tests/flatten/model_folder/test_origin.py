@@ -68,20 +68,20 @@ def _from_nowhere(folder):
 def _moved(folder):
     model = _loaded(folder)
     folder.rename(folder.parent / "elsewhere")
-    return model, "which is not a folder here"
+    return model, "which is not a folder on this machine"
 
 
 def _of_another_kind(folder):
     model = _loaded(folder)
     stated = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**stated, "model_type": "mistral"}), "utf-8")
-    return model, "is of a model of type 'mistral', and this one is 'llama'"
+    return model, "is for 'mistral' models, but this model is of type 'llama'"
 
 
 def _with_more_words(folder):
     model = _loaded(folder)
     model.resize_token_embeddings(310)
-    return model, "is of a vocabulary of 300, and this model's has 310"
+    return model, "has a vocabulary of 300 tokens, but this model has 310"
 
 
 CHANGES = [_as_it_is, _from_nowhere, _moved, _of_another_kind, _with_more_words]

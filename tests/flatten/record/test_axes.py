@@ -48,7 +48,7 @@ def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
     calls = record({"x": (4, 3), "y": (4,)}, {"x": (4, 3), "y": (4,)})
     assert set(calls.axes().names.values()) == {"batch"}
     assert calls.axes().remarks == [
-        "batch: one size was seen (4), assumed to vary, since axis 0 of every tensor has it."
+        "batch: one size was seen (4), assumed to vary, since axis 0 of every tensor has this size."
     ]
 
 
@@ -56,7 +56,7 @@ def test_no_batch_is_guessed_where_sizes_differ():
     """What is not known is said, and stays fixed."""
     calls = record({"x": (4, 3), "scale": (3,)}, {"x": (4, 3), "scale": (3,)})
     assert calls.axes().names == {}
-    assert "no axis was taken for the batch: sizes along axis 0 differ (x 4, scale 3)" in calls.axes().remarks[0]
+    assert "no axis was recognized as the batch: sizes along axis 0 differ (x 4, scale 3)" in calls.axes().remarks[0]
     assert calls.dynamic_shapes() == {"x": {}, "scale": {}}
 
 

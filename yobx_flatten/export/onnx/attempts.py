@@ -280,7 +280,7 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
     generates = callable(can_generate) and can_generate()
     if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
         remarks.append(
-            "this file has no cache: each call reads all tokens from the first one. For a file with a cache: "
+            "this file has no cache: each call reads all tokens of the text again. For a file with a cache: "
             "export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or export_folder(model, folder)."
         )
     return remarks

@@ -59,7 +59,7 @@ class NodeDifference:
         lines += [f"  of {self.source}"] * bool(self.source)
         lines += [f"  {cause}" for cause in self.causes]
         if self.others:
-            lines.append(f"  values before it that could not be compared: {', '.join(self.others)}")
+            lines.append(f"  values before this node that could not be compared: {', '.join(self.others)}")
         return "\n".join(lines)
 
 
@@ -175,9 +175,9 @@ def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:
     if same is None:
         return
     if node.op_type != same.op_type:
-        yield f"its operator is {node.op_type}, and {same.op_type} in the model."
+        yield f"its operator is {node.op_type}; in the model it is {same.op_type}."
     elif list(node.input) != list(same.input):
-        yield f"it reads {', '.join(node.input)}, and in the model {', '.join(same.input)}."
+        yield f"it reads {', '.join(node.input)}; in the model it reads {', '.join(same.input)}."
     texts = [{part.name: part.SerializeToString(deterministic=True) for part in one.attribute} for one in (node, same)]
     for name in sorted(texts[0].keys() | texts[1].keys()):
         if texts[0].get(name) != texts[1].get(name):

@@ -417,5 +417,5 @@ def _state_rank(first: ir.Value, rank: str) -> None:
     for node, place in first.uses():
         product = node.outputs[0]
         if node.op_type != "MatMul" or place != 1 or product.shape is None:
-            raise FlattenError(f"{first.name} is not multiplied with what a layer reads, but goes into {node.op_type}.")
+            raise FlattenError(f"{first.name} is not multiplied by the input of a layer, but read by {node.op_type}.")
         product.shape = ir.Shape([*product.shape[:-1], rank])

@@ -230,13 +230,13 @@ def remark_quantized(
         )
     if found.by_token:
         report.remark(
-            f"{found.by_token} of them have one scale per output and activations in 8 bits with one scale per token, "
-            "which is faster for many tokens."
+            f"{found.by_token} of these weights have one scale per output, and 8-bit activations with one scale per "
+            "token: faster for many tokens."
         )
     if found.by_text:
-        report.remark(f"{found.by_text} of them were rounded with a text: each weight compensates earlier errors.")
+        report.remark(f"{found.by_text} of these weights were rounded with a text, as GPTQ does.")
     if found.tables:
-        report.remark(f"{found.tables} of them are tables of embeddings, in int8.")
+        report.remark(f"{found.tables} of these weights are embedding tables, in int8.")
     if found.kept:
         kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
         report.remark(f"already integers with scales, stored without rounding again: {kept}.")
@@ -248,7 +248,7 @@ def remark_quantized(
                 + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
             )
     if found.shared:
-        report.remark(f"{', '.join(found.shared)} is in the file once: the embedding reads the projection's.")
+        report.remark(f"{', '.join(found.shared)} is in the file once: embedding and projection share it.")
     if found.tied:
         report.remark(
             f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "

@@ -82,12 +82,12 @@ class Left:
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
     """Return notes on changed arguments and random draws that a program does not repeat; none if there are none."""
     drawn = [name for name, effect in lost.items() if effect == "drawn"]
-    found = [f"forward draws from {one}: each call repeats the numbers of the trace. Draw with torch." for one in drawn]
+    found = [f"forward draws from {one}: program calls repeat the trace's numbers. Draw with torch." for one in drawn]
     changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
     if changes:
         found.append(
-            f"forward changes {changes} in its arguments and does not return the change. Files drop it; the program "
-            "only writes to tensors in place."
+            f"forward changes {changes} in its arguments and does not return the change. Files lose the change; the "
+            "program only writes to tensors in place."
         )
     return found
 

@@ -63,7 +63,7 @@ def with_row_buffers(
     calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
     if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
-        raise FlattenError("no attention reads an input with new tokens appended, a mask and as many dimensions.")
+        raise FlattenError("no attention of the program reads a cache input with new tokens appended, and a mask.")
     rows = sizes[kept[0]][0]
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")

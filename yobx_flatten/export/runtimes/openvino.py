@@ -358,8 +358,8 @@ def quantized_example(example: Example, quantization: Quantization, report: Expo
     count = sum(map(fits, linears))
     if not count:
         raise InvalidArgumentError(
-            f"quantize={quantization.weights!r}: {type(module).__qualname__} has no torch.nn.Linear of whole blocks of "
-            f'{block or 1} inputs. Leave quantize out, or take 8 bits:\n    quantize="int8"'
+            f"quantize={quantization.weights!r}: {type(module).__qualname__} has no torch.nn.Linear whose number of "
+            f'inputs is a multiple of {block or 1}. Leave quantize out, or take 8 bits:\n    quantize="int8"'
         )
     granularity: Any = importlib.import_module("torchao.quantization.granularity")
     api: Any = importlib.import_module("torchao.quantization.quant_api")

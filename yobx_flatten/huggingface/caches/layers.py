@@ -259,7 +259,7 @@ def letter_of(code: str) -> str:
 def _read_kind(cls: Any) -> LayerKind | None:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
-        say(logging.DEBUG, "no row for %s: flattened by its attributes", describe_class(cls))
+        say(logging.DEBUG, "unknown cache layer %s: flattened by its attributes", describe_class(cls))
         return None
     dynamic = sys.modules[cls.__module__].DynamicLayer
     filled_by = getattr(cls, "lazy_initialization", None)
@@ -299,6 +299,6 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
                 break
             return kind, parameter
     raise UnsupportedLayerError(
-        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. Known codes are D, and "
-        "W, S or X followed by the capacity in tokens, like W8."
+        f"{code!r} names no kind of cache layer that this version of yobx_flatten knows. Known are D (dynamic), and W "
+        "(sliding), S (static) or X (static sliding) with a capacity in tokens, like W8."
     )

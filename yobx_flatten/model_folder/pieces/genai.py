@@ -32,15 +32,15 @@ EMBEDDING = "embedding"
 _OTHERS = (
     (
         GridVisionEncoder.fits,
-        "its image tokens have 3D positions, which the library computes differently",
+        "its image tokens have 3D positions, which onnxruntime-genai computes differently",
     ),
-    (TiledVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
-    (NestedVisionEncoder.fits, "its pictures are cut into tiles, which the library does in its own way"),
+    (TiledVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
+    (NestedVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
     (
         BlockwiseDecoder.fits,
-        "image tokens attend to each other, and the library passes no token types",
+        "its image tokens attend to each other, and onnxruntime-genai passes no token types",
     ),
-    (DeepstackDecoder.fits, "image features also enter between its layers"),
+    (DeepstackDecoder.fits, "its decoder also adds image features between layers"),
 )
 
 

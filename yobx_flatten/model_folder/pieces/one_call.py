@@ -152,7 +152,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
             f"{type(model).__qualname__} is in training mode, where dropout is random. Before the export:\n"
             "    model.eval()"
         )
-    given = "; it takes noise=, which a file can take" if "noise" in inspect.signature(model.forward).parameters else ""
+    given = "; its argument noise= can be an input" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
         f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
         f"checked{given}. Switch this off in its configuration, or pass the random tensor as an input: "

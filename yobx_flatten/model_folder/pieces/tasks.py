@@ -172,6 +172,6 @@ def _made(
         one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and rows != 1 else ""
         raise GenerationError(
             f"{type(model).__qualname__} does not take the inputs of a folder for {task} ({type(error).__name__}: "
-            f"{first_line(error)[:200]}). {one_row}Export what it takes, with export_onnx(model, kwargs=inputs, "
+            f"{first_line(error)[:200]}). {one_row}Export it with its own inputs, export_onnx(model, kwargs=inputs, "
             "path=...), or the calls of a run: with record_calls(model) as calls: ..."
         ) from error

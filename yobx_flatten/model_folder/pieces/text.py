@@ -77,8 +77,8 @@ def decoder_pieces(
     cache_is = argument_of(model.forward)
     if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
         raise GenerationError(
-            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve the "
-            "first call and the others. Export two, and pass the first as prefill:\n"
+            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve both "
+            "the first call and later calls. Export two files, and pass the one for the first call as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
     names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
@@ -515,6 +515,6 @@ def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> li
     if not others:
         return []
     return [
-        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without them. With "
-        "them: export_onnx(model, kwargs=inputs, path=...)"
+        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without these inputs. "
+        "With them: export_onnx(model, kwargs=inputs, path=...)"
     ]

@@ -31,7 +31,7 @@ from .grid_images import (
 from .text import Piece, random_tokens
 
 _OTHER_WAYS = (
-    "Export what it takes, with export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+    "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
     "record_calls(model) as calls: model.generate(...)"
 )
 

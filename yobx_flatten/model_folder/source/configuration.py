@@ -111,7 +111,7 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
 # Refuse a ``config.json`` with ``auto_map``, whose Python files would run, unless the caller trusts it.
 
 
-ON_PURPOSE = "Where you trust its author: trust_remote_code=True (--trust-remote-code)."
+ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-code)."
 """What to type, in Python and on the command line of an export."""
 
 

@@ -271,7 +271,7 @@ def _why_not(error: BaseException) -> str:
             f"the hub cannot be reached ({first_line(chain[-1])[:120]}). Name a folder that save_pretrained wrote, or "
             "try again with a connection"
         )
-    return f"the hub does not give it: {first_line(error)[:200]}"
+    return f"the Hugging Face hub does not provide it: {first_line(error)[:200]}"
 
 
 READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
@@ -299,15 +299,15 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
         try:
             folder = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
-            return None, f"the model is from {name}, which is not a folder here"
+            return None, f"the model is from {name}, which is not a folder on this machine"
     if not (folder / "config.json").is_file():
         return None, f"the model is from {name}, which contains no config.json"
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=ModelSourceError)
     parts = [part.get("model_type") for part in (stated, *(value for value in stated.values() if type(value) is dict))]
     if model.config.model_type not in parts:
-        return None, f"{name} is of a model of type {parts[0]!r}, and this one is {model.config.model_type!r}"
+        return None, f"{name} is for {parts[0]!r} models, but this model is of type {model.config.model_type!r}"
     vocabulary = {**stated, **(stated.get("text_config") or {})}.get("vocab_size")
     own = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if vocabulary is not None and own is not None and vocabulary != own:
-        return None, f"{name} is of a vocabulary of {vocabulary}, and this model's has {own}"
+        return None, f"{name} has a vocabulary of {vocabulary} tokens, but this model has {own}"
     return folder, ""

@@ -48,9 +48,9 @@ def packing_of(config: Any, name: str) -> Packing | None:
     if not isinstance(found, str):
         return found
     raise ModelSourceError(
-        f"{name} is quantised by {method}{found}. Of these, GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
+        f"{name} is quantised by {method}{found}. Supported are GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
         "compressed-tensors in 4 and 8 bits (pack-quantized) and torchao with weights alone (Int8WeightOnlyConfig, "
-        "IntxWeightOnlyConfig) are read. Load it with its library, save it in full, and name that folder."
+        "IntxWeightOnlyConfig). Load the model with its library, save it unquantized, and name that folder."
     )
 
 

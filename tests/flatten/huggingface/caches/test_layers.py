@@ -129,7 +129,7 @@ def test_a_class_without_a_row_is_noted_once(caplog):
     with caplog.at_level("DEBUG", logger="yobx_flatten"):
         assert [kind_of(cls), kind_of(cls)] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        f"no row for {__name__}.NewLayer: flattened by its attributes"
+        f"unknown cache layer {__name__}.NewLayer: flattened by its attributes"
     ]
 
 
@@ -141,7 +141,7 @@ def test_a_class_of_the_same_name_elsewhere_has_no_row():
 @pytest.mark.parametrize("code", ["Q8", "", "w8", "W", "S", "Wr", "W8x", "X-1", "D8"])
 def test_an_unknown_code_is_refused(code):
     """As in a program that a newer version saved."""
-    with pytest.raises(UnsupportedLayerError, match="is not the code of a cache layer"):
+    with pytest.raises(UnsupportedLayerError, match="names no kind of cache layer"):
         kind_of_code(code)
 
 

@@ -33,5 +33,5 @@ def test_a_static_layer_has_room_for_its_keys():
 
 def test_placeholders_without_a_size_are_refused():
     """They have no keys to read it off."""
-    with pytest.raises(UnsupportedLayerError, match="'W' is not the code of a cache layer"):
+    with pytest.raises(UnsupportedLayerError, match="'W' names no kind of cache layer"):
         unflatten_dynamic_cache([object(), object()], ["key_W_0", "value_W_0"])

@@ -67,7 +67,7 @@ def test_a_deep_template_is_refused():
 def test_another_class_is_no_layer(name):
     """Nor is a module imported to see."""
     template = json.dumps({"keys": ["tensor"]})
-    with pytest.raises(CacheStructureError, match="not a known class of layers"):
+    with pytest.raises(CacheStructureError, match="not a known class of cache layers"):
         unflatten_layers([torch.ones(1)], [f"layer_0={name}={template}", "keys_D_0"])
 
 

@@ -84,9 +84,9 @@ def test_only_caches_with_a_counter_are_meant():
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"token_type_ids": torch.ones(2, 3)}, "there is token_type_ids among the inputs"),
+        ({"token_type_ids": torch.ones(2, 3)}, "the inputs contain token_type_ids"),
         ({"input_ids": None}, "there are no input_ids"),
-        ({"attention_mask": torch.ones(2, 1, 3, 8)}, "the mask is not one of (batch, length)"),
+        ({"attention_mask": torch.ones(2, 1, 3, 8)}, "attention_mask has not the shape (batch, length)"),
         ({"use_cache": True}, None),
     ],
 )

@@ -52,7 +52,7 @@ def share_cache(model: ir.Model) -> bool:
     nodes = [node for node in graph if _is_shareable(node)]
     # ONNX's operator has no input for sinks: a file with such a node would not load, so this form is given up
     if not set(sinks) <= set(nodes):
-        raise ValueError("GroupQueryAttention takes no cache that something else reads, and only it has sinks")
+        raise ValueError("GroupQueryAttention, the only operator with sinks, needs a cache that no other node reads")
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
@@ -225,7 +225,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
         fused = take_cache(graph, attention)
         # a sink without the cache would be left to ONNX's operator, which has none: the next attempt spells it out
         if fused is None:
-            raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with something else")
+            raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with another node")
         fused.resize_inputs(7)
         fused.replace_input_with(6, sinks)
         found.append(fused)

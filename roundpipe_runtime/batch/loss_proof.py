@@ -117,7 +117,7 @@ def prove(
         left = [way for way in left if difference.is_none(way)]
         if not left:
             if not _is_same(whole, evaluate(values)[0]):
-                raise NotProvenError("it returns different values each time")
+                raise NotProvenError("the loss function returns different values each time")
             returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
             when = ", where labels or outputs have other values" if number else ""
             return Proof(None, compared, f"{whole.value} for {whole.rows} rows, and {returned} of them{when}")

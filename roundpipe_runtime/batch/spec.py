@@ -14,7 +14,7 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 
 
 class RoundPipePackedData(list[Any]):
-    """One output with one entry per microbatch; ``merge_output=False`` returns these.
+    """One output as a list with an entry per microbatch; runs with ``merge_output=False`` return it.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.
@@ -90,7 +90,7 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis; ``torch.distributed.pipelining`` calls it ``split_dim``."""
+        """The axis to split, under the name that ``torch.distributed.pipelining`` uses."""
         return self.dim
 
 

@@ -285,7 +285,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
             f"{', '.join(trees)}: {decided.batch} rows cannot be split into the sizes {list(rows)}, which your split "
-            "function returned for the other side. Give split functions for inputs and labels:\n"
+            "function returned for inputs or labels. Give split functions for both:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
@@ -514,7 +514,7 @@ def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> Spl
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
         f"Tensors with a batch axis have different numbers of rows: {_format_sizes(found)}. Slice or repeat them to "
-        "the same number before the call. To split each by itself, also give a rule to each of the others: "
+        "the same number before the call. To split tensors by their own sizes, also give a rule to each of these: "
         f"{', '.join(without)}."
     )
 

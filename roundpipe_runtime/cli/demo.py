@@ -253,9 +253,9 @@ def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], 
     verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
     console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
     console.print(
-        f"Time of a step: {plain:.0f} ms plain in one thread, {piped:.0f} ms in the pipeline with one per device, "
-        "which copies layers in and computes most of the forward twice instead of keeping it. That is what training on "
-        "a device that is too small costs; where a model fits, plain PyTorch is quicker.\n"
+        f"Time of a step: {plain:.0f} ms in plain PyTorch (one thread), {piped:.0f} ms in the pipeline (one thread per "
+        "device). The pipeline copies layers to the devices, and computes most of the forward twice to save memory. "
+        "Where a model fits on the device, plain PyTorch is faster.\n"
     )
     console.print("The fastest step, from left to right:", style="bold")
     draw_on(console, timeline)

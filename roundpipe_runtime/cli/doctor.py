@@ -336,7 +336,7 @@ def _streams(device: torch.device, rates: DeviceRates) -> Check:
 
 
 def _events(device: torch.device, rates: DeviceRates) -> Check:
-    found = f"its clock shows {rates.clock:.2f} s in a second of the host"
+    found = f"its clock shows {rates.clock:.2f} s during one second of the host's clock"
     least, most = _CLOCKS_AGREE
     line = "roundpipe plan would use this wrong clock: measure again."
     return Check.of(f"events of {device}", found, least <= rates.clock <= most, line)
@@ -344,7 +344,7 @@ def _events(device: torch.device, rates: DeviceRates) -> Check:
 
 def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
     tokens = rates.tokens_to_hide_transfers()
-    found = f"from {tokens:,.0f} tokens per step on, a forward takes longer than copying its parameters to it"
+    found = f"from {tokens:,.0f} tokens per step on, a forward takes longer than copying its parameters to the device"
     if memory is not None:  # parameters and gradients of 16 bits
         found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion 16-bit parameters fit on it"
     return Check(f"plan for {device}", "ok", found)

@@ -348,7 +348,7 @@ def _time(report: PlanReport) -> list[str]:
     busy = [[name, format_seconds(seconds)] for name, seconds in step.busy.items() if seconds]
     hidden = max(report.tokens_forward, report.tokens_backward)
     return [
-        f"A step takes {format_seconds(run.time)}. Devices are idle for {100 * run.bubble:.0f} % of it.",
+        f"A step takes {format_seconds(run.time)}. Devices are idle for {100 * run.bubble:.0f} % of the step.",
         f"  Transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}.",
         f"  AdamW reads and writes {format_bytes(report.hardware.host_rate)}/s on the host.",
         *_disk(report),

@@ -135,10 +135,10 @@ class Device(Protocol):
         """In check mode, check that this device can read these tensors now."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release tensors that will not be read again."""
+        """Release the memory of tensors that will not be read again."""
 
     def close(self) -> None:
-        """End the thread of the device."""
+        """End the thread that runs the device."""
 
 
 # Reports whether there is room for this many bytes now, in addition to the stages on the device.
@@ -146,13 +146,13 @@ HasRoom: TypeAlias = Callable[[int], bool]
 
 
 class Event(Protocol):
-    """An event of a device, with the interface of a future."""
+    """An event of a device (as ``torch.cuda.Event``), with the interface of a future."""
 
     def done(self) -> bool:
-        """Report whether the event has passed."""
+        """Report whether all work before the event has ended."""
 
     def result(self) -> Any:
-        """Wait until the event has passed."""
+        """Wait until all work before the event has ended."""
 
 
 class _Passed:

@@ -136,7 +136,7 @@ class VirtualDevice:
             ready.result()
         if self.check and (found := _LEDGER.read(tensor)) is not None:
             raise UseAfterReleaseError(
-                f"{self.name}: copy_in of a {_drawn(tensor)} that is memory of {found[0]}. Copy it out first."
+                f"{self.name}: copy_in of a {_drawn(tensor)} that is in memory of {found[0]}. Copy it out first."
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)
@@ -187,7 +187,7 @@ class VirtualDevice:
         return host, NOW
 
     def arrival(self) -> Event:
-        """Return an event that has passed: copies complete immediately."""
+        """Return an event that has already passed, because copies complete immediately."""
         return NOW
 
     def copy_out(
@@ -229,7 +229,7 @@ class VirtualDevice:
         for tensor in tensors:
             owner, state = _LEDGER.read(tensor) or (self.name, "ready")
             if owner != self.name:
-                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} that is read here is memory of {owner}.")
+                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} read here is in memory of {owner}.")
             if state != "ready":
                 raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
 
@@ -242,7 +242,7 @@ class VirtualDevice:
                 _LEDGER.write(tensor, self.name, "released")
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that runs the device."""
         self.worker.close()
 
 

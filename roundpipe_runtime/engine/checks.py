@@ -91,7 +91,7 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
     raise StageError(
         f"{title} computed different values in its recomputation than in its forward, so the gradient would be wrong. "
         "If it draws from a random generator, make the generator an attribute of the layer. If it counts its calls or "
-        "reads a clock, keep the value that differs:\n    if doing_recompute():\n        (mask,) = "
+        "reads a clock, save the value that differs:\n    if doing_recompute():\n        (mask,) = "
         "get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
     )
 

@@ -266,9 +266,9 @@ class LossChecks:
         """Warn, after a successful call, that its loss could not be checked."""
         if self._unclear is not None:
             warn(
-                f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If it "
-                "compares rows with each other, or selects some of them, write:"
-                '\n    RoundPipeRunConfig(loss_reduction="joined")',
+                f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If the "
+                "loss compares rows with each other, or selects rows, write:\n    "
+                'RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,
             )
 
@@ -291,7 +291,7 @@ class LossChecks:
                 if found.compared or found.is_pair:
                     way, is_late = found.way or "rows", found.is_pair or found.way == "items"
                     return LossProof(way, compared=max(found.compared, 1), is_late=is_late)
-                proof = LossProof("joined", "no label counts in its first rows, or it is not finite there.")
+                proof = LossProof("joined", "the first rows have no labels that count, or their loss is not finite.")
         except (SplitError, JoinError, NotProvenError) as error:
             reason = str(error)
             if isinstance(error, NotProvenError):

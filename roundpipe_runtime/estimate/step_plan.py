@@ -65,7 +65,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step for a number of devices; the last stage has at most one copy per device.
+        """Return this step planned for a number of devices; the last stage has at most one copy per device.
 
         Args:
             num_devices: number of devices.

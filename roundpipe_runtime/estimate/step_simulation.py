@@ -64,7 +64,7 @@ class StepSimulation:
 
     @property
     def bottleneck(self) -> str:
-        """The bottleneck, a key of ``busy``."""
+        """The resource that limits the step, a key of ``busy``."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     @property

@@ -107,12 +107,12 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
+        """Number of optimizer steps that are done."""
         return int(self.trainer.state.global_step) if self._checkpoint is None else _step_of(self._checkpoint)
 
     @property
     def steps(self) -> int:
-        """Number of all steps."""
+        """Number of optimizer steps of the whole training."""
         return int(self.trainer.args.max_steps)
 
     @property
@@ -170,7 +170,7 @@ class Training:
         return record
 
     def close(self) -> None:
-        """End the threads. The model keeps the trained weights; the optimizer's state is discarded."""
+        """End the threads of the pipeline. The model keeps the trained weights; the optimizer's state is discarded."""
         self.pipeline.synchronize()
         self.pipeline.close()
         self.optimizer.state.clear()
@@ -211,7 +211,7 @@ class Training:
         self.trainer.args.output_dir, self.trainer.args.save_total_limit = os.path.abspath(folder), keep
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Continue from the last checkpoint, and return whether there was one.
+        """Continue from the last checkpoint, and return whether a checkpoint existed.
 
         Unless the settings state otherwise, batches are cut into as many groups and microbatches as they were, so that
         the results are bitwise identical on any number of devices and processes.

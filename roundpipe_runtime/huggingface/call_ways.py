@@ -170,7 +170,7 @@ class CutModel(RoundPipe):
             self._rp_warn_of_loss(NONLINEAR, rows_of_call(args, kwargs))
             return "joined"
         found: LossWay = "joined" if piece == last and last > 0 else "whole"
-        how = "it runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
+        how = "this part runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
         kind = type(self.cut.model).__name__
         self._rp_warn_once(
             "rows",

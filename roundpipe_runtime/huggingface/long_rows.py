@@ -261,7 +261,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
     if not heads or heads % size or keys % size:
         raise ConfigError(
             f"{type(model).__name__} has {heads} query heads and {keys} key/value heads, which {size} processes cannot "
-            "share. Start a number of processes that divides both."
+            "share. Start a number of processes that divides both numbers."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
@@ -285,7 +285,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
         raise ConfigError('Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".')
     if bool((batch["labels"][padded] != _IGNORED).any()):
-        raise ConfigError("Labels of padding would count. Set them to -100: labels[attention_mask == 0] = -100")
+        raise ConfigError("Labels of padding would be trained. Set them to -100: labels[attention_mask == 0] = -100")
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange

@@ -132,8 +132,8 @@ class LossWays:
         except CannotJoinError as error:
             return LossProof("whole", str(error))
         except _REFUSED as error:
-            return LossProof("whole", f"it does not run on a few of the rows: {error}")
-        return found or LossProof("joined", "no labels count in this batch, or it is not finite")
+            return LossProof("whole", f"the model does not run on a few of the rows: {error}")
+        return found or LossProof("joined", "the batch has no labels that count, or its loss is not finite")
 
     def _proof(
         self,
@@ -232,9 +232,9 @@ class Tail:
         except NotProvenError as error:
             return LossProof(otherwise, str(error), 1)
         if not found.compared:
-            return LossProof(otherwise, "no labels count in its first rows, or it is not finite there")
+            return LossProof(otherwise, "the first rows have no labels that count, or their loss is not finite")
         if found.way is None:
-            reason = "it is not a mean or sum over rows, nor over labels that torch's loss functions count"
+            reason = "the loss is not a mean or sum over rows, nor over labels that torch's loss functions count"
             if self._function is not None:
                 reason = "it is not a multiple of the model's loss, with or without a term that is the same for all"
             return LossProof(otherwise, reason, found.compared)

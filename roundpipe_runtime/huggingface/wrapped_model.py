@@ -109,7 +109,7 @@ class WrappedModel(CutModel):
         return super().forward(*args, roundpipe_run_config=one, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like the model, through the pipeline; on the host, if a trial before the first call fails.
+        """Generate like the model, through the pipeline; or on the host, if a trial run before the first call fails.
 
         Args:
             *args: positional arguments of the model's ``generate``.

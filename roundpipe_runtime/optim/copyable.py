@@ -117,7 +117,7 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
     if len(before) != len(after) or not all(map(_is_equal, after, before)):
         return "which has different values when it is rebuilt from copies of its tensors."
     if _reached(vars(copy)) & _reached(vars(parameter)):
-        return "which stores tensors where the pipeline does not find them, so a copy would read those of the host."
+        return "which stores tensors where the pipeline does not find them, so a copy would read host tensors."
     given = _input_of(owner, parameter)
     return None if given is None else _other_output(owner, parameter, given)
 

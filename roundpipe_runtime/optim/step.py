@@ -457,7 +457,7 @@ class LayerSteps:
         mine = {id(parameter) for parameter in parts.parameters}
         obstacle = self._obstacle(optimizer, parts, [*args[1:], *kwargs.values()])
         if any(mine.intersection(map(id, self._targets[layer])) for layer in self._released):
-            obstacle = f"{type(optimizer).__name__} steps parameters that were stepped before."
+            obstacle = f"{type(optimizer).__name__} updates parameters that were already updated in this step."
         if obstacle is not None and self.is_ahead:
             raise StageError(
                 f"{obstacle} The next run may be reading them. Run the whole function first:\n    model.step(step_fn)"
@@ -497,7 +497,7 @@ class LayerSteps:
         if any(argument is not None for argument in arguments):
             return f"the step of {name} was given a closure."
         if other_post_hooks(optimizer):
-            return f"{name} has hooks after its step."
+            return f"{name} has hooks that run after its step."
         if any(id(parameter) not in self._in_layers for parameter in parts.parameters):
             return f"{name} also updates parameters that are in no layer."
         if not can_step_in_parts(optimizer):

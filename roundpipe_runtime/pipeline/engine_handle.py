@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(ModelProxy):
-    """A model with its engine."""
+    """A model, and the engine that runs it on devices."""
 
     _rp_engine: Engine
     _rp_groups: RankGroups | None = None

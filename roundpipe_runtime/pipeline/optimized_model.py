@@ -25,7 +25,7 @@ class OptimizedModel(EngineHandle):
     """The part of a pipeline that an optimizer uses: parameters, steps and gradients."""
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters for the optimizer, each once.
+        """Yield each parameter that the optimizer updates, once.
 
         Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
         """
@@ -35,7 +35,7 @@ class OptimizedModel(EngineHandle):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters for the optimizer.
+        """Yield the names and parameters that the optimizer updates.
 
         Args:
             prefix: prefix of the names.
@@ -120,7 +120,7 @@ class OptimizedModel(EngineHandle):
     def step(
         self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
     ) -> None:
-        """Run an optimizer step; the next run sees the new parameters.
+        """Run an optimizer step; the next run of the pipeline uses the new parameters.
 
         Args:
             step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.

@@ -143,7 +143,7 @@ class MeasuredCosts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether anything was recorded."""
+        """Whether any measurement was recorded."""
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:

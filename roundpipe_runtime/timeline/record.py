@@ -28,7 +28,7 @@ KINDS = tuple(_LETTERS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One task in a timeline, with its device and times.
+    """One task in a timeline: its device, kind of work, start and end.
 
     Attributes:
         stage: index of the stage in its run.

@@ -308,8 +308,8 @@ def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation |
         return None
     remedy = remedy_for(cls, None, Layouts())
     return Explanation(
-        f"The program takes or returns a {cls.__qualname__}, a class that is not registered (any more). Call the "
-        "program where the class is registered:",
+        f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call the program "
+        "where the class is registered:",
         (),
         remedy.line,
     )

@@ -205,10 +205,10 @@ def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
     if len(whole) != len(part):
-        raise CannotJoinError(f"a tensor has shape {tuple(whole)} for more rows and {tuple(part)} for fewer")
+        raise CannotJoinError(f"a tensor of shape {tuple(whole)} has shape {tuple(part)} for fewer rows")
     axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
-        raise CannotJoinError(f"a tensor has shape {tuple(whole)} for more rows and {tuple(part)} for fewer")
+        raise CannotJoinError(f"a tensor of shape {tuple(whole)} has shape {tuple(part)} for fewer rows")
     return axes[0] if axes else None
 
 
@@ -218,7 +218,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
         for other in column[1:]:
             is_same = torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
             if not is_same:
-                raise CannotJoinError("a value for all rows differs between microbatches")
+                raise CannotJoinError("a value that is not split by rows differs between microbatches")
         return first
     if len({(*t.shape[:axis], *t.shape[axis + 1 :]) for t in column}) > 1:
         raise CannotJoinError(f"shapes {[tuple(t.shape) for t in column]} cannot be concatenated along axis {axis}")

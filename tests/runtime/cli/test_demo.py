@@ -28,7 +28,7 @@ def test_the_demo_trains_both_ways_and_draws_the_pipeline(capsys, monkeypatch):
     assert [int(row[0]) for row in rows] == [0, 4]
     assert all(float(row[1]) == pytest.approx(float(row[2]), abs=1e-5) for row in rows)
     assert float(rows[1][2]) < float(rows[0][2])
-    assert " ms plain in one thread, " in shown.out
+    assert " ms in plain PyTorch (one thread), " in shown.out
     drawn = {line.split()[0]: line.split()[1] for line in lines if line.startswith("virtual:")}
     assert sorted(drawn) == ["virtual:0", "virtual:1"]
     assert set("FB") <= set("".join(drawn.values())) <= set("FRLBud.")

@@ -206,7 +206,7 @@ def test_a_conversation_without_an_answer_in_its_row_is_left_out():
     with pytest.raises(FineTuneError, match=r"None of 1 conversations has an answer in its first 6 tokens.*--length 9"):
         make_chat_rows([late], length=6)
     unmarked = ChatTokens([1] * 4, [False] * 4)
-    with pytest.raises(FineTuneError, match=r"None of 1 conversations .*: the chat template marks none"):
+    with pytest.raises(FineTuneError, match=r"None of 1 conversations .*: the chat template marks no tokens"):
         make_chat_rows([unmarked], length=6)
 
 

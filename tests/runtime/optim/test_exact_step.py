@@ -217,7 +217,7 @@ def test_hooks_of_an_optimizer_run_once_and_around_the_whole_step(wrap):
                     parameter.clamp_(-0.1, 0.1)
 
         trained.optimizers[0].register_step_post_hook(after)
-        word = pytest.warns(RoundPipeWarning, match="AdamW has hooks after its step")
+        word = pytest.warns(RoundPipeWarning, match="AdamW has hooks that run after its step")
         with word if mode == "exact" else contextlib.nullcontext():
             for _ in range(4):
                 trained.run()

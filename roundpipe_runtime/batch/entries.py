@@ -277,7 +277,7 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
     counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
     if len(set(counts.values())) > 1:
         counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
-        raise SplitError(f"These were split into different numbers of microbatches: {counted}.")
+        raise SplitError(f"These arguments were split into different numbers of microbatches: {counted}.")
 
 
 def rows_with_packed(

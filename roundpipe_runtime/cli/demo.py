@@ -234,7 +234,7 @@ def _compare(console: Any, needs: Needs) -> None:
     console.print("\n".join(lines))
     console.print(
         "\nPlain PyTorch needs weights, gradients, Adam's state and all activations on the device, which runs out of "
-        f"memory: {needs.refusal} The pipeline keeps them in CPU memory, and loads a few layers at a time.\n\n"
+        f"memory: {needs.refusal} The pipeline keeps all this in CPU memory, and loads a few layers at a time.\n\n"
         "For the comparison, plain PyTorch now trains in CPU memory. The pipeline splits the rows into microbatches of "
         "4, 3 and 3:"
     )

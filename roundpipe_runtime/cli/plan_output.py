@@ -252,7 +252,7 @@ def _experts(report: PlanReport) -> list[str]:
         return [f"All {format_bytes(whole)} of experts are copied in each pass: the tokens are routed to most experts."]
     return [
         f"At most {format_bytes(expected)} of {format_bytes(whole)} of experts are expected to be copied in each pass.",
-        "  Devices have room for all of them.",
+        "  Devices have room for all experts.",
     ]
 
 

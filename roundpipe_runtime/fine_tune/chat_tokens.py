@@ -346,7 +346,7 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     made = [*prompt, *messages]
     if (system := _taken(others, "system", str, place)) is not None:
         if made[0]["role"] == "system":
-            raise FineTuneError(f"{place} has 'system', and begins with a message of that role. Leave one of them out")
+            raise FineTuneError(f"{place} has 'system', and its first message has that role. Leave one of them out")
         made.insert(0, {"role": "system", "content": _text_of(system, place, may_be_missing=False)})
     if (tools := others.pop("tools", None)) is not None:
         others["tools"] = _tools(tools, place)

@@ -347,7 +347,7 @@ class StepRunner:
     def _publish(self, version: int) -> None:
         note = (
             "While the result of step(..., is_async=True) was copied to the parameters of the next run. Nothing is "
-            "lost: the next call of the pipeline continues with it."
+            "lost: the next call of the pipeline continues the copy."
         )
         with on_error(self._table.fail), noting(note):  # runs that wait for this version hear of it
             for contents in self._scan():

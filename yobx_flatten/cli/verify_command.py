@@ -52,7 +52,7 @@ def verify(
             raise UserError("--device and --explain are for folders that export wrote. Leave them out with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
     if names or (folder.exists() and not (folder / MANIFEST).exists()):
-        why = "--map goes with the model of the file" if names else f"{folder}: yobx-flatten export did not write it"
+        why = "--map works only with --model" if names else f"{folder}: yobx-flatten export did not write it"
         raise UserError(f"{why}. Name the model:\n    yobx-flatten verify {folder} --model MODEL")
     with progress(f"reading {folder}") as show:
         report = verify_folder(folder, on_check=show, trust=trust, device=device)
@@ -72,7 +72,7 @@ def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: boo
     """Compare files of any exporter with their model."""
     strange = next((pair for pair in pairs if "=" not in pair), None)
     if strange is not None:
-        raise UserError(f"--map takes THEIRS=OURS, as in --map ids=input_ids, found {strange}")
+        raise UserError(f"--map takes NAME_IN_THE_FILE=OUR_NAME, as in --map ids=input_ids, found {strange}")
     names = dict(pair.split("=", 1) for pair in pairs)
     with progress(f"reading {path}") as show:
         found = verify_file(path, model, names=names, trust=trust, on_file=show)

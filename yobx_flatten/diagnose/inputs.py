@@ -173,7 +173,7 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
             if name not in parameters:
                 hint = did_you_mean([name], parameters)
                 yield Finding(
-                    "warning", name, f"{forward} has no parameter {name!r}; it disappears in its **kwargs.{hint}"
+                    "warning", name, f"{forward} has no parameter {name!r}; its **kwargs swallow the argument.{hint}"
                 )
     for name in _never_read(module.forward):
         if inputs.get(name) is not None:

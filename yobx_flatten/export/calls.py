@@ -263,7 +263,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     """The example that a program was made from. The block must be open."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
-            "This program has no example inputs, so there is nothing to compare. Export it again inside the block:\n"
+            "This program has no example inputs, so there is nothing to compare. Export again inside the block:\n"
             "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
         )
     args, kwargs = program.example_inputs
@@ -274,7 +274,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
         raise SpecMismatchError(
             "This program was exported while its inputs were registered differently:\n"
             f"{found}\n"
-            "Export it inside the block:\n"
+            "Export the module inside the block:\n"
             "    with register_flattening_functions(patch_transformers=True):\n"
             "        exported = DynamoExporter().export(model, inputs, config)"
         )

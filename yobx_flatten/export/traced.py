@@ -81,7 +81,7 @@ class Traced:
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
-        remedy = f"Return it under the name {CACHE!r}, or declare that no call follows:\n    loop=False"
+        remedy = f"Return the cache as {CACHE!r}, or declare that no further call follows:\n    loop=False"
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:

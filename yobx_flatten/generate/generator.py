@@ -296,7 +296,7 @@ class Generator:
             options, sampling = {}, Sampling()
         if options and sampling is not None:
             raise InvalidArgumentError(
-                "sampling= cannot be combined with keywords of transformers' generate. Pass all of them as keywords:\n"
+                "sampling= cannot be combined with keywords of transformers' generate. Pass all options as keywords:\n"
                 "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
             )
         settings = self.settings

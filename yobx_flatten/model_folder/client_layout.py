@@ -149,7 +149,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 MERGED = "decoder_model_merged"
-"""Name of the joined file, without its suffix."""
+"""Name of the file that joins the prefill file and the decoder file, without suffix."""
 
 Feed: TypeAlias = Mapping[str, Any]  # arrays of NumPy by the names of inputs
 

@@ -115,7 +115,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
         raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
     found = read_document(path, FolderManifest, failure=DamagedFileError)
     if found.runtime not in RUNTIMES or found.dtype not in WEIGHT_TYPES:
-        raise DamagedFileError(f"{path} is damaged: no folder is for {found.runtime!r} in {found.dtype!r}.")
+        raise DamagedFileError(f"{path} is damaged: no export writes {found.runtime!r} in {found.dtype!r}.")
     # an author who states more than that would have every folder verified
     if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(

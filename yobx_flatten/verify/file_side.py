@@ -19,7 +19,7 @@ from ..runners.ports import Port, Runner
 from .names import place_of
 
 BRANCH = "use_cache_branch"
-"""The input of a merged decoder that selects whether the cache is read."""
+"""The input of a merged decoder file that selects whether the file reads its cache inputs."""
 
 DERIVED = (
     *(BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def window(self) -> int:
-        """How many tokens the layers attend to; 0 for all."""
+        """How many tokens the layers attend to; 0 if they attend to all tokens."""
         configs = (getattr(module, "config", None) for module in self.module.modules())
         return next(filter(None, (getattr(config, "sliding_window", None) for config in configs)), 0)
 

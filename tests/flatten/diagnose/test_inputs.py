@@ -80,8 +80,8 @@ def test_a_misspelt_name_that_disappears_in_kwargs_is_a_warning():
     (found,) = check_inputs(Swallows(), (), {"input_ids": X, "attention_masks": torch.ones(2)})
     assert found.severity == "warning"
     assert found.message == (
-        "Swallows.forward has no parameter 'attention_masks'; it disappears in its **kwargs. "
-        "Did you mean 'attention_mask'?"
+        "Swallows.forward has no parameter 'attention_masks'; its **kwargs swallow the argument. Did you mean "
+        "'attention_mask'?"
     )
 
 

@@ -145,7 +145,7 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
         files(ids, **{installed_name(): cache})
     with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(1, 9\); it must be \(1, 4\)"):
         files(ids, attention_mask=torch.ones(1, 9))
-    with pytest.raises(InvalidArgumentError, match="Pass all of them as keywords"):
+    with pytest.raises(InvalidArgumentError, match="Pass all options as keywords"):
         generator.generate(ids, sampling=Sampling(), top_p=0.9)
     with pytest.raises(InvalidArgumentError, match=r"not meta tensors\. Choose the device"):
         files.to("meta")

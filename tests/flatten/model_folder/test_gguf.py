@@ -41,7 +41,7 @@ def test_weights_that_the_file_lacks_are_random_on_purpose_only(held, task):
         found.load()
     model, remarks = dataclasses.replace(found, unmatched_weights="random").load_with_remarks()
     assert type(model).__name__.startswith("LlamaFor")
-    assert remarks[0].startswith("random, since")
+    assert remarks[0].startswith("weights with random values, because")
     again = dataclasses.replace(found, unmatched_weights="random").load()
     assert torch.equal(model.score.weight, again.score.weight)
     assert torch.equal(model.model.embed_tokens.weight, find_model(str(held)).load().model.embed_tokens.weight)

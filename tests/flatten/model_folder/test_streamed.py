@@ -168,7 +168,7 @@ def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
     """Programs, which hold their weights; models without files; models that are loaded already."""
     with pytest.raises(InvalidArgumentError, match=r"weights='stream' is for ONNX files"):
         export_folder(copied, tmp_path / "out", to="program", weights="stream")
-    with pytest.raises(InvalidArgumentError, match=r"reads files of safetensors, and llama has none in full"):
+    with pytest.raises(InvalidArgumentError, match=r"reads safetensors files, and llama has no complete set"):
         export_folder("llama", tmp_path / "out", weights="stream")
     with pytest.raises(InvalidArgumentError, match=r"weights must be one of .*'disk'"):
         export_folder(copied, tmp_path / "out", weights="disk")

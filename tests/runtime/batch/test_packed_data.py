@@ -21,7 +21,7 @@ def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
 
 def test_packed_data_of_different_lengths_is_refused():
     one, two = RoundPipePackedData([rows(2)], rows=[2]), RoundPipePackedData([rows(1), rows(1)], rows=[1, 1])
-    with pytest.raises(SplitError, match="These were split into different numbers of microbatches"):
+    with pytest.raises(SplitError, match="These arguments were split into different numbers of microbatches"):
         split((one, two), {}, None, 2)
 
 

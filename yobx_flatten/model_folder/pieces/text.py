@@ -503,7 +503,7 @@ def check_other_media(model: TransformersModel, task: str) -> None:
         raise GenerationError(
             f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files for "
             f"{task} take {model.main_input_name} alone. Export the calls of a run, with record_calls(model) as calls: "
-            f"model.generate(...), or what it does without, with export_folder(..., task={task!r})."
+            f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={task!r})."
         )
 
 

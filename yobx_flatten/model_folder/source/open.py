@@ -70,7 +70,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
         raise InvalidArgumentError(f"weights='stream' is for ONNX files; others contain weights. Found {to!r}.")
     if weights == "stream" and found.adapter is not None:
         raise InvalidArgumentError(
-            f"weights='stream' reads weights as they are stored, and the adapter of {found.name} is merged into them. "
+            f"weights='stream' reads weights as they are stored, but the adapter of {found.name} changes the weights. "
             "Merge it, save the model, and export that; or leave weights='stream' out."
         )
     wanted = getattr(torch, dtype)
@@ -79,7 +79,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     if checkpoint is None or found.folder is None:
         if weights == "stream":
             raise InvalidArgumentError(
-                f"weights='stream' reads files of safetensors, and {found.name} has none in full."
+                f"weights='stream' reads safetensors files, and {found.name} has no complete set of them."
             )
         model, noted = found.load_with_remarks(dtype=dtype)
         random = found.reader_folder is None
@@ -203,7 +203,7 @@ def unread_model(
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
-        raise NotStreamableError("weights that are missing from its files are random")
+        raise NotStreamableError("weights that its files do not contain are random")
     readers: dict[str, Reader] = {}
     for names, _ in tied:
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))

@@ -238,9 +238,9 @@ class KeyDifferences:
         """Return notes for a report, empty where there are no differences."""
         random, made = [*self.missing, *(name for name, _, _ in self.reshaped)], []
         if random:
-            made.append(f"random, since the folder does not hold them: {_some(random)}.")
+            made.append(f"weights with random values, because the folder does not contain them: {_some(random)}.")
         if self.unused:
-            made.append(f"left out, since the class does not have them: {_some(self.unused)}.")
+            made.append(f"weights that were left out, because the class does not have them: {_some(self.unused)}.")
         return tuple(made)
 
 

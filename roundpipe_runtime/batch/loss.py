@@ -216,7 +216,7 @@ class LossContract:
             self._values[index] = read
 
     def values(self) -> dict[int, LossValue]:
-        """Return the losses that were added, by microbatch."""
+        """Return the losses that were added, by the index of their microbatch."""
         with self._lock:
             return dict(self._values)
 

@@ -40,7 +40,7 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 
 
 class Checkpoint:
-    """A checkpoint, or one that is being written.
+    """A checkpoint on disk; writing it may still be under way.
 
     It can be used as a path: ``from_pretrained(checkpoint)``.
 

@@ -250,12 +250,12 @@ class DiskUse:
 
     @property
     def read(self) -> int:
-        """Bytes that a step reads."""
+        """Bytes that a step reads from the disk."""
         return self.read_in_run + self.read_for_norm + self.read_in_step
 
     @property
     def written(self) -> int:
-        """Bytes that a step writes."""
+        """Bytes that a step writes to the disk."""
         return self.written_in_run + self.written_in_step
 
     def seconds(self, machine: Hardware, read: int, written: int) -> float:

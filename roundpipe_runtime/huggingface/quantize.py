@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .cutting.call_log import candidates
 
 FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
-"""``"nf4"`` and ``"fp4"``, 4 bits of bitsandbytes with scales in 8 bits, and ``"int8"``, 8 bits of torchao."""
+"""Quantized formats: ``"nf4"`` and ``"fp4"`` (bitsandbytes, 4 bits with 8-bit scales), and ``"int8"`` (torchao)."""
 
 # Weights per scale, as in QLoRA (Dettmers et al., 2023, arXiv 2305.14314).
 _BLOCK = 64

@@ -72,7 +72,7 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of a simulation.
+    """The result of :func:`simulate`.
 
     Attributes:
         time: seconds until the last gradient is on the host.

@@ -15,7 +15,7 @@ _OTHERS_TABLES = "torch (Python), torch (C++)"  # the tables that torch's own fu
 
 @dataclasses.dataclass(frozen=True)
 class FlatteningRow:
-    """One class of the Flattening List.
+    """One row of the list that :func:`flattening_list` returns: a class, and how it is flattened.
 
     Attributes:
         kind: one of ``"layer"``, ``"cache"``, ``"output"`` and ``"container"``.

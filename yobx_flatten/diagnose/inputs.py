@@ -53,7 +53,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The message with the line to type."""
+        """The message of the finding, with the line to type."""
         remedy = self.remedy.replace("\n", "\n    ")
         return f"{self.message}\n    {remedy}" if remedy else self.message
 

@@ -139,11 +139,11 @@ class Quantization:
 
     @property
     def allowed(self) -> float:
-        """Largest perplexity of the file, relative to the model's."""
+        """Largest allowed perplexity of the quantized file, relative to the model's."""
         return self.perplexity_ratio or PERPLEXITY_RATIOS[self.weights]
 
     def quantize(self, weight: Any) -> tuple[Any, Any, Any]:
-        """Return a matrix in blocks along its rows: the packed bits, the scales and the zero points.
+        """Quantize a matrix in blocks along its rows; return the packed bits, the scales and the zero points.
 
         Args:
             weight: a NumPy array of shape (inputs, outputs), float32 or float16.

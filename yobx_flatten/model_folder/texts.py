@@ -89,7 +89,7 @@ _ROWS, _LENGTH = 128, 64
 """Number of rows, and of tokens per row, in the text for rounding. Sentences are short, so each row has few tokens."""
 
 _LETTERS = 12
-"""Letters of text per token of a row: enough to fill a row, which is then truncated."""
+"""Number of letters of a text that are taken per token of a row: enough to fill the row, which is then truncated."""
 
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",
@@ -156,7 +156,7 @@ _ANSWERS = 2
 """Number of sampled answers per prompt."""
 
 _NEW = 64
-"""Tokens of an answer, at most."""
+"""Largest number of tokens of a sampled answer."""
 
 
 # Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.

@@ -30,7 +30,7 @@ SIGNATURE = KEY.replace(".", "_")
 """Name of the method that returns the signature."""
 
 ROWS = "yobx_flatten_rows"
-"""Name of the method of a file that writes its cache in place; it returns a :class:`Rows` as text."""
+"""Name of a method of files that write their cache in place; the method returns a :class:`Rows` as text."""
 
 _TYPES = {0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16}
 _TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}  # by torch's number of the type; 6 is float32

@@ -134,7 +134,7 @@ def _signature(model: Any, path: pathlib.Path) -> Signature:
 
 
 BEAMS = "beam_idx"
-"""The input that states which row of the state each row continues, as OpenVINO's own tools name it."""
+"""The input that selects, for each row, which row of the cache to continue; OpenVINO's tools use this name."""
 
 
 def variable_of(name: str, present: str) -> str:

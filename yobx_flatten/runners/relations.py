@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Expression = int | str | tuple[Any, ...]
-"""A number, the name of a size, or an operator and its operands."""
+"""An expression of sizes: a number, the name of a size, or an operator and its operands."""
 
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "==": operator.eq,

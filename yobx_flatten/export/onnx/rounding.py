@@ -389,7 +389,7 @@ _WORTH = 0.25
 """Activations are split in two parts only if the error is then below this share of the error with one part."""
 
 _NEAR = 2.0
-"""A block of columns is used if its error is below this multiple of the error of two rows, which take twice as long."""
+"""Two parts use an extra block of columns if the error is below this multiple of that with two rows (twice as slow)."""
 
 _BLOCKS = 8
 """Smallest number of blocks in a matrix for which one more block adds at most an eighth to the weights."""

@@ -234,7 +234,7 @@ def _pairs(numbers: npt.NDArray[numpy.uint8]) -> npt.NDArray[numpy.uint8]:
 
 
 _Parts: TypeAlias = tuple[Floats, Floats, Floats | None, Floats | None]
-"""Integers, scales, zero points and lowest weights of blocks."""
+"""The integers, scales, zero points and lowest weights of quantized blocks."""
 
 _Form: TypeAlias = Callable[[Floats, int], _Parts | None]
 

@@ -137,7 +137,7 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
 
 
 Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
-"""Arguments of a call, its text, the model's losses, and the model's scores if they fit in memory."""
+"""The arguments of a call on a text, the text, the model's losses, and the model's scores if they fit in memory."""
 
 
 class EagerRuns:

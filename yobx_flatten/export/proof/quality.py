@@ -20,13 +20,13 @@ _COSINE = 0.995
 """Smallest cosine between an embedding and the model's, in 8 bits. In 4 bits the best known rounding reaches 0.98."""
 
 _LARGEST = 0.5
-"""Largest relative difference of outputs that are not scores. For unrelated outputs it is 1.4."""
+"""Largest allowed relative difference of outputs that are not scores; two unrelated outputs differ by 1.4."""
 
 _AGREED = 0.95
 """If more than this share of greedy tokens equal the model's, weights with more bits make no visible difference."""
 
 _TOGETHER = 64
-"""Positions whose scores are computed at once: 1,000 take 200 MB with a vocabulary of 50,000."""
+"""Number of tokens whose scores are computed at once: 1,000 tokens take 200 MB with a vocabulary of 50,000."""
 
 
 @dataclasses.dataclass(frozen=True)

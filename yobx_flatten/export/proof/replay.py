@@ -80,11 +80,11 @@ class CaseResult:
 
     @property
     def max_difference(self) -> float:
-        """The largest difference of all outputs; infinite when the case stopped."""
+        """The largest difference of all outputs; infinite if the case ended in an error."""
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
-        """Return the last cells of its table row: the largest difference and its output, or why it failed."""
+        """Return the last cells of the case's table row: the largest difference and its output, or the failure."""
         if self.error is not None:
             return [self.error]
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]

@@ -165,7 +165,7 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Add the time and the increase of peak memory inside the block to a step.
+        """Measure a ``with`` block: add its time and its growth of peak memory to a step of the export.
 
         Args:
             step: its name.

@@ -176,7 +176,7 @@ def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError |
 
 REPLACED_FORWARD = (
     ". Its forward was replaced by a function, which may call the original model, not the split copy. If this batch "
-    "takes another path, wrap the model with it as the example:\n    wrap_model_to_roundpipe(model, example=batch)"
+    "takes another path, wrap the model with this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
 )
 
 

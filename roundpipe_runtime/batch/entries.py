@@ -321,7 +321,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
         if own is not None and is_of_batch and None not in rows and own != tuple(rows):
             raise SplitError(
                 f"{entry.path} has microbatches of {list(own)} rows, but {whose} made microbatches of {list(rows)}. "
-                "Both must be split at the same rows."
+                "Inputs and labels must be split at the same rows."
             )
 
 

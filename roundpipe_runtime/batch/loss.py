@@ -187,8 +187,8 @@ class LossContract:
             return
         raise LossError(
             f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. So averaging "
-            'over rows (loss_reduction="mean") does not give the loss of the batch. Return the sum and its divisor:\n'
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. An average over "
+            'rows (loss_reduction="mean") is then not the loss of the batch. Return the sum and its divisor:\n'
             '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
             "    return WeightedLoss(summed, (labels != -100).sum())"
         )
@@ -352,8 +352,8 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
         return True
     raise LossError(
-        "loss_fn returned a tuple of two tensors, none of which requires grad. These may be two losses, or a sum and "
-        "its weight. Write one of\n"
+        "loss_fn returned a tuple of two tensors, none of which requires grad. The tensors may be two losses, or a sum "
+        "and its weight. Write one of\n"
         "    return WeightedLoss(total, weight)\n"
         "    return [loss, other_loss]"
     )

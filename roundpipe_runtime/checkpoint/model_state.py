@@ -78,7 +78,7 @@ def check_model(
             continue
         if tensor.shape != value.shape or (goes_on and tensor.dtype != value.dtype):
             raise CheckpointError(
-                f"The checkpoint is for a different model: {name} is {_described(tensor)} in it, and "
+                f"The checkpoint is for a different model: {name} is {_described(tensor)} in the checkpoint, and "
                 f"{_described(value)} in the model."
             )
     check_frozen(model, frozen)
@@ -289,8 +289,8 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     if changed:
         raise CheckpointError(
             f"The checkpoint is for a different model: {changed[0]} and {len(changed) - 1} more frozen quantized "
-            "weights differ from those at the time of saving. Quantize the same weights in the same way before you "
-            "load the checkpoint."
+            "weights differ from the weights at the time of saving. Quantize the same weights in the same way before "
+            "you load the checkpoint."
         )
 
 

@@ -74,7 +74,7 @@ class TrainingState:
     def _write_own(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder.parent} is not the same folder on all machines. Save to a folder that all of them mount."
+                f"{folder.parent} is not the same folder on all machines. Save to a folder that all machines mount."
             )
         write_tensors(folder, "model", self.model, shard_bytes, ranks.rank, ranks.size)
         if ranks.rank:
@@ -318,7 +318,7 @@ def check_optimizer(
         if differing:
             raise CheckpointError(
                 f"Group {number} of the optimizer has {len(here)} parameters, but the stored one had {len(there)}. "
-                f"Only one of them has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Only one of the two has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

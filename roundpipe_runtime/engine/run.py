@@ -430,7 +430,7 @@ class WrittenBuffers:
                 raise StageError(
                     f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
                     f"share one, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run "
-                    "one microbatch apart, so neither would see what the other wrote. Give each layer its own module."
+                    "one microbatch apart, so neither layer sees the other's writes. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:

@@ -91,7 +91,7 @@ class Encoder:
             return self._text(conversation.prompt, conversation.completion)
         if not self._has_template:
             raise FineTuneError(
-                f"{self.name} has no chat template, which {conversation.place} needs. Give one: --chat-template "
+                f"{self.name} has no chat template, which {conversation.place} needs. Give a template: --chat-template "
                 'template.jinja; or write text: {"prompt": "...", "completion": "..."}'
             )
         if unread := [name for name in conversation.variables if name not in self._variables]:
@@ -191,7 +191,7 @@ class Encoder:
         first = next((message["role"] for message in messages if message["role"] != "system"), None)
         advice = ""
         if first == "assistant":
-            advice = ". It begins with the assistant: put a message of the user before it, or leave the row out"
+            advice = ". The row begins with the assistant: put a message of the user first, or leave the row out"
         # a template raises what it likes, and jinja2 errors of its own
         with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}{advice}")):
             found = self._write(messages, **options)

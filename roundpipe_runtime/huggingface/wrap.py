@@ -86,7 +86,7 @@ def _check_has_layers(made: Cut, compiles: object) -> None:
     """Check that there are layers to compile, if compilation is requested."""
     if compiles and made.report.is_whole:
         raise ConfigError(
-            f"{made.report.model} runs in one piece, so it has no layers to compile. Split it with "
+            f"{made.report.model} runs in one piece, so it has no layers to compile. Split the model with "
             "lower_threshold=0, or leave compile out."
         )
 

@@ -295,7 +295,7 @@ class WrappedModel(CutModel):
         return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize the token embeddings like the model; refuse if an optimizer has copies of them.
+        """Resize the token embeddings like the model; refuse if an optimizer has copies of the embeddings.
 
         Args:
             *args: positional arguments of the model's ``resize_token_embeddings``.

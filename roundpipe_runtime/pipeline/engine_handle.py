@@ -159,7 +159,7 @@ class PipelineOptions:
         if disk_folder(self.host) is not None and self.has_groups:
             raise ConfigError(
                 f'host="{self.host}" trains in one process without groups, but mesh= or replicas= asks for several. '
-                'Leave them out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
+                'Leave mesh= and replicas= out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
             )
         if self.update not in ("masters", "in_place", "in_backward"):
             raise ConfigError(f'update must be "masters", "in_place" or "in_backward", found {self.update!r}.')
@@ -181,8 +181,8 @@ class PipelineOptions:
         """Return these options with devices that can be created elsewhere."""
         if self.mesh is not None:
             raise ConfigError(
-                "A pipeline of several ranks has a part of its state on each of them, so it cannot be pickled. All "
-                "ranks save the training together; rank 0 alone can save the weights:\n"
+                "A pipeline of several ranks has a part of its state on each rank, so it cannot be pickled. All ranks "
+                "save the training together; rank 0 alone can save the weights:\n"
                 "    save_checkpoint(folder, model, optimizer=optimizer)\n"
                 "    torch.save(model.state_dict(), file)"
             )

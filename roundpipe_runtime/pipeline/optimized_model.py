@@ -49,7 +49,7 @@ class OptimizedModel(EngineHandle):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer.
+        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, of what the optimizer updates.
 
         Args:
             prefix: prefix of the names.
@@ -142,8 +142,8 @@ class OptimizedModel(EngineHandle):
         if is_async in (True, "exact") and isinstance(self._rp_engine.store, InBackwardStore):
             if is_async is True:
                 raise ConfigError(
-                    'update="in_backward" has stepped the parameters already, so the next run cannot read those from '
-                    "before the step:\n    model.step(step_fn)"
+                    'update="in_backward" has stepped the parameters already, so the next run cannot read the '
+                    "parameters from before the step:\n    model.step(step_fn)"
                 )
             is_async = False
         if isinstance(is_async, str):

@@ -268,8 +268,8 @@ class RoundPipe(OptimizedModel, SavedModel):
             self._rp_warned_of_loss = True
             warn(
                 f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} It is computed "
-                "once from all outputs, which must fit in memory together. To do so without this warning: "
-                'loss_reduction="joined".',
+                "once from all outputs, which must fit in memory together. To compute the loss so without this "
+                'warning: loss_reduction="joined".',
                 RoundPipeWarning,
             )
         return found

@@ -357,8 +357,8 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     for name in (wanted, "tree_unflatten"):
         if not callable(getattr(cls, name, None)):
             raise InvalidRegistrationError(
-                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields define "
-                "it:\n"
+                f"{caller}({cls.__qualname__}): the class has no method {name}. Write the method, or let the fields "
+                "define it:\n"
                 f"    @pytree_dataclass\n    class {cls.__name__}: ..."
             )
     if isinstance(inspect.getattr_static(cls, "tree_unflatten"), FunctionType):

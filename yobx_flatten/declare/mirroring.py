@@ -111,8 +111,8 @@ def _mirrored_before(cls: type, start: str) -> Recipe | None:
 
 def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:
     return NotRegisteredError(
-        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register it there first, "
-        f"or with all libraries at once:\n    {line}"
+        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register the class there "
+        f"first, or with all libraries at once:\n    {line}"
     )
 
 

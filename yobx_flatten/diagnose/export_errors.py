@@ -92,7 +92,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     if device == "meta":
         return _without_data(failure, found)
     paths = tuple(path for path, tensor in _tensors(failure) if str(tensor.device) != device)
-    what = f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} elsewhere" if paths else "others are elsewhere"
+    what = f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} not" if paths else "other tensors are not"
     return Explanation(
         f"The weights are on {device}, and {what}. Move the inputs:",
         paths,
@@ -148,8 +148,8 @@ OTHER_ROWS: list[Row] = [
     (
         r"We ran into an error when deserializing the saved file",
         _fixed(
-            "The saved program cannot be loaded; a warning gives the reason, most often a class that is not "
-            "registered in this process. Load it where the class is registered:",
+            "The saved program cannot be loaded; a warning gives the reason, most often a class that is not registered "
+            "in this process. Load the program where the class is registered:",
             "with register_flattening_functions(patch_transformers=True):\n"
             '    program = torch.export.load("model.pt2")',
         ),

@@ -98,8 +98,8 @@ class Quantization:
             )
         if self.activations == "token" and self.weights != "int8":
             raise InvalidArgumentError(
-                f'Quantization: activations="token" is for weights="int8", found {self.weights!r}. Leave it out, or '
-                'take Quantization("int8", activations="token")'
+                f'Quantization: activations="token" is for weights="int8", found {self.weights!r}. Leave activations= '
+                'out, or take Quantization("int8", activations="token")'
             )
         if self.activations == "token" and self.block_size != _BLOCK:
             raise InvalidArgumentError(
@@ -204,7 +204,7 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     if chosen.weights == "keep" and runtime != "openvino":
         raise InvalidArgumentError(
             f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
-            'themselves. Leave it out, or take quantize="int8"'
+            'themselves. Leave quantize= out, or take quantize="int8"'
         )
     if chosen.weights == "keep":
         return

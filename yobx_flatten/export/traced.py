@@ -129,9 +129,8 @@ class Traced:
         if self.unasserted:
             sizes = [f"{name}.shape[{axis}] == {size}" for (name, axis), size in self.unasserted.items()]
             found.append(
-                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number computed "
-                "from it. It accepts other sizes, but its results then differ from the model's. export_program "
-                "fixes such sizes."
+                f"the program was traced for {', '.join(sizes)}, since the model's code rounds a number computed from "
+                "it. For other sizes, results of the program differ from the model's. export_program fixes such sizes."
             )
         return found
 
@@ -495,7 +494,7 @@ def check_static_parts(program: ExportedProgram) -> None:
         for cls, place, size in [] if spec is None else list(_sizes(spec)):
             raise StaticDataError(
                 f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
-                f"always return the size of its example. Return it among the children of {cls}, as an int."
+                f"always return the size of its example. Return the size among the children of {cls}, as an int."
             )
 
 

@@ -251,7 +251,7 @@ class Steps:
         if self.parts.embed is not None or self.parts.prefill is not None:
             raise GenerationError(
                 f"This text grew past {switch.length} tokens, where the model reads the whole text again, with its "
-                "pictures or the encoder's input. These files cannot do so: ask for fewer new tokens."
+                "pictures or the encoder's input. These files cannot read a text again: ask for fewer new tokens."
             )
         sequence.new = sequence.tokens
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)

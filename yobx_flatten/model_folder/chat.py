@@ -83,7 +83,7 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     for number, message in enumerate(given):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidArgumentError(
-                f"messages[{number}] is {describe_class(message)} without a role. It has a role ({', '.join(_ROLES)}) "
+                f"messages[{number}] is {describe_class(message)} without a role. Write a role ({', '.join(_ROLES)}) "
                 'and a content: {"role": "user", "content": "Hello"}'
             )
 

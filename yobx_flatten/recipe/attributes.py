@@ -238,8 +238,8 @@ def _unset(content: _Content, obj: object, error: AttributeError) -> UnsetFieldE
     found = [one for one in (*content.names, *held_attributes(obj)) if one != name and one not in static]
     more = f", static={[one for one in static if one != name]}" if static else ""
     return UnsetFieldError(
-        f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set it in every "
-        f"instance, to None if there is no value:\n    self.{name} = None\nor register the class without it:\n"
+        f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set the attribute "
+        f"in every instance, to None if there is no value:\n    self.{name} = None\nor register the class without it:\n"
         f"    register({cls.__qualname__}, children={list(dict.fromkeys(found))}{more})"
     )
 

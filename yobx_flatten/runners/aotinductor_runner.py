@@ -73,7 +73,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
             names = [n for n in archive.namelist() if _INSIDE in n and n.endswith(".wrapper_metadata.json")]
             if broken is not None or not names or archive.getinfo(names[0]).file_size > _LARGEST:
                 what = broken or "its metadata"
-                raise DamagedFileError(f"{path} is damaged: {what}. Copy it again, or export again.")
+                raise DamagedFileError(f"{path} is damaged: {what}. Copy the file again, or export again.")
             metadata = parse_document(archive.read(names[0]), dict[str, Any], str(path), failure=DamagedFileError)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, DamagedFileError):

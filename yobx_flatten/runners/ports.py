@@ -280,5 +280,5 @@ def require_onnx(function: str) -> Any:
     import onnx
 
     if sys.byteorder != "little":  # ONNX stores the low byte first, and here bytes are stored as they are in memory
-        raise FlattenError(f"{function} works on machines that store the low byte first; this one does not.")
+        raise FlattenError(f"{function} works on little-endian machines only, and this machine is big-endian.")
     return onnx

@@ -33,7 +33,7 @@ def open_program(
     if not trust:
         raise UntrustedFileError(
             f"{os.fspath(path)} is a program of torch.export, and torch.export.load runs code that is stored in it. If "
-            "you know who wrote it: trust=True, on the command line --trust. Reading an ONNX file runs no code of it."
+            "you know who wrote it: trust=True, on the command line --trust. Reading ONNX files runs no code in them."
         )
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported

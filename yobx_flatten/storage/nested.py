@@ -156,8 +156,8 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":
         raise ForeignFileError(
-            f"{name} contains no nested values: its metadata has no key {FORMAT!r}. It is a model, or another program "
-            "wrote it. Files of nested values are written by save_nested and save_case."
+            f"{name} contains no nested values: its metadata has no key {FORMAT!r}. The file is a model, or another "
+            "program wrote it. Files of nested values are written by save_nested and save_case."
         )
     if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
         raise ForeignFileError(
@@ -237,7 +237,7 @@ class Initializers:
         location = entries.get("location", "")
         # a file may only refer to files in its own folder
         if not location or pathlib.PurePath(location).name != location or location == "..":
-            raise self._damaged(record, f"is stored in {location!r}, which is not a file next to this one")
+            raise self._damaged(record, f"is stored in {location!r}, which is not a file in the same folder")
         if self._folder is None:
             raise InvalidArgumentError(
                 f"{self._name} stores {record['name']!r} in the file {location!r}, which cannot be found for a model "

@@ -119,8 +119,8 @@ class _Functions(NamedTuple):
 
 def _not_rebuilt(name: str, error: Exception) -> DamagedFileError:
     return DamagedFileError(
-        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register it with the "
-        "functions that the file was written with."
+        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register the class with the "
+        "functions with which the file was written."
     )
 
 

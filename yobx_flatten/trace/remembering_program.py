@@ -131,8 +131,8 @@ def require_registered(classes: tuple[type, ...], subject: str) -> None:
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
         raise NotRegisteredError(
-            f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call it where the "
-            f"class is registered:\n    {REGISTRY.remedy(missing[0])}"
+            f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call the program "
+            f"where the class is registered:\n    {REGISTRY.remedy(missing[0])}"
         )
 
 

@@ -130,9 +130,9 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
             if isinstance(leaf, torch.nn.Module):
                 cls = type(leaf).__qualname__
                 raise NotRegisteredError(
-                    f"{path} is a {class_name(type(leaf))}, a module, which cannot be an input. Make it a submodule of "
-                    "the module that uses it:\n    self.part = part\nor, if it only holds tensors, register its class "
-                    "by the names of those attributes:\n"
+                    f"{path} is a {class_name(type(leaf))}, a module, which cannot be an input. Make the input a "
+                    "submodule of the module that uses it:\n    self.part = part\nor, if it only holds tensors, "
+                    "register its class by the names of those attributes:\n"
                     f"    register({cls}, children=['x'])"
                 )
 
@@ -162,7 +162,7 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
             raise InvalidArgumentError(
                 f"The weights of {name or 'the module'} ({type(part).__qualname__}) are offloaded by accelerate, which "
                 "loads them when the layer is called, so torch.export finds no weights. Call export_program, which "
-                "loads them. Or load the model without device_map, or load the weights first:\n"
+                "loads them. Load the model without device_map, or load the weights first:\n"
                 "    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
             )
 

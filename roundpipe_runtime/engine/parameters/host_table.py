@@ -93,7 +93,7 @@ class HostTable(torch.Tensor):
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
             raise StageError(
-                f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). It runs on "
+                f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). A layer runs on "
                 "copies of its parameters, so what it writes into them is lost. Write it between two steps:\n"
                 "    model.step(step_fn); model.synchronize(); write(parameter)"
             )

@@ -467,7 +467,7 @@ class PhaseSession:
                 raise CutError(
                     "structure",
                     f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model creates. Layers "
-                    "cannot exchange keys and values in it, because gradients would have to flow back through it.",
+                    "cannot exchange keys and values in such objects, as gradients would have to flow back.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

@@ -74,7 +74,7 @@ class UnprovenLossError(LossError):
     def __init__(self) -> None:
         super().__init__(
             "The model's loss is not known to be a mean over rows or labels, so microbatches would change it. Compute "
-            "it from the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
+            "the loss from the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)\n"
             "With several processes and a Trainer that computes its own loss per process (TRL's):\n"
             "    RoundPipeTrainer(..., microbatches=1)"
         )
@@ -141,7 +141,7 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
     loss = loss_of(outputs)
     if loss is None:
         raise LossError(
-            "The model returned no loss. Give it labels, or give forward_backward a loss_fn:\n"
+            "The model returned no loss. Give the model labels, or give forward_backward a loss_fn:\n"
             '    forward_backward(input_kwargs={**batch, "labels": labels})'
         )
     return loss

@@ -95,7 +95,7 @@ def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
 def _check_shared(folder: pathlib.Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder.parent.parent} is not the same folder on all machines. Train into a folder that all of them "
+            f"{folder.parent.parent} is not the same folder on all machines. Train into a folder that all machines "
             "mount:\n    TrainingArguments(output_dir=...)"
         )
 

@@ -58,7 +58,7 @@ def test_a_registration_that_changed_is_named():
     register_class_flattening(Strict, lambda obj: ([obj.x], "old"), strict_unflatten, None)
     try:
         json_ = flatten_tree(Strict(None)).json
-        with pytest.raises(DamagedFileError, match=r"Strict cannot be rebuilt.*KeyError: 'old'.*Register it with"):
+        with pytest.raises(DamagedFileError, match=r"Strict cannot be rebuilt.*KeyError: 'old'.*Register the class"):
             unflatten_tree(json_, None, "cpu")
     finally:
         unregister_class_flattening(Strict)

@@ -95,8 +95,8 @@ def test_a_program_called_outside_names_the_class_and_the_line(program):
     with pytest.raises(NotRegisteredError) as caught:
         program.module()(tokens(), cache_of())
     assert str(caught.value) == (
-        "This program takes or returns DynamicCache, which torch does not know how to flatten here. "
-        f"Call it where the class is registered:\n    {BLOCK_LINE}"
+        "This program takes or returns DynamicCache, which torch does not know how to flatten here. Call the program "
+        f"where the class is registered:\n    {BLOCK_LINE}"
     )
 
 

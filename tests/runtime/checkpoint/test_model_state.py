@@ -250,7 +250,7 @@ def test_another_shape_is_refused_and_nothing_changed(tmp_path):
     save_checkpoint(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
     before = weights(model)
-    with pytest.raises(CheckpointError, match=r"1\.weight is float32\(3, 2\) in it, and float32\(4, 2\) in"):
+    with pytest.raises(CheckpointError, match=r"1\.weight is float32\(3, 2\) in the checkpoint, and float32\(4"):
         load_checkpoint(tmp_path, model)
     assert same_bits(weights(model), before)
 
@@ -260,7 +260,7 @@ def test_a_training_does_not_go_on_in_another_dtype(tmp_path):
     model = small_model()
     save_checkpoint(tmp_path, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     half = small_model(seed=1).bfloat16()
-    with pytest.raises(CheckpointError, match=r"0\.weight is float32\(6, 4\) in it, and bfloat16\(6, 4\) in the model"):
+    with pytest.raises(CheckpointError, match=r"0\.weight is float32\(6, 4\) in the checkpoint, and bfloat16\(6, 4"):
         load_checkpoint(tmp_path, half, optimizer=torch.optim.SGD(half.parameters(), lr=0.1))
     load_checkpoint(tmp_path, half)
     assert torch.equal(half[0].weight, model[0].weight.bfloat16())

@@ -175,7 +175,7 @@ def test_without_labels_and_loss_function_there_is_no_loss():
     pipeline = wrapped(hf_model("llama"))
     batch = hf_batch()
     del batch["labels"]
-    with pytest.raises(LossError, match="Give it labels, or give forward_backward a loss_fn"):
+    with pytest.raises(LossError, match="Give the model labels, or give forward_backward a loss_fn"):
         pipeline.forward_backward(input_kwargs=batch)
     pipeline.close()
 

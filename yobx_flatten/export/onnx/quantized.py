@@ -38,7 +38,7 @@ _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
 
 _NEAR = 0.1
-"""Largest root mean square difference of outputs, relative to the outputs, that one scale per token may cause."""
+"""Largest relative difference of outputs (root mean square) that one scale per token may cause."""
 
 _CLOSE = 2e-3
 """Largest divergence, in nats, of a file with activations in two parts, including the rounding of the weights."""

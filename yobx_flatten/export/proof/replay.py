@@ -219,7 +219,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         wrong = largest_difference(every[:, -1:], last) if last.shape[1] == 1 else float("inf")
         if not wrong <= _FAR * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
-                f"{runner.name} returns different scores of the last token if only this one is requested: {wrong:.1e}."
+                f"{runner.name} returns different scores of the last token if it is requested alone: {wrong:.1e}."
             )
         return
 
@@ -228,7 +228,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
 
 
 _LARGEST = 2**28
-"""The values of larger files, in bytes, are not read, because all of them would be in memory at once."""
+"""Limit in bytes: intermediate values of larger files are not read, because all would be in memory at once."""
 
 
 def first_difference(

@@ -339,6 +339,6 @@ def _without_counter(example: Example, traced: Traced, report: ExportReport) -> 
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
-        why_not = "the model also uses the length of the mask elsewhere"
+        why_not = "the model also uses the length of the mask outside of its attention"
     report.remark(f"{CACHE}.length, the number of tokens seen, is an input that other tools do not pass: {why_not}.")
     return None

@@ -130,7 +130,7 @@ class LayerKind:
         found = {name: "None" if held.get(name) is None else type(held[name]).__name__ for name in ("keys", "values")}
         raise CacheStructureError(
             f"layers[{index}] is a half-initialised {self.cls.__name__}: keys is {found['keys']}, values is "
-            f"{found['values']}, is_initialized is {held.get('is_initialized', 'missing')}. Fill it with "
+            f"{found['values']}, is_initialized is {held.get('is_initialized', 'missing')}. Fill the layer with "
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 

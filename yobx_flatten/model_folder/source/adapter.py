@@ -276,7 +276,7 @@ def _check_names(folder: pathlib.Path) -> None:
 
 def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"The adapter in {folder} cannot be switched at run time: {reason}. Merge it into a separate model:\n"
+        f"The adapter in {folder} cannot be switched at run time: {reason}. Merge the adapter into a separate model:\n"
         f"    yobx-flatten export {folder} -o DIR"
     )
 

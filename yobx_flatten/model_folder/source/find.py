@@ -139,8 +139,8 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} contains an adapter for a quantized model. Merge it with its library and save the model "
-                f"in full, or name {self.folder} for the model alone."
+                f"{self.name} contains an adapter for a quantized model. Merge the adapter with its library and save "
+                f"the full model, or name {self.folder} for the model alone."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # what is loaded is in full
@@ -218,7 +218,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
             folder = pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
     elif "/" in source or "\\" in source or source in (".", ".."):
         raise ModelSourceError(
-            f"There is no folder {source}. Name one that save_pretrained wrote, or a type such as llama."
+            f"There is no folder {source}. Name a folder that save_pretrained wrote, or a type such as llama."
         )
     else:
         return FoundModel(source, small_config(source), is_small=True)

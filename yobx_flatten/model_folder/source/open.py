@@ -71,7 +71,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     if weights == "stream" and found.adapter is not None:
         raise InvalidArgumentError(
             f"weights='stream' reads weights as they are stored, but the adapter of {found.name} changes the weights. "
-            "Merge it, save the model, and export that; or leave weights='stream' out."
+            "Merge the adapter, save the model, and export it; or leave weights='stream' out."
         )
     wanted = getattr(torch, dtype)
     is_packed = found.packing() is not None

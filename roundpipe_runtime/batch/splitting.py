@@ -249,7 +249,7 @@ def _split_by_functions(
         labels = _checked_labels(split_label(label, num_microbatch if calls is None else len(calls)))
     if calls is not None and labels is not None and len(calls) != len(labels):
         raise SplitError(
-            f"split_input made {len(calls)} microbatches and split_label {len(labels)}. Make as many labels as inputs."
+            f"split_input made {len(calls)} microbatches and split_label {len(labels)}. Both numbers must be equal."
         )
     named_calls = [{"args": call[0], "kwargs": call[1]} for call in calls or []]
     named_labels = [{"label": one} for one in labels or []]

@@ -162,7 +162,7 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
             raise InvalidArgumentError(
                 f"The weights of {name or 'the module'} ({type(part).__qualname__}) are offloaded by accelerate, which "
                 "loads them when the layer is called, so torch.export finds no weights. Call export_program, which "
-                "loads them. Load the model without device_map, or load the weights first:\n"
+                "loads them. Or load the model without device_map, or load the weights first:\n"
                 "    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
             )
 

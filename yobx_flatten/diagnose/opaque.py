@@ -227,7 +227,7 @@ class Remedy(NamedTuple):
 
 
 # package of arrays and tables -> how one becomes a tensor
-_CONVERSIONS = {
+CONVERSIONS = {
     "numpy": "torch.from_numpy({})",
     "pandas": "torch.tensor({}.to_numpy())",
     **dict.fromkeys(("jax", "jaxlib", "tensorflow", "cupy"), "torch.from_dlpack({})"),
@@ -239,7 +239,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
     """Return the remedy that registers a class, or makes that unnecessary."""
     # path: where the object is, for lines that convert it
-    convert = _CONVERSIONS.get(cls.__module__.partition(".")[0])
+    convert = CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
     if is_number or (convert is None and layouts(cls).is_tensor):
         convert = "torch.as_tensor({})"

@@ -69,14 +69,17 @@ def format_size(text: str) -> str:
     return re.sub(r"(\w+) = (\S+\.shape\[\d+\])", r"\1 (\2)", text)
 
 
-def _fixed_by_the_example(failure: Failure, found: re.Match[str]) -> Explanation:
-    path = re.sub(r"inputs\['(\w+)'\]", r"\1", found[2])
-    return Explanation(
-        f"{path} should vary, but has size {found[1]} in the example; torch.export fixes sizes 0 and 1. Pass an "
-        "example of size 2 or more, or let torch choose:",
-        (path,),
-        "Dim.AUTO  # instead of Dim.DYNAMIC",
-    )
+def _conflicts(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    given = r"hint of (\d)|static shape of (\d+)|inferred min/max range of \[(\d+), (\w+)\]"
+    sentences, paths = [], []
+    for hint, size, lower, upper, place in re.findall(rf"(?:{given}).*? inputs(\[\S+\])", failure.message):
+        paths.append(re.sub(r"^\['(\w+)'\]", r"\1", place))
+        works = f"size {size or lower}" if size or lower == upper else f"sizes from {lower} to {upper}"
+        why = f"the code works for {works} only. Change the code or the range"
+        if hint:
+            why = f"has size {hint} in the example; torch.export fixes sizes 0 and 1. Pass an example of size 2 or more"
+        sentences.append(f"{paths[-1]} should vary, but {why}, or let torch choose:")
+    return Explanation("\n".join(sentences), tuple(paths), "Dim.AUTO  # instead of Dim.DYNAMIC") if paths else None
 
 
 def _not_in_range(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -142,11 +145,7 @@ SIZE_ROWS: list[Row] = [
     (r"mat1 and mat2 shapes cannot be multiplied", _planted),
     (r"shape '.+?' is invalid for input of size \d+", _planted),
     (r"Constraints violated", _constraints),
-    (
-        r"conflicts between user-specified ranges and inferred ranges.*specialized due to hint of (\d+) for dimension "
-        r"(inputs\S*\d+\])",
-        _fixed_by_the_example,
-    ),
+    (r"conflicts between user-specified ranges and inferred ranges", _conflicts),
     (r"(\d+) not in range (\[.*?\])", _not_in_range),
     (r"mismatch between the structure of `inputs` and `dynamic_shapes`", _shapes_do_not_fit),
     (r"`dynamic_shapes` is specified as a dict, its top-level keys must be", _shapes_do_not_fit),

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from torch.export import ExportedProgram
 
 from ..core.effects import undisturbed
 from ..declare.scopes import options_in_use, register_flattening_functions
+from ..diagnose.export_errors import explain_error
 from ..diagnose.spec_diff import compare_specs
 from ..errors import FlattenError, InvalidArgumentError, SpecMismatchError, describe_class
 from ..errors.dependencies import require
@@ -315,6 +317,8 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
             found = _result(export, fewer, True)
             if not isinstance(found, Exception):
                 return found
+            if fewer.shapes is None and isinstance(first, ConversionRefusedError) and type(found) is type(first):
+                first = found  # whose advice is not to fix sizes
     raise _in_our_words(first, example)
 
 
@@ -334,12 +338,14 @@ def check_itself(example: Example, error: Exception) -> None:
 
 def _in_our_words(error: Exception, example: Example) -> Exception:
     """Replace a long error of torch by a short one; errors of the model's code are unchanged."""
-    if isinstance(error, FlattenError) or not type(error).__module__.startswith(("torch.", "onnx_ir.")):
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_of_trace = frame.f_globals.get("__name__", "").startswith("torch._export")
+    is_long = is_of_trace or type(error).__module__.startswith(("torch.", "onnx_ir."))
+    if isinstance(error, FlattenError) or not is_long:
         return error
-    explained = InvalidArgumentError(
-        f"{type(example.module).__qualname__} cannot be exported: torch raises {type(error).__name__}: "
-        f"{first_line(error)[:300]}\nFor an explanation:\n    explain_error(error.__cause__, module, args, kwargs)"
-    )
+    raised = f": torch raises {type(error).__name__}: {first_line(error)[:300]}"
+    text = f". {explain_error(error, example.module)}" if is_of_trace else raised
+    explained = InvalidArgumentError(f"{type(example.module).__qualname__} cannot be exported{text}")
     explained.__cause__ = error
     return explained
 

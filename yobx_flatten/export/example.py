@@ -205,12 +205,7 @@ def _replaced(
     )
     remarks = (*example.remarks, remark)
     return dataclasses.replace(
-        example,
-        kwargs=larger,
-        shapes=found.shapes,
-        axis_names=found.names,
-        relations=found.relations,
-        remarks=remarks,
+        example, kwargs=larger, shapes=found.shapes, axis_names=found.names, relations=found.relations, remarks=remarks
     )
 
 

@@ -13,10 +13,14 @@ import torch
 from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError
+from ..diagnose.opaque import CONVERSIONS, explain_leaf
+from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, ReplayError
+from ..errors.failures import raised_as
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import file_for_torch
+from ..private_names.of_torch import pytree
 from ..runners.program_runner import ProgramRunner
+from ..trees.arguments import inputs_by_name
 from .example import Example
 from .proof.report import ExportReport
 from .quantization import Quantization, WeightBits
@@ -24,6 +28,12 @@ from .runtimes.executorch import Backend
 from .runtimes.file_options import CacheForm, FileOptions
 from .runtimes.write import write_for
 from .source import Source
+
+
+def _about_arrays(inputs: Mapping[str, Any]) -> NotRegisteredError | None:
+    """An error that converts an array among the arguments of a call that failed; ``None`` without an array."""
+    classes = {type(leaf) for leaf in pytree.tree_leaves(inputs)}
+    return explain_leaf(inputs, "".join(str(cls) for cls in classes if cls.__module__.partition(".")[0] in CONVERSIONS))
 
 
 @dataclasses.dataclass
@@ -63,8 +73,10 @@ class ExportedModel:
         Returns:
             What the module returns. A change of its arguments, such as a longer cache, is made in the given arguments.
         """
-        found = self._runner.call(args, kwargs)
         source = self._source
+        about = self.program if source is None else source.example.module
+        with raised_as(lambda error: _about_arrays(inputs_by_name(about, args, kwargs))):
+            found = self._runner.call(args, kwargs)
         if source is None or source.traced.left is None:
             return found
         return source.traced.left.given_back(found, source.example.of_call(args, kwargs))

@@ -32,12 +32,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 def measure(
-    runner: Runner,
-    quantization: Quantization,
-    source: Source,
-    *,
-    block_size: int,
-    known: list[Texts] | None = None,
+    runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
     """Return the difference of a file to the module of a source. The block must be open."""
     # block_size: number of weights that share a scale, as the quality states it

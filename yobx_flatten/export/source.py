@@ -196,11 +196,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
 
 
 def replay_cases(
-    sides: Sequence[Side],
-    example: Example,
-    traced: Traced,
-    cases: Sequence[Case],
-    report: ExportReport,
+    sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
 ) -> None:
     """Replay cases in the module and the program, and add the results to the report. The block must be open."""
     for case, side in itertools.product(cases, sides):

@@ -265,11 +265,13 @@ class _WithoutGraphs(io.TextIOBase):
     """A stream that drops the graph of a failed trace, which torch prints twice."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream, self._dropped = stream, False
 
     def write(self, text: str) -> int:
-        is_graph = text.lstrip().startswith(("def forward(self", "class GraphModule("))
-        return len(text) if is_graph else self._stream.write(text)
+        # print writes the end of the line by itself
+        is_end = self._dropped and text == "\n"
+        self._dropped = text.lstrip().startswith(("def forward(self", "class GraphModule("))
+        return len(text) if self._dropped or is_end else self._stream.write(text)
 
     def flush(self) -> None:
         if not self._stream.closed:  # Python 3.13 flushes what it collects

@@ -26,16 +26,6 @@ from .aliases import Static
 from .contract import FlattenFunctions, held_attributes, own_copy, require_node, undeclared_check
 from .static_codec import check_static
 
-__all__ = [
-    "builtin_base",
-    "checked",
-    "functions_from_fields",
-    "name_functions",
-    "names_of",
-    "require_content",
-    "snake_case",
-]
-
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # type flags of CPython: a ``class`` statement sets only the first
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
 _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
@@ -261,6 +251,12 @@ def _check_names(cls: type, names: list[str]) -> None:
     if lacked:  # without a __dict__
         raise InvalidRegistrationError(
             f"functions_from_fields({cls.__qualname__}): {describe_class(cls)} has no slot {lacked[0]!r}. Leave it out."
+        )
+    computed = [name for name in names if isinstance(found := getattr(cls, name, None), property) and not found.fset]
+    if computed:
+        raise InvalidRegistrationError(
+            f"functions_from_fields({cls.__qualname__}): {computed[0]!r} is a property without a setter, so an "
+            "instance cannot be rebuilt from it. Name the attribute that it reads."
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

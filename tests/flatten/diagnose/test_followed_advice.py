@@ -9,7 +9,14 @@ from torch.utils import _pytree as pytree
 
 import yobx_flatten
 from tests.flatten.diagnose.test_export_errors import CASES, Adds, Both, Opaque, raised_by
-from yobx_flatten import check_inputs, dynamic_shapes, explain_error, export_program, unregister_class_flattening
+from yobx_flatten import (
+    FlattenError,
+    check_inputs,
+    dynamic_shapes,
+    explain_error,
+    export_program,
+    unregister_class_flattening,
+)
 
 X = torch.ones(2, 3)
 
@@ -159,6 +166,45 @@ def test_what_was_fixed_by_the_example_varies(name):
     shapes = dict.fromkeys(("x", "y")[: len(case.args)]) | shapes
     program = export(case.module, case.args, dynamic_shapes=shapes).module()
     torch.testing.assert_close(program(*case.call), case.module(*case.call))
+
+
+class Limits(torch.nn.Module):
+    def forward(self, x):
+        torch._check(x["a"].shape[0] <= 6)
+        return x["a"] * 2
+
+
+class OfOneSize(torch.nn.Module):
+    def forward(self, x):
+        return x["a"] + torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "dim", "count", "text"),
+    [
+        (OfOneSize(), Dim.DYNAMIC, 2, "the code works for size 2 only. Change the code"),
+        (OfOneSize(), "rows", 2, "the code works for size 2 only. Change the code"),
+        (OfOneSize(), Dim.DYNAMIC(min=5, max=9), 2, "the code works for size 2 only. Change the code"),
+        (
+            Limits(),
+            Dim.DYNAMIC(min=7, max=9),
+            5,
+            "the code works for sizes from 2 to 6 only. Change the code",
+        ),
+    ],
+    ids=["a dynamic axis", "a named axis", "a range without the size", "a range outside the limits"],
+)
+def test_a_size_that_contradicts_the_range_is_named_by_the_export(module, dim, count, text):
+    """In the words of `explain_error`, whose line exports the module."""
+    x = {"a": torch.randn(2, 3)}
+    with pytest.raises(FlattenError, match=text) as raised:
+        export_program(module, (x,), dynamic_shapes={"x": {"a": {0: dim}}})
+    said, line = str(raised.value).splitlines()
+    assert said.startswith(f"{type(module).__name__} cannot be exported. x['a'].shape[0] should vary, but ")
+    assert str(explain_error(raised.value.__cause__)) in str(raised.value)
+    found = export_program(module, (x,), dynamic_shapes={"x": {"a": {0: eval(line, {"Dim": Dim})}}})
+    larger = rows(x, count)
+    torch.testing.assert_close(found(larger), module(larger))
 
 
 @pytest.mark.parametrize("line", CASES["a decision by value"].remedy.splitlines())

@@ -171,3 +171,35 @@ def test_an_unflattened_program_outside_the_block_is_explained():
     explanation = explain_error(caught.value)
     assert explanation.known
     assert "register_flattening_functions" in explanation.remedy
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")
+def test_numbers_alone_are_replaced_by_tensors_as_the_line_states(tmp_path):
+    """Without an input, torch's exporter finds no tensor at all."""
+    module = Calls(lambda given: [item * 2 for item in given])
+    with pytest.raises(InvalidArgumentError, match="No input is a tensor") as caught:
+        export_onnx(module, ([1.5, 2.5],), path=tmp_path / "model.onnx")
+    tensor = eval(str(caught.value).splitlines()[-1], {"torch": torch})
+    exported = export_onnx(module, ([tensor, tensor + 1],), path=tmp_path / "model.onnx")
+    assert exported.report.ok
+    assert [float(one) for one in exported([tensor + 2, tensor + 3])] == [7.0, 9.0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")
+def test_sizes_are_not_named_where_fixing_them_does_not_help(tmp_path):
+    """torch's exporter refuses a branch that returns a view of its input, with sizes that vary and without."""
+    module = Calls(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.view(-1).view(2, 3), (x,)))
+    with pytest.raises(InvalidArgumentError, match="aliasing") as caught:
+        export_onnx(module, (X,), path=tmp_path / "model.onnx")
+    assert "sizes" not in str(caught.value)
+    line = str(caught.value).splitlines()[-1]
+    exported = eval(line, {"export_program": export_program, "module": module, "args": (X,), "kwargs": {}})
+    torch.testing.assert_close(exported(X), X.sin())
+    torch.testing.assert_close(exported(-X), -X)
+
+
+def test_nothing_is_printed_where_an_error_follows(capfd):
+    """torch prints the graph of a trace that fails, and ends each with a line."""
+    with pytest.raises(InvalidArgumentError, match="branches on the value"):
+        export_program(Calls(lambda x: x[: int(x.max())] if int(x.max()) > 2 else x), (X.long(),))
+    assert capfd.readouterr() == ("", "")

@@ -263,6 +263,22 @@ def test_a_name_without_a_slot_is_refused():
         functions_from_fields(Slotted, ["a"], ["b", "c"])
 
 
+def test_a_property_without_a_setter_is_refused():
+    """It was found in the middle of a trace; the attribute that it reads is flattened and set again."""
+
+    class Reads:
+        def __init__(self, hidden):
+            self._hidden = hidden
+
+        hidden = property(lambda self: self._hidden)
+
+    for named in ({"names": ["hidden"]}, {"names": [], "static_names": ["hidden"]}):
+        with pytest.raises(InvalidRegistrationError, match="'hidden' is a property without a setter"):
+            functions_from_fields(Reads, **named)
+    flatten, _, unflatten = functions_from_fields(Reads, ["_hidden"])
+    assert unflatten(*flatten(Reads(3))).hidden == 3
+
+
 def test_a_text_is_one_name():
     """Its letters are no attributes."""
     made = functions_from_fields(Pair, "hidden", "state")

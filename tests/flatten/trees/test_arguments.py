@@ -1,9 +1,12 @@
 """What an export is given by mistake: each is refused before a trace, with the place and the line to type."""
 
+import re
+
 import pytest
 import torch
 
 from yobx_flatten import (
+    Case,
     DecodeSizes,
     DynamicShapesError,
     InvalidArgumentError,
@@ -48,6 +51,31 @@ def test_a_case_must_be_a_case():
     """Inputs alone have no name to report."""
     with pytest.raises(InvalidArgumentError, match=r"cases\[0\]: expected a Case, found the dict(.|\n)*cases=\[Case\("):
         export_program(Scale(), (X,), cases=[{"x": 1}])
+
+
+@pytest.mark.parametrize("place", ["x", "x[0]"])
+def test_a_call_with_an_array_prints_the_line_that_converts_it(place):
+    """torch states that an integer cannot be called."""
+
+    class Takes(torch.nn.Module):
+        def forward(self, x):
+            return (x[0] if place == "x[0]" else x) * 2
+
+    array = torch.full((5, 3), 2.0).numpy()
+    exported = export_program(Takes(), ([X] if place == "x[0]" else X,))
+    given = [array] if place == "x[0]" else array
+    with pytest.raises(NotRegisteredError, match=rf"{re.escape(place)} is a numpy\.ndarray.*Pass a tensor") as caught:
+        exported(given)
+    tensor = eval(str(caught.value).splitlines()[-1], {"torch": torch, "x": given})
+    assert torch.equal(exported([tensor] if place == "x[0]" else tensor), torch.full((5, 3), 4.0))
+
+
+def test_a_single_case_is_a_list_of_one():
+    """And is replayed as that list is."""
+    case = Case("five rows", (torch.ones(5, 3),))
+    given, listed = (export_program(Scale(), (X,), cases=cases) for cases in (case, [case]))
+    assert [found.case for found in given.report.cases] == ["the example", "five rows"]
+    assert given.report.input_names == listed.report.input_names
 
 
 @pytest.mark.parametrize(

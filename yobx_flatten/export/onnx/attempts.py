@@ -22,14 +22,7 @@ from ...private_names.of_torch import pytree
 from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
-from ...runners.relations import (
-    Expression,
-    bound_by_sums,
-    decides_by_parts,
-    holds,
-    is_of_one_size,
-    names_in,
-)
+from ...runners.relations import Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
 from ...runners.signature import KEY, Signature, place_of_sizes
 from ...trace.program_inputs import arguments_of
 from ...trees.naming import leaf_names, leaves_of
@@ -337,17 +330,21 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     else:
         operator, reason = "", f"torch's exporter raises {_shown(causes[-1])}"
     reason = f"{reason} {operator}{_place(traced.program, operator)}" if operator else reason
-    fixed = "    dynamic_shapes=None  # or the axes that vary"
-    if not operator or (missing is not None and of_sizes):
-        advice = f"Fix the sizes that the exporter rejects:\n{fixed}"
-    else:
+    varying = _varying(traced)
+    numbers = [text for text in traced.constants.values() if re.match(r"-?\d", text)]
+    if operator and not (missing is not None and of_sizes):
         advice = (
             "Use other operators, or pass a function of onnxscript that implements it:\n"
             f"    translations={{torch.ops.{operator}: function}}"
         )
-    refused = ConversionRefusedError(
-        f"{name} cannot be exported to ONNX: {reason}. {advice}", reason, _axes(traced, text) if of_sizes else None
-    )
+    elif varying:
+        advice = "Fix the sizes that the exporter rejects:\n    dynamic_shapes=None  # or the axes that vary"
+    elif numbers and not traced.input_names:
+        advice = f"No input is a tensor. Pass a tensor instead of each number:\n    torch.tensor({numbers[0]})"
+    else:
+        advice = "Use other operators, or export a program:\n    export_program(module, args, kwargs)"
+    axes = {axis for axis, symbol in varying.items() if re.search(rf"\b{symbol}\b", text)} if of_sizes else None
+    refused = ConversionRefusedError(f"{name} cannot be exported to ONNX: {reason}. {advice}", reason, axes)
     refused.__cause__ = error
     return refused
 
@@ -356,16 +353,15 @@ def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
 
 
-def _axes(traced: Traced, text: str) -> set[tuple[str, int]]:
-    """The axes of inputs whose symbols a text names."""
-    symbols = set(re.findall(r"\bs\d+\b", text))
+def _varying(traced: Traced) -> dict[tuple[str, int], str]:
+    """The symbols of the axes of inputs that vary independently."""
     values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
     arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return {
-        (name, axis)
+        (name, axis): str(size)
         for name, argument in zip(traced.input_names, arguments, strict=True)
         for axis, size in enumerate(getattr(values[argument], "shape", ()))
-        if str(size) in symbols
+        if re.fullmatch(r"s\d+", str(size))
     }
 
 

@@ -233,9 +233,9 @@ def clone(tree: PyTree) -> PyTree:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def check_cases(cases: Iterable[Any]) -> list[Case]:
-    """Check that every case is a :class:`Case`."""
-    found = list(cases)
+def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
+    """Check that every case is a :class:`Case`; a single one is a list of one."""
+    found = [cases] if isinstance(cases, Case) else list(cases)
     for number, case in enumerate(found):
         if not isinstance(case, Case):
             raise InvalidArgumentError(

@@ -218,11 +218,7 @@ def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
 
 
 def _is_lost(
-    value: object,
-    changed: list[str],
-    before: Mapping[str, _Leaf],
-    after: Mapping[str, _Leaf],
-    returned: set[int],
+    value: object, changed: list[str], before: Mapping[str, _Leaf], after: Mapping[str, _Leaf], returned: set[int]
 ) -> bool:
     """Return whether an argument was changed and the change is not among the outputs."""
     if id(value) in returned:

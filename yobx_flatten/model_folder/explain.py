@@ -26,7 +26,7 @@ from ..storage.nested import load_case
 from .export_piece import FolderFormat, export_piece
 from .manifest import FolderManifest, check_folder, read_manifest
 from .pieces.tasks import pieces_for
-from .pieces.text import Piece
+from .pieces.text import Piece, Split
 from .source.classes import without_peft
 from .source.find import find_model
 
@@ -157,10 +157,15 @@ def pieces_of_folder(
     sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
     rows = next(iter(sizes)) if len(sizes) == 1 else None
     of_last = any("logits" in getattr(runner, "of_last", ()) for runner in runners.values())
-    word_times = any(name.startswith("cross_attentions.") for runner in runners.values() for name in runner.outputs)
-    asked: dict[str, Any] = {"whole_cache": manifest.cache == "shared", "logits": "last" if of_last else "all"}
-    asked |= {"word_times": word_times, "for_genai": not {"encoder.onnx", "embedding.onnx"}.isdisjoint(runners)}
-    _, pieces = pieces_for(model, manifest.task, rows, proof="sample", **asked)
+    split = Split(
+        rows,
+        whole_cache=manifest.cache == "shared",
+        logits="last" if of_last else "all",
+        proof="sample",
+        word_times=any(name.startswith("cross_attentions.") for one in runners.values() for name in one.outputs),
+        for_genai=not {"encoder.onnx", "embedding.onnx"}.isdisjoint(runners),
+    )
+    _, pieces = pieces_for(model, manifest.task, split)
     missing = sorted({f"{piece.stem}.onnx" for piece in pieces} ^ set(runners))
     if missing:
         raise InvalidArgumentError(

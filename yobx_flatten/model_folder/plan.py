@@ -29,7 +29,7 @@ from .client_layout import check_layout
 from .export_piece import FolderFormat, fitting_text
 from .genai_files import check_genai
 from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
-from .pieces.text import Piece
+from .pieces.text import Piece, Split
 from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
 from .source.adapter import read_adapters, rooms_of
 from .source.classes import class_of_task, without_peft
@@ -177,12 +177,11 @@ def _cut(
 ) -> tuple[str, list[Piece]]:
     """The task and the pieces of a model."""
     every = proof if form.largest is None else "full"  # those that are within the bounds are chosen later
-    how: dict[str, Any] = {"whole_cache": whole_cache, "logits": form.logits, "word_times": form.word_times}
     if form.layout == "genai":
         check_genai(model, task_of(model) if task == "auto" else task)
-        how["for_genai"] = True
     _check_class(model, task)
-    return pieces_for(model, task, form.batch, proof=every, **how)
+    split = Split(form.batch, whole_cache, form.logits, every, form.word_times, for_genai=form.layout == "genai")
+    return pieces_for(model, task, split)
 
 
 def _check_class(model: TransformersModel, task: str) -> None:

@@ -15,7 +15,7 @@ from ..export.proof.eager_runs import Case, clone
 from ..huggingface.cache_names import cache_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
-from ..model_folder.pieces.text import Piece, decoder_pieces, encoder_decoder_pieces
+from ..model_folder.pieces.text import Piece, Split, decoder_pieces, encoder_decoder_pieces
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..runners.ports import Runner
@@ -93,7 +93,7 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
     if TASKS[task] is decoder_pieces:
         if caches:
             for whole in (False, True):
-                for piece in _tried(decoder_pieces, model, whole_cache=whole):
+                for piece in _tried(decoder_pieces, model, Split(whole_cache=whole)):
                     yield "with a cache", piece.module, [*_cases_of(piece, 3), *_empty_cache(piece)]
         if not caches or BRANCH in runner.ports:
             yield "without a cache", model, _whole_texts(model)
@@ -118,10 +118,10 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
             yield piece.stem, piece.module, _with(cases, zeros, "types", "token_type_ids")
 
 
-def _tried(make: Any, *args: Any, **how: Any) -> list[Piece]:
+def _tried(make: Any, *args: Any) -> list[Piece]:
     """Return the pieces of a model; none if this package cannot export it."""
     try:
-        found = make(*args, **how)
+        found = make(*args)
     except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
         return []
     return list(found[1] if isinstance(found, tuple) else found)

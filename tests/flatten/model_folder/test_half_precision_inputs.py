@@ -18,7 +18,7 @@ KINDS = ["whisper", "moonshine", "vit", "clip", "wav2vec2", "trocr", "llava", "q
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_have_the_type_of_the_weights(name):
     """In every file of a folder: a model in float16 stops at numbers of float32."""
-    _, pieces = pieces_for(small_model(name).half(), "auto", None)
+    _, pieces = pieces_for(small_model(name).half(), "auto")
     leaves = [leaf for piece in pieces for leaf in pytree.tree_leaves(dict(piece.kwargs))]
     floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     assert {leaf.dtype for leaf in floats} <= {torch.float16}

@@ -13,6 +13,7 @@ from tests.flatten.model_folder.test_more_kinds import voice
 from yobx_flatten import GenerationError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
+from yobx_flatten.model_folder.pieces.text import Split
 from yobx_flatten.model_folder.source.classes import small_config
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def test_a_decoder_that_also_reads_pictures_is_refused_unless_its_text_is_asked_
     """GIT writes what is in a picture: its folder was one of text alone, without a word."""
     with pytest.raises(GenerationError, match=r"reads pixel_values next to input_ids.*task='text-generation'"):
         pieces_for(git(), "auto")
-    task, (piece,) = pieces_for(git(), "text-generation", proof="none")
+    task, (piece,) = pieces_for(git(), "text-generation", Split(proof="none"))
     assert task == "text-generation"
     assert any("also takes pixel_values" in remark for remark in piece.remarks)
 
@@ -59,10 +60,10 @@ def test_pictures_and_sound_are_found_by_the_signature(name, kind, lost):
 def test_data_that_a_decoder_does_not_get_are_named_in_the_report():
     """RoCBert reads how characters look and sound; a plain decoder has nothing of that kind."""
     model = made(transformers.RoCBertForCausalLM, transformers.RoCBertConfig(**SIZES, vocab_size=96, is_decoder=True))
-    (piece,) = pieces_for(model, "auto", proof="none")[1]
+    (piece,) = pieces_for(model, "auto", Split(proof="none"))[1]
     assert any("also takes input_shape_ids, input_pronunciation_ids" in remark for remark in piece.remarks)
     plain = made(transformers.LlamaForCausalLM, small_config("llama"))
-    (piece,) = pieces_for(plain, "auto", proof="none")[1]
+    (piece,) = pieces_for(plain, "auto", Split(proof="none"))[1]
     assert not piece.remarks
 
 

@@ -12,6 +12,7 @@ import transformers
 from yobx_flatten import GenerationError, export_folder, export_program
 from yobx_flatten.model_folder.pieces.one_call import plain_pieces
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
+from yobx_flatten.model_folder.pieces.text import Split
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def test_a_model_of_one_row_names_the_option_for_it():
     model = made(transformers.LlamaForSequenceClassification, config)
     with pytest.raises(GenerationError, match=r"no padding token.*batch=1\. Export"):
         pieces_for(model, "auto")
-    assert pieces_for(model, "auto", 1)[0] == "text-classification"
+    assert pieces_for(model, "auto", Split(1))[0] == "text-classification"
 
 
 def test_all_calls_of_a_file_have_the_same_inputs():

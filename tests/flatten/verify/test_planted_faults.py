@@ -12,7 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from yobx_flatten import Case, export_onnx
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ForeignFileError, InvalidArgumentError, UntrustedFileError
-from yobx_flatten.model_folder.pieces.text import decoder_pieces
+from yobx_flatten.model_folder.pieces.text import Split, decoder_pieces
 from yobx_flatten.testing import assert_same_as_model
 from yobx_flatten.verify import verify_file
 from yobx_flatten.verify.names import matched
@@ -42,7 +42,7 @@ def model():
 
 def written(model, path):
     """A file with the names of optimum and a cache of all tokens, as its decoders have."""
-    (piece,) = decoder_pieces(model, whole_cache=True, proof="none")
+    (piece,) = decoder_pieces(model, Split(whole_cache=True, proof="none"))
     export_onnx(piece.module, kwargs=piece.kwargs, path=path, proof="none")
     proto = onnx.load(path)
     proto.ClearField("metadata_props")  # which others do not write
@@ -368,7 +368,7 @@ def test_files_of_strangers_run_nothing(tmp_path):
 
 def first_call(right_model, path):
     """A prefill as the exporters of transformers write it: no mask, all tokens in its cache, its window an input."""
-    (piece,) = decoder_pieces(right_model, whole_cache=True, proof="none")
+    (piece,) = decoder_pieces(right_model, Split(whole_cache=True, proof="none"))
     given = {name: value for name, value in piece.kwargs.items() if name in ("input_ids", "position_ids")}
 
     class Prefill(torch.nn.Module):

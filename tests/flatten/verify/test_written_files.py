@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yobx_flatten import Case, export_onnx, export_program
-from yobx_flatten.model_folder.pieces.text import decoder_pieces
+from yobx_flatten.model_folder.pieces.text import Split, decoder_pieces
 from yobx_flatten.verify import verify_file
 
 from .peer_files import WRITTEN, llama, t5
@@ -54,7 +54,7 @@ def test_a_file_of_genai_is_right_where_it_runs():
 def decoder(tmp_path):
     """An ONNX file of a Mistral, as others would hand it to another runtime."""
     model = small_mistral()
-    (piece,) = decoder_pieces(model, whole_cache=True, proof="none")
+    (piece,) = decoder_pieces(model, Split(whole_cache=True, proof="none"))
     export_onnx(piece.module, kwargs=piece.kwargs, path=tmp_path / "model.onnx", proof="none")
     return model, tmp_path / "model.onnx"
 

@@ -19,11 +19,19 @@ import torch
 from torch.export import Dim
 
 from ...export.proof.eager_runs import Case
-from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
-from ...trees.shapes import dynamic_shapes
 from .grid_images import BlockwiseDecoder, DeepstackDecoder, GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
-from .text import Encoder, NextDecoder, Piece, encoder_input, encoder_output_class, random_tokens
+from .text import (
+    EVERY,
+    Encoder,
+    NextDecoder,
+    Piece,
+    Split,
+    encoder_input,
+    encoder_output_class,
+    pieces_of_calls,
+    random_tokens,
+)
 from .vision_language import vision_language_pieces
 
 EMBEDDING = "embedding"
@@ -85,9 +93,10 @@ def image_token_of(model: TransformersModel) -> int:
     return int(model.config.image_token_index if found is None else found)
 
 
-def genai_picture_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """The pieces of any vision-language model with flat features, and an ``embedding`` that takes them."""
-    vision, embed, decoder = vision_language_pieces(model, rows)
+    rows = split.rows
+    vision, embed, decoder = vision_language_pieces(model, split)
     vision = dataclasses.replace(vision, module=FlatVisionEncoder(vision.module).eval())
     with torch.no_grad():
         features = vision.module(**vision.kwargs)["image_features"]
@@ -181,7 +190,7 @@ def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
     return found
 
 
-def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def genai_sound_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """An ``encoder`` with the keys and values of the sound, and a ``decoder``."""
     encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
 
@@ -195,14 +204,6 @@ def genai_sound_pieces(model: TransformersModel, rows: int | None = None) -> lis
             own = [{**layer, **made} for layer, made in zip(layers, begun["present"], strict=True)]
         return read, {"input_ids": random_tokens(model, (batch, new)), "cache": own}
 
-    examples = calls(rows or 2, 5, 3)
-    sizes = {f"batch {b}, past {p}, new {n}": (rows or b, p, n) for b, p, n in ((1, 0, 4), (3, 4, 1))}
+    sizes = split.named(("batch", "past", "new"), (1, 0, 4), (3, 4, 1))
     others = {name: calls(*size) for name, size in sizes.items()}
-    pieces = []
-    for place, (stem, module) in enumerate({"encoder": encoder, "decoder": decoder}.items()):
-        shapes = dynamic_shapes(examples[place])
-        if stem == "decoder":  # see `encoder_decoder_pieces`
-            shapes["cache"] = pytree.tree_map(lambda _: {0: Dim.AUTO, 2: Dim.AUTO}, examples[place]["cache"])
-        cases = [Case(name, (), made[place]) for name, made in others.items()]
-        pieces.append(Piece(stem, module, examples[place], cases, shapes))
-    return pieces
+    return pieces_of_calls({"encoder": encoder, "decoder": decoder}, calls(split.rows or 2, 5, 3), others, {})

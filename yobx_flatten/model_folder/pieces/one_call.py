@@ -16,10 +16,10 @@ from ...huggingface.cache_names import argument_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .text import Piece, image_size, note_on_other_inputs, random_tokens
+from .text import EVERY, Piece, Split, image_size, note_on_other_inputs, random_tokens
 
 
-def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """One file, ``model``."""
     reads = model.main_input_name
     if reads not in _INPUTS:
@@ -27,24 +27,22 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
             f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
             "Export it with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
-    make, unit, (length, *others) = _INPUTS[reads]
-    cases = []
-    for batch, other in zip((1, 3), others, strict=True):
-        name = f"batch {rows or batch}" + (f", {unit} {other}" if unit else "")
-        cases.append(Case(name, (), make(model, rows or batch, other)))
-    return [_piece(model, make(model, rows or 2, length), cases)]
+    make, unit, (length, one, other) = _INPUTS[reads]
+    sizes = split.named(("batch", unit) if unit else ("batch",), (1, one), (3, other))
+    cases = [Case(name, (), make(model, *size)) for name, size in sizes.items()]
+    return [_piece(model, make(model, split.rows or 2, length), cases)]
 
 
-def choice_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """One file that scores the choices of each row: tokens of shape (batch, choices, length)."""
 
     def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
         flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
         return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
 
-    sizes = [(rows or batch, *others) for batch, *others in ((1, 2, 5), (3, 4, 11))]
-    cases = [Case(f"batch {b}, choices {c}, length {n}", (), made(b, c, n)) for b, c, n in sizes]
-    return [_piece(model, made(rows or 2, 3, 7), cases)]
+    sizes = split.named(("batch", "choices", "length"), (1, 2, 5), (3, 4, 11))
+    cases = [Case(name, (), made(*size)) for name, size in sizes.items()]
+    return [_piece(model, made(split.rows or 2, 3, 7), cases)]
 
 
 def compares(model: TransformersModel) -> bool:
@@ -54,9 +52,9 @@ def compares(model: TransformersModel) -> bool:
     return both and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None
 
 
-def two_tower_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """One file from texts and pictures, of their own numbers, to the scores of each pair."""
-    vision, dtype = model.config.vision_config, model.dtype
+    vision, dtype, rows = model.config.vision_config, model.dtype, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 
     def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
@@ -123,7 +121,7 @@ def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 # what makes the inputs; what is counted, and three numbers of it; a second of sound has 16000 samples, images one size
-_INPUTS: dict[str, tuple[Callable[[Any, int, int], dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
+_INPUTS: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
     "input_ids": (_tokens, "length", (7, 5, 11)),
     "input_values": (_sound, "samples", (3200, 2400, 5001)),
     "pixel_values": (_image, "", (0, 0, 0)),

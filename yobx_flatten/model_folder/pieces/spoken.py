@@ -18,12 +18,9 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
-from ...export.proof.eager_runs import Case
 from ...huggingface.cache_names import cache_of, installed_name
-from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersModel
-from ...trees.shapes import dynamic_shapes
-from .text import Piece, features_of, filled_cache, pair_of, random_tokens
+from .text import EVERY, Piece, Split, features_of, filled_cache, pair_of, pieces_of_calls, random_tokens
 
 _SAMPLES = 400  # audio samples for each token of a text
 
@@ -138,7 +135,7 @@ def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, 
     return {"input_values": sound, "attention_mask": mask}
 
 
-def spoken_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """An ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
     reads = model.main_input_name
     encoder = (TextEncoder if reads == "input_ids" else SoundEncoder)(model)
@@ -161,23 +158,16 @@ def spoken_pieces(model: TransformersModel, rows: int | None = None) -> list[Pie
         }
         return read, step, {"frames": _drawn(model, batch, past + 2, config.num_mel_bins)}
 
-    sizes = [(rows or batch, length, past) for batch, length, past in ((1, 9, 0), (3, 5, 4))]
-    named = {f"batch {b}, source {s}, frames {p}": (b, s, p) for b, s, p in sizes}
+    sizes = split.named(("batch", "source", "frames"), (1, 9, 0), (3, 5, 4))
     with undisturbed(model=model):
-        examples = calls(rows or 2, 7, 5)
-        others = {name: calls(*size) for name, size in named.items()}
-    pieces = []
+        example = calls(split.rows or 2, 7, 5)
+        others = {name: calls(*size) for name, size in sizes.items()}
     modules = {"encoder_model": encoder, "frame_decoder": decoder, "postnet": postnet}
-    for place, (stem, module) in enumerate(modules.items()):
-        cases = [Case(name, (), made[place]) for name, made in others.items()]
-        shapes = dynamic_shapes(examples[place])
-        if "cache" in shapes:  # a list states nothing of its axes
-            shapes["cache"] = pytree.tree_map(lambda _: {0: Dim.AUTO, 2: Dim.AUTO}, examples[place]["cache"])
-            shapes |= {"frame": {0: Dim.AUTO}, "speaker_embeddings": {0: Dim.AUTO}, "dropout_masks": {}}
-        elif stem == "postnet":
-            shapes = {"frames": {0: Dim.AUTO, 1: Dim.AUTO}}
-        pieces.append(Piece(stem, module, examples[place], cases, shapes))
-    return pieces
+    shapes: dict[str, dict[str, Any]] = {
+        "frame_decoder": {"frame": {0: Dim.AUTO}, "speaker_embeddings": {0: Dim.AUTO}, "dropout_masks": {}},
+        "postnet": {"frames": {0: Dim.AUTO, 1: Dim.AUTO}},
+    }
+    return pieces_of_calls(modules, example, others, shapes)
 
 
 def _drawn(model: TransformersModel, *shape: int) -> torch.Tensor:

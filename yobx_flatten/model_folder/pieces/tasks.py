@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +12,10 @@ from ...trees.arguments import did_you_mean
 from .genai import genai_picture_pieces, genai_sound_pieces
 from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
 from .spoken import spoken_pieces, writes_spectrograms
-from .text import Piece, check_other_media, decoder_pieces, encoder_decoder_pieces, input_name
+from .text import EVERY, Piece, Split, check_other_media, decoder_pieces, encoder_decoder_pieces, input_name
 from .vision_language import vision_language_pieces
 
-TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
+TASKS: Mapping[str, Callable[[Any, Split], list[Piece]]] = {
     "text-generation": decoder_pieces,
     "text2text-generation": encoder_decoder_pieces,
     "automatic-speech-recognition": encoder_decoder_pieces,
@@ -42,6 +41,9 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
 }
 """Task names of the Hugging Face hub, and the function that makes the files of such a model. ``ctc`` is speech
 recognition frame by frame, without a decoder."""
+
+_FOR_GENAI = {encoder_decoder_pieces: genai_sound_pieces, vision_language_pieces: genai_picture_pieces}
+"""The functions for models that onnxruntime-genai runs in other files."""
 
 GENERATES = (
     "text-generation",
@@ -98,22 +100,8 @@ def task_of(model: TransformersModel) -> str:
     return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
 
 
-def pieces_for(
-    model: TransformersModel,
-    task: str,
-    rows: int | None = None,
-    *,
-    whole_cache: bool = False,
-    logits: str = "all",
-    proof: str = "full",
-    word_times: bool = False,
-    for_genai: bool = False,
-) -> tuple[str, list[Piece]]:
+def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tuple[str, list[Piece]]:
     """Split a model into the modules of its files."""
-    # rows: the number of rows of every example and case; `None` for several numbers of them
-    # whole_cache, logits: see `decoder_pieces`; word_times: see `encoder_decoder_pieces`
-    # for_genai: whether the files are those that onnxruntime-genai runs, see `genai`; `False` by default
-    # proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model
     if task != "auto" and task not in TASKS:
         known = f"{did_you_mean([str(task)], TASKS)} Tasks: auto, {', '.join(TASKS)}."
         raise InvalidArgumentError(f"There is no task {task!r}.{known}")
@@ -121,28 +109,32 @@ def pieces_for(
     wanted = found if task == "auto" else task
     if task == "auto":
         _check_nothing_is_lost(model, found)
-    if TASKS[wanted] is not TASKS[found]:
+    make = TASKS[wanted]
+    if make is not TASKS[found]:
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
-    if for_genai and word_times:
+    if split.word_times and split.for_genai:
         raise InvalidArgumentError('word_times=True does not work with layout="genai". Leave one of them out.')
-    if for_genai and TASKS[wanted] is encoder_decoder_pieces:
-        return wanted, _made(genai_sound_pieces, model, rows, wanted)
-    if for_genai and TASKS[wanted] is vision_language_pieces:
-        return wanted, _made(genai_picture_pieces, model, rows, wanted)
-    if word_times and TASKS[wanted] is encoder_decoder_pieces:
-        return wanted, _made(functools.partial(encoder_decoder_pieces, word_times=True), model, rows, wanted)
-    if word_times:
+    if split.word_times and make is not encoder_decoder_pieces:
         raise InvalidArgumentError(f"word_times=True is for Whisper, and a {type(model).__qualname__} is for {wanted}.")
-    if TASKS[wanted] is decoder_pieces:
-        make = functools.partial(decoder_pieces, whole_cache=whole_cache, logits=logits, proof=proof)
-        return wanted, _made(make, model, rows, wanted)
-    if logits != "all":
+    if split.logits != "all" and make is not decoder_pieces:
         raise InvalidArgumentError(
             f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
         )
-    return wanted, _made(TASKS[wanted], model, rows, wanted)
+    try:
+        return wanted, _FOR_GENAI.get(make, make)(model, split) if split.for_genai else make(model, split)
+    except FlattenError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
+            raise
+        one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and split.rows != 1 else ""
+        raise GenerationError(
+            f"{type(model).__qualname__} does not take the inputs of a folder for {wanted} ({type(error).__name__}: "
+            f"{first_line(error)[:200]}). {one_row}Export it with its own inputs, export_onnx(model, kwargs=inputs, "
+            "path=...), or the calls of a run: with record_calls(model) as calls: ..."
+        ) from error
 
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
@@ -156,22 +148,3 @@ def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
             "with record_calls(model) as calls: model.generate(...) and export its calls, or export one call with "
             f"export_folder(..., task={task!r})."
         )
-
-
-def _made(
-    make: Callable[[TransformersModel, int | None], list[Piece]], model: TransformersModel, rows: int | None, task: str
-) -> list[Piece]:
-    """Return the pieces, or the reason why the model's code does not accept the inputs of a task."""
-    try:
-        return make(model, rows)
-    except FlattenError:
-        raise
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
-            raise
-        one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and rows != 1 else ""
-        raise GenerationError(
-            f"{type(model).__qualname__} does not take the inputs of a folder for {task} ({type(error).__name__}: "
-            f"{first_line(error)[:200]}). {one_row}Export it with its own inputs, export_onnx(model, kwargs=inputs, "
-            "path=...), or the calls of a run: with record_calls(model) as calls: ..."
-        ) from error

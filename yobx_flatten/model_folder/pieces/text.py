@@ -55,22 +55,57 @@ class Piece:
     remarks: Sequence[str] = ()  # notes for the report
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a model is split into files."""
+
+    rows: int | None = None  # the number of rows of every example and case; `None` for several numbers of them
+    # whether layers that slide keep all tokens in the cache, and leave those outside of their window out by the mask
+    whole_cache: bool = False
+    logits: str = "all"  # positions whose scores a decoder returns: `"all"` or `"last"`
+    # what is replayed; a decoder gets no more cases than that, since making one is a call of the model
+    proof: str = "full"
+    word_times: bool = False  # whether the decoder of a Whisper returns the attention for the times of words
+    for_genai: bool = False  # whether the files are those that onnxruntime-genai runs, see `genai`
+
+    def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return sizes by their name in a report; the first number of each is its rows."""
+        found = [(self.rows or rows, *others) for rows, *others in sizes]
+        return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
+
+
+EVERY = Split()
+"""Files of all sizes and cases."""
+
+# A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
+_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
+
+
+def pieces_of_calls(
+    modules: Mapping[str, torch.nn.Module],
+    example: Sequence[Mapping[str, Any]],
+    others: Mapping[str, Sequence[Mapping[str, Any]]],
+    shapes: Mapping[str, Mapping[str, Any]],
+    steps: int = 1,
+) -> list[Piece]:
+    """Return a piece for each module of a model; each call of the model has the inputs of every module, in order."""
+    # shapes: by file, the axes of inputs that vary in another way than all; steps: how often the last one is called
+    pieces = []
+    for place, (stem, module) in enumerate(modules.items()):
+        inputs, count = dict(example[place]), steps if place + 1 == len(modules) else 1
+        varying = dynamic_shapes(inputs)
+        if "cache" in inputs:
+            varying["cache"] = pytree.tree_map(lambda _: _VARYING, inputs["cache"])
+        cases = [Case(name, (), made[place], steps=count) for name, made in others.items()]
+        pieces.append(Piece(stem, module, inputs, cases, {**varying, **shapes.get(stem, {})}))
+    return pieces
+
+
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def decoder_pieces(
-    model: TransformersModel,
-    rows: int | None = None,
-    *,
-    whole_cache: bool = False,
-    logits: str = "all",
-    proof: str = "full",
-) -> list[Piece]:
+def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """A model that reads tokens and continues them: one file, ``model``."""
-    # whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window out
-    # by the mask; `False` by default
-    # logits: positions whose scores are returned, `"all"` or `"last"`; `"all"` by default
-    # proof: `"sample"` for the largest case, `"none"` for none, others for all; `"full"` by default
     own = model
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
@@ -83,21 +118,22 @@ def decoder_pieces(
         )
     names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
     like: dict[str, Any] = dict.fromkeys(names)
-    if logits not in ("all", "last"):
-        raise InvalidArgumentError(f'logits must be "all" or "last", found {logits!r}.')
-    if logits == "last":
+    if split.logits not in ("all", "last"):
+        raise InvalidArgumentError(f'logits must be "all" or "last", found {split.logits!r}.')
+    if split.logits == "last":
         if "logits_to_keep" not in takes:
             raise InvalidArgumentError(f'{type(model).__qualname__} takes no logits_to_keep. Leave logits="last" out.')
         like["logits_to_keep"] = 1
-    if whole_cache and slides(model.config.get_text_config(decoder=True)):
+    if split.whole_cache and slides(model.config.get_text_config(decoder=True)):
         from transformers.cache_utils import DynamicCache
 
         like[cache_is] = DynamicCache()
-    first, *others = [
-        dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
-    ]
-    if proof in ("sample", "none"):
-        others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
+    every = (DecodeSizes(), *default_sizes(model)[0])
+    first, *others = [dataclasses.replace(sizes, batch=split.rows or sizes.batch) for sizes in every]
+    if split.proof == "sample":
+        others = [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
+    elif split.proof == "none":
+        others = []
     example = decode_inputs(model, first, like)
     remarks = note_on_other_inputs(own, example)
     cases = [
@@ -234,15 +270,9 @@ def pair_of(layer: Any) -> dict[str, Any]:
     return {"key": layer.keys, "value": layer.values}
 
 
-# A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
-_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
-
-
-def encoder_decoder_pieces(
-    model: TransformersModel, rows: int | None = None, *, word_times: bool = False
-) -> list[Piece]:
+def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
-    heads = heads_of(model) if word_times else ()
+    heads = heads_of(model) if split.word_times else ()
     reads = input_name(model)
     if reads not in _ENCODERS:
         raise GenerationError(
@@ -275,26 +305,17 @@ def encoder_decoder_pieces(
         gone_on = {"input_ids": random_tokens(model, (batch, new)), "cache": cache, **masks}
         return read, begun, gone_on
 
-    sized = {"pixel_values": {0: Dim.AUTO}}  # pictures are of the size that the configuration states
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
-    others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
-    sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
+    sizes = split.named(("batch", "source", "past", "new"), (1, 9, 1, 1), (3, 5, 4, 1))
     # distinct sizes, also the sum: a test whether two are equal would be fixed by the trace
-    new = 3 if _reads_several(following, calls(rows or 2, 7, 5, 3)[2]) else 1
-    examples, others = calls(rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
-    pieces = []
-    for place, (stem, module) in enumerate(modules.items()):
-        cases = [Case(name, (), made[place], steps=3 if module is following else 1) for name, made in others.items()]
-        shapes = dynamic_shapes(examples[place], sized if "pixel_values" in examples[place] else None)
-        if stem == "encoder_model" and reads == "input_ids":
-            # what it reads is also called by the decoders
-            shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
-        if "cache" in shapes and new == 1:
-            shapes["input_ids"] = {0: Dim.AUTO}
-        if "cache" in shapes:
-            shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
-        pieces.append(Piece(stem, module, examples[place], cases, shapes))
-    return pieces
+    new = 3 if _reads_several(following, calls(split.rows or 2, 7, 5, 3)[2]) else 1
+    example, others = calls(split.rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
+    shapes: dict[str, dict[str, Any]] = {"decoder_with_past_model": {"input_ids": {0: Dim.AUTO}} if new == 1 else {}}
+    if reads == "pixel_values":  # pictures are of the size that the configuration states
+        shapes["encoder_model"] = {"pixel_values": {0: Dim.AUTO}}
+    if reads == "input_ids":  # what the encoder reads is also called by the decoders
+        shapes["encoder_model"] = {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in example[0]}
+    return pieces_of_calls(modules, example, others, shapes, steps=3)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from .grid_images import (
     grid_image,
     tiled_image,
 )
-from .text import Piece, random_tokens
+from .text import EVERY, Piece, Split, random_tokens
 
 _OTHER_WAYS = (
     "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
@@ -95,9 +95,10 @@ def _language_model(model: TransformersModel) -> Any:
     return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
 
 
-def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """A vision-language model: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
     _check_splits(model)
+    rows = split.rows
     has_grids = GridVisionEncoder.fits(model)
     kinds_of = (BlockwiseDecoder, DeepstackDecoder)
     decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
@@ -129,7 +130,8 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
 
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
     pasts = (3, window + 3) if window <= 512 else (3, 11)
-    sizes = {f"batch {rows or b}, past {p}": decode(rows or b, p, 1, 2) for b, p in zip((3, 1), pasts, strict=True)}
+    sizes = split.named(("batch", "past"), (3, pasts[0], 1, 2), (1, pasts[1], 1, 2))
+    cases = [Case(name, (), decode(*size)) for name, size in sizes.items()]
     example = decode(rows or 2, 5, 3, 0)
     shapes: Any = "auto"
     if "deepstack_embeds" in example:  # the number of layers and their width do not vary
@@ -142,9 +144,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             {"input_ids": random_tokens(model, (rows or 2, 4))},
             [Case(f"length {length}", (), given) for length, given in tokens.items()],
         ),
-        Piece(
-            "decoder_model_merged", decoder, example, [Case(name, (), given) for name, given in sizes.items()], shapes
-        ),
+        Piece("decoder_model_merged", decoder, example, cases, shapes),
     ]
 
 

@@ -75,7 +75,7 @@ def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
 class Generator:
     """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
 
-    def __init__(self, parts: Parts, settings: GenerationSettings, *, adapters: FolderAdapters | None = None) -> None:
+    def __init__(self, parts: Parts, settings: GenerationSettings, adapters: FolderAdapters | None = None) -> None:
         self.parts, self.settings = parts, settings
         self.steps = Steps(parts, settings)
         self.of_folder = FolderAdapters(None) if adapters is None else adapters

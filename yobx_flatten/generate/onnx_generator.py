@@ -12,17 +12,8 @@ from torch.export import ExportedProgram
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..export.exported_model import ExportedModel
 from ..runners.folder_adapters import FolderAdapters
-from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import (
-    Providers,
-    choose_providers,
-    mapped_options,
-    only_for_onnxruntime,
-    open_session,
-    require_onnxruntime,
-    session_options,
-)
-from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
+from ..runners.onnx_session import Providers, mapped_options, only_for_onnxruntime, require_onnxruntime
+from ..runners.open import RUNTIMES, check_runtime, open_runner
 from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator
 from .layout import find_parts, folder_of
@@ -79,21 +70,10 @@ class OnnxGenerator(Generator):
         device: str | None = None,
         providers: Providers | None = None,
     ) -> None:
-        path = pathlib.Path(model)
-        found = find_parts(path, ".onnx", prefill)
+        found = find_parts(pathlib.Path(model), ".onnx", prefill)
         require_onnxruntime("OnnxGenerator")
-        chosen = choose_providers(device, providers)
-
-        def runner(file: pathlib.Path) -> OnnxRunner:
-            options = session_options(threads=threads) if pack else mapped_options(file, threads=threads)
-            session = open_session(
-                file, caller="OnnxGenerator", options=options, failure=GenerationError, providers=chosen
-            )
-            return OnnxRunner(session, file.name)
-
-        parts: Mapping[str, Any] = {part: runner(file) for part, file in found.items()}
-        folder = folder_of(found["decoder"])
-        super().__init__(Parts(**parts), settings or read_settings(folder), adapters=FolderAdapters(folder))
+        how: dict[str, Any] = {"threads": threads, "device": device, "providers": providers}
+        super().__init__(*_opened(found, "onnxruntime", "OnnxGenerator", settings, pack=pack, **how))
 
 
 # Generate with programs of ``torch.export``.
@@ -169,19 +149,33 @@ def generator_for(
 ) -> Generator:
     """Open files for generation with the generator of their runtime."""
     # see `OnnxGenerator` for the options; OpenVINO and ExecuTorch take the number of threads alone
-    only_for_onnxruntime(runtime, device, providers)
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)
+    only_for_onnxruntime(runtime, device, providers)
     if runtime == "torch":
         return ProgramGenerator(model, trust=trust)
     check_runtime(runtime)
-    found, options = _find(pathlib.Path(model), runtime), thread_options(runtime, threads)
-    parts: dict[str, Any] = {
-        part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator", **options)
-        for part, file in found.items()
-    }
+    found = _find(pathlib.Path(model), runtime)
+    return Generator(*_opened(found, runtime, "open_generator", None, trust=trust, threads=threads))
+
+
+def _opened(
+    found: Mapping[str, pathlib.Path],
+    runtime: str,
+    caller: str,
+    settings: GenerationSettings | None,
+    *,
+    pack: bool = True,
+    **how: Any,
+) -> tuple[Parts, GenerationSettings, FolderAdapters]:
+    """Open the files of a model in a runtime, with what is next to them."""
+    # how: the other arguments of `open_runner`
+    parts: dict[str, Any] = {}
+    for part, file in found.items():
+        options = None if pack else mapped_options(file, threads=how["threads"])
+        parts[part] = open_runner(file, runtime=runtime, caller=caller, options=options, **how)
     folder = folder_of(found["decoder"])
-    return Generator(Parts(**parts), read_settings(folder), adapters=FolderAdapters(folder))
+    return Parts(**parts), settings or read_settings(folder), FolderAdapters(folder)
 
 
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:

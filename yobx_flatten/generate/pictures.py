@@ -46,13 +46,6 @@ class Pictures:
     tiles: Tiles | None = None  # how they are cut, for a model that cuts them; `None` by default
     together: torch.Tensor | None = None  # the number of pictures of each prompt; `None`, the default, for one each
 
-    @property
-    def grids(self) -> list[Grids]:
-        """The picture sizes that determine positions; empty without pictures."""
-        if self.pixels is None or self.sizes is None or self.tiles is not None:
-            return []
-        return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
-
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
         """Return the features of pictures, one per picture token of the prompt; none without pictures."""
         if self.pixels is None:
@@ -122,22 +115,12 @@ def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
 # Positions of tokens, pictures and videos in time, height and width (M-RoPE), as Qwen2-VL counts them.
 
 
-@dataclasses.dataclass(frozen=True)
-class Grids:
-    """The sizes of all pictures of a prompt, or of all its videos."""
-
-    word: str  # `"image"` or `"video"`
-    token_id: int | None  # the token that they replace
-    # patches of each in time, height and width: integers of shape (count, 3), in the order of their tokens
-    sizes: torch.Tensor
-    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each; 1 for all by default
-
-
-def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Grids], merge: int) -> torch.Tensor:
+def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pictures], merge: int) -> torch.Tensor:
     """Return the positions of a prompt."""
     # mask: integers of the same shape, 0 where a row is padded
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
-    left = {grids.token_id: _Left(grids, merge) for grids in given}
+    # pictures in tiles have one position for each token, as text
+    left = {one.token_id: _Left(one, merge) for one in given if one.pixels is not None and one.tiles is None}
     for row, shown in enumerate(mask.bool()):
         positions[:, row, shown] = torch.cat(list(_parts(tokens[row][shown].tolist(), left)), dim=1)
     return positions
@@ -146,10 +129,11 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Gr
 class _Left:
     """Pictures or videos whose tokens have not been met yet."""
 
-    def __init__(self, grids: Grids, merge: int) -> None:
-        self.word = grids.word
-        spacing = grids.spacing if len(grids.spacing) else [1] * len(grids.sizes)
-        sizes = ([time, height // merge, width // merge] for time, height, width in grids.sizes.tolist())
+    def __init__(self, pictures: Pictures, merge: int) -> None:
+        self.word = pictures.word
+        stated: list[list[int]] = [] if pictures.sizes is None else pictures.sizes.tolist()
+        spacing = pictures.spacing if len(pictures.spacing) else [1] * len(stated)
+        sizes = ([time, height // merge, width // merge] for time, height, width in stated)
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:

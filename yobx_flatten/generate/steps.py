@@ -239,8 +239,7 @@ class Steps:
         port = self.parts.decoder.ports.get("position_ids")
         if port is None or len(port.shape) != 3:
             return None
-        grids = [grid for one in pictures for grid in one.grids]
-        return image_positions(tokens, mask, grids, self.settings.spatial_merge_size or 1)
+        return image_positions(tokens, mask, pictures, self.settings.spatial_merge_size or 1)
 
     def pass_switch(self, sequence: TextState) -> None:
         """Make the next call read all tokens with an empty cache, if the model's own loop does that."""

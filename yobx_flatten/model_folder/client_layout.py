@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..core.compare import compare
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, ReplayError
 from ..files.document import read_document, read_text
 from ..files.tensors import read_onnx
 from ..generate.layout import SUBFOLDER
 from ..huggingface.cache_names import CACHE, PRESENT
+from ..runners.onnx_runner import OnnxRunner
+from ..runners.onnx_session import open_session
+from ..runners.ports import is_present
 from .pieces.spoken import spoken_pieces
 from .pieces.tasks import TASKS
+from .source.configuration import change_json, write_json
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
-    import onnxruntime
 
 Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
@@ -95,15 +98,15 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
             data = {name: 1 for name in data if name not in (first.name, later.name)} | {merged.name: 1}
         made.append(f"{SUBFOLDER}/{merged.name}")
     stated: dict[str, Any] = {"dtype": kind} | ({"use_external_data_format": data} if data else {})
-    _add(folder / "config.json", {"transformers.js_config": stated})
+    change_json(folder / "config.json", {"transformers.js_config": stated})
     template = folder / "chat_template.jinja"
     if template.is_file() and (folder / "tokenizer_config.json").is_file():
-        _add(folder / "tokenizer_config.json", {"chat_template": read_text(template, failure=ModelSourceError)})
+        change_json(folder / "tokenizer_config.json", {"chat_template": read_text(template, failure=ModelSourceError)})
     genai = folder / "genai_config.json"
     if genai.is_file():
         contents = read_document(genai, dict[str, Any], failure=ModelSourceError)
         contents["model"]["decoder"]["filename"] = made[0]
-        genai.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        write_json(genai, contents)
     return made
 
 
@@ -118,11 +121,6 @@ def _most_bits(paths: Sequence[pathlib.Path]) -> str:
                 if attribute.name == "bits":
                     sizes[attribute.i] += max(stored.get(name, 0) for name in node.input)
     return "int8" if sizes[8] > sizes[4] else "int4"
-
-
-def _add(path: pathlib.Path, entries: dict[str, Any]) -> None:
-    contents = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
-    path.write_text(json.dumps({**contents, **entries}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _point_to(path: pathlib.Path, data: str) -> None:
@@ -150,8 +148,6 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 MERGED = "decoder_model_merged"
 """Name of the file that joins the prefill file and the decoder file, without suffix."""
-
-Feed: TypeAlias = Mapping[str, Any]  # arrays of NumPy by the names of inputs
 
 _BRANCHES = ("first", "later")
 
@@ -291,58 +287,33 @@ def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
 
 def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:
     """Compare the joined file with the two files: a first call of two rows, and the next call."""
-    import onnxruntime
-
     begin, go_on, merged = (
-        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]) for path in (first, later, target)
+        OnnxRunner(open_session(path, caller="export_folder"), path.name) for path in (first, later, target)
     )
     given = dict(_some_inputs(begin))
-    empty = {name: value[:, :, :0] for name, value in _past(begin, given).items()}
-    _compare(begin, merged, given, {**given, **empty}, target)
-    past = _past(begin, given)
+    made = begin.run(given)
+    past = {name.replace(PRESENT, CACHE, 1): value for name, value in made.items() if is_present(name)}
+    empty = {name: value[:, :, :0] for name, value in past.items()}
     following = {**given, "input_ids": given["input_ids"][:, :1], **past}
-    _compare(go_on, merged, following, following, target)
+    for expected, inputs in ((made, {**given, **empty}), (go_on.run(following), following)):
+        found = merged.run(inputs)
+        for name, value in expected.items():
+            # the same operators on the same weights; the runtime joins them in another way within a branch
+            compared = compare(value, found[name], "rows")
+            if not compared:
+                raise ReplayError(
+                    f"{target.name} differs from the two files that it joins: {name} differs by "
+                    f"{compared.difference:.1e}."
+                )
 
 
-def _past(session: onnxruntime.InferenceSession, given: Feed) -> dict[str, Any]:
-    names = [output.name for output in session.get_outputs()]
-    made = dict(zip(names, session.run(None, dict(given)), strict=True))
-    return {name.replace(PRESENT, CACHE, 1): value for name, value in made.items() if name.startswith(PRESENT)}
-
-
-def _some_inputs(session: onnxruntime.InferenceSession) -> Iterator[tuple[str, Any]]:
+def _some_inputs(runner: OnnxRunner) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield inputs of two rows: tokens, a mask of ones, and features."""
-    import numpy
-
     drawn = torch.Generator().manual_seed(0)
-    for one in session.get_inputs():
-        shape = [2 if axis == 0 else size if isinstance(size, int) else 4 for axis, size in enumerate(one.shape)]
-        if one.type == "tensor(int64)":
-            high = 2 if "mask" in one.name else 8
-            low = 1 if "mask" in one.name else 4
-            yield one.name, torch.randint(low, high, shape, generator=drawn).numpy()
+    for name, shape, dtype in runner.ports.values():
+        sizes = [2 if axis == 0 else size or 4 for axis, size in enumerate(shape)]
+        if dtype == torch.int64:
+            low, high = (1, 2) if "mask" in name else (4, 8)
+            yield name, torch.randint(low, high, sizes, generator=drawn)
         else:
-            kind = numpy.float16 if one.type == "tensor(float16)" else numpy.float32
-            yield one.name, torch.randn(shape, generator=drawn).numpy().astype(kind)
-
-
-def _compare(
-    own: onnxruntime.InferenceSession,
-    merged: onnxruntime.InferenceSession,
-    given: Feed,
-    of_both: Feed,
-    target: pathlib.Path,
-) -> None:
-    import numpy
-
-    names = [output.name for output in own.get_outputs()]
-    taken = {one.name for one in own.get_inputs()}
-    expected = own.run(names, {name: value for name, value in given.items() if name in taken})
-    known = {one.name for one in merged.get_inputs()}
-    found = merged.run(names, {name: value for name, value in of_both.items() if name in known})
-    for name, one, other in zip(names, expected, found, strict=True):
-        # the same operators on the same weights; the runtime joins them in another way within a branch
-        scale = float(numpy.abs(one.astype(numpy.float64)).max(initial=1e-6))
-        far = float(numpy.abs(one.astype(numpy.float64) - other.astype(numpy.float64)).max(initial=0.0))
-        if one.shape != other.shape or not far <= (1e-2 if one.dtype == numpy.float16 else 1e-4) * scale:
-            raise ReplayError(f"{target.name} differs from the two files that it joins: {name} differs by {far:.1e}.")
+            yield name, torch.randn(sizes, generator=drawn).to(dtype)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 from .pieces.genai import ALLOWED, EMBEDDING, FRAMES, image_token_of, why_not_in_genai
+from .source.configuration import write_json
 
 _VERSION = "onnxruntime-genai 0.18"
 
@@ -224,13 +224,4 @@ def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
         {"operation": {"name": name, "type": kind, **({} if given is None else {"attrs": given})}}
         for name, kind, given in steps
     ]
-    _write(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})
-
-
-def write_genai_config(folder: pathlib.Path, contents: dict[str, Any]) -> None:
-    """Write ``genai_config.json``."""
-    _write(folder / "genai_config.json", contents)
-
-
-def _write(path: pathlib.Path, contents: dict[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})

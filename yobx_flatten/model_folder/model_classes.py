@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
 from ..generate.layout import MANIFEST, located
-from ..runners.onnx_session import Providers, choose_providers, only_for_onnxruntime
-from ..runners.open import RUNTIMES, check_runtime, open_runner, thread_options
+from ..runners.onnx_session import Providers
+from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .chat import chat_tokenizer, reply
 from .generators import open_generator, runtime_of_folder
 from .manifest import check_digests, check_folder, read_manifest
@@ -30,6 +30,10 @@ class FolderModel:
     """
 
     tasks: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, tasks: tuple[str, ...] | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.tasks = cls.tasks if tasks is None else tasks
 
     @classmethod
     def from_pretrained(
@@ -75,43 +79,34 @@ class FolderModel:
                 f"{path} is for {task}, and {cls.__name__} for {' or '.join(cls.tasks)}. Open it with "
                 f"{' or '.join(others) or 'open_model'}.from_pretrained, or with open_model(folder)."
             )
-        where: dict[str, Any] = {"device": device, "providers": providers}
+        how: dict[str, Any] = {"threads": threads, "trust": trust, "device": device, "providers": providers}
         if task in GENERATES:
             from ..generate.model_of_files import model_of_files
 
-            generator = open_generator(path, runtime=runtime, threads=threads, trust=trust, **where)
+            generator = open_generator(path, runtime=runtime, **how)
             found = model_of_files(generator.steps, (cls,))
             found.folder, found.of_folder = path, generator.of_folder
             return found
         if task in SPEAKS:
             from .plain_model import speaking_model
 
-            return speaking_model(open_generator(path, runtime=runtime, threads=threads, trust=trust, **where), cls)
-        return cls._of_one_call(path, runtime, threads, trust, where)
+            return speaking_model(open_generator(path, runtime=runtime, **how), cls)
+        return cls._of_one_call(path, runtime_of_folder(path) if runtime is None else runtime, how)
 
     @classmethod
-    def _of_one_call(cls, path: pathlib.Path, runtime: str | None, threads: int | None, trust: bool, where: Any) -> Any:
+    def _of_one_call(cls, path: pathlib.Path, runtime: str, how: Mapping[str, Any]) -> Any:
         from .plain_model import plain_model
 
-        chosen = runtime_of_folder(path) if runtime is None else runtime
         if (path / MANIFEST).is_file():
             check_digests(path, read_manifest(path).sha256)
-        file = next((one for end in RUNTIMES[chosen] if (one := located(path, f"model{end}")).is_file()), None)
+        file = next((one for end in RUNTIMES[runtime] if (one := located(path, f"model{end}")).is_file()), None)
         if file is None:
-            raise GenerationError(f"{path} contains no model{' or model'.join(RUNTIMES[chosen])} for {chosen}.")
-        only_for_onnxruntime(chosen, **where)
-        options = thread_options(chosen, threads)
-        if chosen == "onnxruntime":
-            from ..runners.onnx_session import require_onnxruntime, session_options
-
-            require_onnxruntime("from_pretrained")
-            given = session_options(threads=threads)
-            options = {"options": given, "providers": choose_providers(**where)}
-        runner = open_runner(file, runtime=chosen, trust=trust, caller=cls.__name__, **options)
+            raise GenerationError(f"{path} contains no model{' or model'.join(RUNTIMES[runtime])} for {runtime}.")
+        runner = open_runner(file, runtime=runtime, caller=cls.__name__, **how)
         return plain_model(runner, path, cls)
 
 
-class OnnxForCausalLM(FolderModel):
+class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
     """A decoder that generates text, like ``AutoModelForCausalLM``.
 
     >>> import tempfile
@@ -132,7 +127,6 @@ class OnnxForCausalLM(FolderModel):
     True
     """
 
-    tasks = ("text-generation",)
     folder: pathlib.Path
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -149,118 +143,80 @@ class OnnxForCausalLM(FolderModel):
         return reply(self, chat_tokenizer(self.folder), messages, **options)
 
 
-class OnnxForSeq2SeqLM(FolderModel):
+class OnnxForSeq2SeqLM(FolderModel, tasks=("text2text-generation",)):
     """An encoder-decoder from text to text, like ``AutoModelForSeq2SeqLM``."""
 
-    tasks = ("text2text-generation",)
 
-
-class OnnxForSpeechSeq2Seq(FolderModel):
+class OnnxForSpeechSeq2Seq(FolderModel, tasks=("automatic-speech-recognition",)):
     """An encoder-decoder from audio to text, like ``AutoModelForSpeechSeq2Seq``; Whisper uses its own loop."""
 
-    tasks = ("automatic-speech-recognition",)
 
-
-class OnnxForImageTextToText(FolderModel):
+class OnnxForImageTextToText(FolderModel, tasks=("image-text-to-text", "image-to-text")):
     """Generate text from pictures and an optional prompt, like ``AutoModelForImageTextToText``."""
 
-    tasks = ("image-text-to-text", "image-to-text")
 
-
-class OnnxForMaskedLM(FolderModel):
+class OnnxForMaskedLM(FolderModel, tasks=("fill-mask",)):
     """Predict masked tokens, like ``AutoModelForMaskedLM``."""
 
-    tasks = ("fill-mask",)
 
-
-class OnnxForSequenceClassification(FolderModel):
+class OnnxForSequenceClassification(FolderModel, tasks=("text-classification",)):
     """Classify a text or a pair of texts, like ``AutoModelForSequenceClassification``."""
 
-    tasks = ("text-classification",)
 
-
-class OnnxForTokenClassification(FolderModel):
+class OnnxForTokenClassification(FolderModel, tasks=("token-classification",)):
     """Classify each token, like ``AutoModelForTokenClassification``."""
 
-    tasks = ("token-classification",)
 
-
-class OnnxForQuestionAnswering(FolderModel):
+class OnnxForQuestionAnswering(FolderModel, tasks=("question-answering",)):
     """Find the start and the end of an answer, like ``AutoModelForQuestionAnswering``."""
 
-    tasks = ("question-answering",)
 
-
-class OnnxForMultipleChoice(FolderModel):
+class OnnxForMultipleChoice(FolderModel, tasks=("multiple-choice",)):
     """Score several choices, like ``AutoModelForMultipleChoice``."""
 
-    tasks = ("multiple-choice",)
 
-
-class OnnxForFeatureExtraction(FolderModel):
+class OnnxForFeatureExtraction(FolderModel, tasks=("feature-extraction",)):
     """Return features, like ``AutoModel``."""
 
-    tasks = ("feature-extraction",)
 
-
-class OnnxForCTC(FolderModel):
+class OnnxForCTC(FolderModel, tasks=("ctc",)):
     """Transcribe audio frame by frame, like ``AutoModelForCTC``."""
 
-    tasks = ("ctc",)
 
-
-class OnnxForAudioClassification(FolderModel):
+class OnnxForAudioClassification(FolderModel, tasks=("audio-classification",)):
     """Classify audio, like ``AutoModelForAudioClassification``."""
 
-    tasks = ("audio-classification",)
 
-
-class OnnxForImageClassification(FolderModel):
+class OnnxForImageClassification(FolderModel, tasks=("image-classification",)):
     """Classify pictures, like ``AutoModelForImageClassification``."""
 
-    tasks = ("image-classification",)
 
-
-class OnnxForObjectDetection(FolderModel):
+class OnnxForObjectDetection(FolderModel, tasks=("object-detection",)):
     """Detect objects in pictures, like ``AutoModelForObjectDetection``."""
 
-    tasks = ("object-detection",)
 
-
-class OnnxForImageSegmentation(FolderModel):
+class OnnxForImageSegmentation(FolderModel, tasks=("image-segmentation",)):
     """Segment pictures, like ``AutoModelForSemanticSegmentation``."""
 
-    tasks = ("image-segmentation",)
 
-
-class OnnxForDepthEstimation(FolderModel):
+class OnnxForDepthEstimation(FolderModel, tasks=("depth-estimation",)):
     """Estimate the depth of pictures, like ``AutoModelForDepthEstimation``."""
 
-    tasks = ("depth-estimation",)
 
-
-class OnnxForTextToSpectrogram(FolderModel):
+class OnnxForTextToSpectrogram(FolderModel, tasks=SPEAKS):
     """Convert text or speech to a spectrogram, like ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
 
-    tasks = SPEAKS
 
-
-class OnnxForVideoClassification(FolderModel):
+class OnnxForVideoClassification(FolderModel, tasks=("video-classification",)):
     """Classify videos, like ``AutoModelForVideoClassification``."""
 
-    tasks = ("video-classification",)
 
-
-class OnnxForVocoder(FolderModel):
+class OnnxForVocoder(FolderModel, tasks=("vocoder",)):
     """Convert a spectrogram to audio, like ``SpeechT5HifiGan``."""
 
-    tasks = ("vocoder",)
 
-
-class OnnxForZeroShotImageClassification(FolderModel):
+class OnnxForZeroShotImageClassification(FolderModel, tasks=("zero-shot-image-classification",)):
     """Match texts and pictures, like ``AutoModelForZeroShotImageClassification``."""
-
-    tasks = ("zero-shot-image-classification",)
 
 
 def open_model(

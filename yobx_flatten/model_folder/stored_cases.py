@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import pathlib
@@ -41,18 +40,6 @@ SAMPLED_TOKENS = 8
 """Number of generated tokens with ``proof="sample"``, because a token of a large model can take a second."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerationCase:
-    """A prompt, and the result of ``model.generate``."""
-
-    inputs: dict[str, torch.Tensor]  # arguments of `generate`
-    sequences: torch.Tensor  # prompt and new tokens, of shape (batch, length)
-    new_tokens: int  # how many were asked for
-    # margins of shape (batch, length), how much the score of each new token is above that of the next best one;
-    # infinite for the prompt
-    margins: torch.Tensor
-
-
 def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in leaves.items() if value is not None}
 
@@ -65,8 +52,10 @@ def generation_case(
     tokens: int = TOKENS,
     length: int = PROMPT,
     prompts: dict[str, torch.Tensor] | None = None,
-) -> GenerationCase:
+) -> StoredCase:
     """Generate greedily with the eager model; two of three rows are padded on the left."""
+    # returns: arguments of `generate`; prompt and new tokens, of shape (batch, length), how many were asked for, and
+    # how much the score of each new token is above that of the next best one, infinite for the prompt
     # tokens: the number of new tokens, where the model has room for them
     # prompts: text to begin with and its mask; `None`, the default, for random tokens
     text = model.config.get_text_config(decoder=True)
@@ -100,7 +89,8 @@ def generation_case(
         )
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)
-    return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
+    margins = _margins(found.sequences, found.scores)
+    return StoredCase(inputs, {"sequences": found.sequences, "new_tokens": new_tokens, "margins": margins})
 
 
 def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -210,8 +200,8 @@ def store_generation(
 ) -> str:
     """Store the tokens that the model generates after a short prompt, or after ``after`` tokens."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
-    text = f"{case.new_tokens} tokens, greedily{f', after {after}' if after else ''}"
-    return _store_tokens(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
+    text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
+    return _store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
 
 
 def store_chats(
@@ -219,21 +209,19 @@ def store_chats(
 ) -> str:
     """Store the model's answers."""
     case = generation_case(model, task, tokens=tokens, prompts=prompts)
-    return _store_tokens(case, work, CHATS, f"{len(case.sequences)} chats, {case.new_tokens} tokens, greedily")
+    text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
+    return _store(case, work, CHATS, text)
 
 
-def _store_tokens(case: GenerationCase, work: pathlib.Path, path: str, name: str) -> str:
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
-    save_case(work / path, case.inputs, outputs, name=name)
+def _store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
+    save_case(work / path, case.inputs, case.outputs, name=name)
     return path
 
 
 def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
     """Store the spectrogram that the model makes."""
-    case = spoken_case(model, rows, calls)
-    path = "cases/generate.case"
-    save_case(work / path, case.inputs, case.outputs, name=f"{calls} calls of the decoder, rows {rows}")
-    return path
+    name = f"{calls} calls of the decoder, rows {rows}"
+    return _store(spoken_case(model, rows, calls), work, "cases/generate.case", name)
 
 
 # Store the spectrogram that a model makes, and compare that of its files.

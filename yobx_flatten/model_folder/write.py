@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import os
 import pathlib
@@ -39,7 +38,7 @@ from .added_adapters import write_matrices
 from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
 from .export_piece import FolderFormat, Target, export_piece, fitting_cases, room_for_tokens
-from .genai_files import decoder_config, picture_config, sound_config, write_genai_config, write_sound_files
+from .genai_files import decoder_config, picture_config, sound_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import keeps_more, positions_of
@@ -47,6 +46,7 @@ from .plan import Accuracy, Adapters, FolderPlan, plan_folder
 from .sentence import copy_modules
 from .source.adapter import ADAPTER
 from .source.classes import task_of_checkpoint, without_peft
+from .source.configuration import change_json, write_json
 from .source.find import FoundModel, find_model, origin_of, reader_of, require_transformers
 from .source.gguf_file import gguf_tokenizer
 from .source.open import OpenedModel, WeightsIn, open_model
@@ -293,7 +293,7 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
         contents = sound_config(model, made.reports["decoder.onnx"].output_names)
         write_sound_files(work, model)
     if contents is not None:
-        write_genai_config(work, contents)
+        write_json(work / "genai_config.json", contents)
     elif is_asked:
         way = "" if plan.form.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
         raise InvalidArgumentError(
@@ -456,10 +456,7 @@ def write_companions(
     config.architectures = [type(model).__name__]  # of a base, the configuration states the class around it
     config.save_pretrained(folder)
     # names of classes in Python files: these are not copied, and what is exported needs none
-    stated = read_document(folder / "config.json", dict[str, Any], failure=ModelSourceError, finite=False)
-    if stated.pop("auto_map", None) is not None:
-        text = json.dumps(stated, indent=2, ensure_ascii=False) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+    change_json(folder / "config.json", {"auto_map": None})
     if getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
         for name in _OF_CACHES:  # the files have one of their own
@@ -490,5 +487,4 @@ def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None
     stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
     if stated.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows this class by its other name only
         stated["tokenizer_class"] = "PreTrainedTokenizerFast"
-    text = json.dumps({**stated, "model_input_names": list(names)}, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_json(path, {**stated, "model_input_names": list(names)})

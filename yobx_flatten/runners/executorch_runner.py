@@ -41,24 +41,18 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 class Rows:
     """Shapes of a file that reads one row and writes its cache in place."""
 
-    in_place: Sequence[str]  # the inputs that are buffers
-    inputs: Mapping[str, int]  # the axis of rows of each input that has one
-    outputs: Mapping[str, int]  # the axis of rows of each output that is returned
+    in_place: list[str]  # the inputs that are buffers
+    inputs: dict[str, int]  # the axis of rows of each input that has one
+    outputs: dict[str, int]  # the axis of rows of each output that is returned
 
     def to_json(self) -> str:
         """Return it as text, which :meth:`from_json` reads."""
-        return json.dumps({"in_place": [*self.in_place], "inputs": {**self.inputs}, "outputs": {**self.outputs}})
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Rows:
         """Read what :meth:`to_json` wrote."""
-        about = f"The rows in {where}"
-        found = parse_document(text, dict[str, Any], about, failure=DamagedFileError)
-        try:
-            axes = ({str(name): int(axis) for name, axis in found[key].items()} for key in ("inputs", "outputs"))
-            return cls([str(name) for name in found["in_place"]], *axes)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedFileError(f"{about} cannot be read ({type(error).__name__}).") from None
+        return parse_document(text, cls, f"The list of rows in {where}", failure=DamagedFileError)
 
 
 def room_for(total: int) -> int:

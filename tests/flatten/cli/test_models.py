@@ -263,7 +263,7 @@ def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatc
 
     def other(*args):
         case = original(*args)
-        case.sequences[:, -1] += 1
+        case.outputs["sequences"][:, -1] += 1
         return case
 
     monkeypatch.setattr(stored_cases, "generation_case", other)

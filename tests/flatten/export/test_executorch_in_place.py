@@ -120,7 +120,7 @@ TEXTS = ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [],
 @pytest.mark.parametrize("text", TEXTS)
 def test_damaged_rows_are_refused(text):
     """The error names the file, and not a place in this package."""
-    with pytest.raises(DamagedFileError, match=r"The rows in model\.pte cannot be read"):
+    with pytest.raises(DamagedFileError, match=r"The list of rows in model\.pte is damaged"):
         Rows.from_json(text, "model.pte")
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError
-from yobx_flatten.generate.pictures import Grids, image_positions
+from yobx_flatten.generate.pictures import Pictures, image_positions
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.source.classes import small_model
@@ -18,7 +18,12 @@ PICTURE, VIDEO = 3, 258
 GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1 x 4 tokens
 
 
-PICTURES = Grids("image", PICTURE, GRIDS)
+def grids(word, token, sizes, spacing=()):
+    """Pictures of some sizes, whose pixels do not matter."""
+    return Pictures(word, torch.zeros(1), sizes, token, spacing)
+
+
+PICTURES = grids("image", PICTURE, GRIDS)
 FILMS = torch.tensor([[2, 4, 4], [3, 2, 4]])  # of 2 x 2 x 2 and 3 x 1 x 2 tokens
 
 
@@ -61,8 +66,8 @@ def test_frames_of_a_video_are_seconds_apart_as_in_the_model(qwen):
         tokens, kinds, image_grid_thw=GRIDS[:1], video_grid_thw=FILMS, second_per_grid_ts=seconds, attention_mask=mask
     )
     settings = settings_of(qwen.config.to_dict(), {})
-    (films,) = settings.videos(torch.ones(1), FILMS, seconds).grids
-    found = image_positions(tokens, mask, [Grids("image", PICTURE, GRIDS[:1]), films], 2)
+    films = settings.videos(torch.ones(1), FILMS, seconds)
+    found = image_positions(tokens, mask, [grids("image", PICTURE, GRIDS[:1]), films], 2)
     assert found.tolist() == wanted.tolist()
 
 
@@ -74,7 +79,7 @@ def test_frames_with_text_between_them_are_counted_one_by_one():
         tokens[0, begin : begin + count] = VIDEO
     kinds = 2 * torch.eq(tokens, VIDEO).long()
     wanted, _ = model.model.get_rope_index(tokens, kinds, video_grid_thw=FILMS)
-    found = image_positions(tokens, torch.ones_like(tokens), [Grids("video", VIDEO, FILMS)], 2)
+    found = image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
     assert found.tolist() == wanted.tolist()
 
 
@@ -85,7 +90,7 @@ def test_a_picture_of_another_size_than_its_tokens_is_refused():
         image_positions(tokens, torch.ones_like(tokens), [PICTURES], 2)
     tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
     with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, and video_grid_thw states 8"):
-        image_positions(tokens, torch.ones_like(tokens), [Grids("video", VIDEO, FILMS)], 2)
+        image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
 
 
 def test_an_encoder_without_sizes_that_depend_on_values_has_the_features_of_the_model(qwen):

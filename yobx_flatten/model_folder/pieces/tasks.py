@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.failures import first_line
@@ -15,7 +15,9 @@ from .spoken import spoken_pieces, writes_spectrograms
 from .text import EVERY, Piece, Split, check_other_media, decoder_pieces, encoder_decoder_pieces, input_name
 from .vision_language import vision_language_pieces
 
-TASKS: Mapping[str, Callable[[Any, Split], list[Piece]]] = {
+Cut: TypeAlias = Callable[[Any, Split], list[Piece]]  # makes the files of a model
+
+TASKS: Mapping[str, Cut] = {
     "text-generation": decoder_pieces,
     "text2text-generation": encoder_decoder_pieces,
     "automatic-speech-recognition": encoder_decoder_pieces,
@@ -42,7 +44,10 @@ TASKS: Mapping[str, Callable[[Any, Split], list[Piece]]] = {
 """Task names of the Hugging Face hub, and the function that makes the files of such a model. ``ctc`` is speech
 recognition frame by frame, without a decoder."""
 
-_FOR_GENAI = {encoder_decoder_pieces: genai_sound_pieces, vision_language_pieces: genai_picture_pieces}
+_FOR_GENAI: Mapping[Cut, Cut] = {
+    encoder_decoder_pieces: genai_sound_pieces,
+    vision_language_pieces: genai_picture_pieces,
+}
 """The functions for models that onnxruntime-genai runs in other files."""
 
 GENERATES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ...errors import ModelSourceError
 from ...errors.failures import first_line, format_bytes, raised_as
 from ...export.model_facts import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
@@ -53,6 +55,17 @@ def read_config(
         if runs_code and "auto_map" in stated:
             return transformers.AutoConfig.from_pretrained(file.parent, **{**FILES_ONLY, "trust_remote_code": True})
         return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
+
+
+def write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
+    """Write a file of a folder."""
+    path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def change_json(path: pathlib.Path, entries: Mapping[str, Any]) -> None:
+    """Set entries of a file; an entry of ``None`` is removed."""
+    held = {**read_document(path, dict[str, Any], failure=ModelSourceError, finite=False), **entries}
+    write_json(path, {name: value for name, value in held.items() if name not in entries or value is not None})
 
 
 def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -19,57 +18,10 @@ from .settings import GenerationSettings, refusals_named
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
 
-
-@dataclasses.dataclass(frozen=True)
-class SpeechCall:
-    """Options of a call with sound."""
-
-    # spoken language, as `"de"`; one for each row, or one for all; `None` to detect it
-    language: str | list[str] | None = None
-    task: str | None = None  # `"transcribe"` or `"translate"`; `None` for what the model does by itself
-    return_timestamps: bool | None = None  # whether tokens of times stand around each segment; `None` for as configured
-
-    def __post_init__(self) -> None:
-        if self.return_timestamps not in (None, True, False):
-            raise InvalidArgumentError(
-                f"return_timestamps must be True or False, found {self.return_timestamps!r}. For times of words, "
-                "export the folder with word_times=True, and call\n    generate(..., return_token_timestamps=True)"
-            )
-
-    @property
-    def asks(self) -> bool:
-        """Whether any option is set."""
-        return any(value is not None for value in dataclasses.astuple(self))
-
-
 # parameters of generate and stream that are no keywords of transformers' generate
 _OWN = ("self", "options", "sampling", "adapter")
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Inputs of a call: a prompt or the inputs of an encoder, pictures and videos, the first new tokens."""
-
-    input_ids: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    input_features: torch.Tensor | None = None
-    input_values: torch.Tensor | None = None
-    pixel_values: torch.Tensor | None = None
-    image_grid_thw: torch.Tensor | None = None
-    image_sizes: torch.Tensor | None = None
-    batch_num_images: torch.Tensor | None = None
-    pixel_values_videos: torch.Tensor | None = None
-    video_grid_thw: torch.Tensor | None = None
-    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
-    decoder_input_ids: torch.Tensor | None = None
-    forced_bos_token_id: int | None = None
-
-
-_INPUTS, _SPEECH = (tuple(field.name for field in dataclasses.fields(of)) for of in (Inputs, SpeechCall))
-
-
-def _of(names: Sequence[str], stated: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: stated[name] for name in names if name in stated}
+# of a call with sound: the language that is spoken, what is written of it, and whether with times
+_SPEECH = ("language", "task", "return_timestamps")
 
 
 class Generator:
@@ -202,25 +154,23 @@ class Generator:
             GenerationError: when a file fails while it runs.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-        return self.with_adapter(adapter)._streamed(Inputs(**_of(_INPUTS, stated)), max_new_tokens, sampling)
+        return self.with_adapter(adapter)._streamed(stated, sampling)
 
-    def _streamed(
-        self, inputs: Inputs, max_new_tokens: int | None, sampling: Sampling | None
-    ) -> Iterator[torch.Tensor]:
+    def _streamed(self, given: Mapping[str, Any], sampling: Sampling | None) -> Iterator[torch.Tensor]:
         self._check_writes("stream")
         if self.settings.other_loops:
             raise GenerationError(
                 f"generation_config.json sets {', '.join(self.settings.other_loops)}, which does not produce tokens "
                 "one by one: call generate(), or remove the entry."
             )
-        source, pictures = self._read(inputs)
-        if self._is_whole_speech(inputs, SpeechCall()):
+        source, pictures = self._read(given)
+        if self._is_whole_speech(given):
             raise InvalidArgumentError(
                 "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
                 "generate(), or pass the first tokens:\n    stream(input_features=sound, "
                 "decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
-        return self._stream(self._begin(inputs, source, pictures), max_new_tokens, sampling)
+        return self._stream(self._begin(given, source, pictures), given.get("max_new_tokens"), sampling)
 
     def generate_speech(
         self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
@@ -308,53 +258,63 @@ class Generator:
                 "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
             )
         several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
-        inputs, speech = Inputs(**_of(_INPUTS, stated)), SpeechCall(**_of(_SPEECH, stated))
+        if stated.get("return_timestamps") not in (None, True, False):
+            raise InvalidArgumentError(
+                f"return_timestamps must be True or False, found {stated['return_timestamps']!r}. For times of words, "
+                "export the folder with word_times=True, and call\n    generate(..., return_token_timestamps=True)"
+            )
         if options or beams > 1 or several or settings.other_loops:
             return self._by_transformers({**stated, **options}, sampling)
-        source, pictures = self._read(inputs)
-        if self._is_whole_speech(inputs, speech):
+        source, pictures = self._read(stated)
+        if self._is_whole_speech(stated):
             return self._by_transformers(stated, sampling)
-        sequence = self._begin(inputs, source, pictures)
+        sequence = self._begin(stated, source, pictures)
         first = sequence.tokens
         new = list(self._stream(sequence, stated.get("max_new_tokens"), sampling))
         return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
 
     # -- before the first token ----------------------------------------------------------------------------------------
 
-    def _is_whole_speech(self, inputs: Inputs, asked: SpeechCall) -> bool:
+    # given: keywords of the call that are not `None`
+
+    def _is_whole_speech(self, given: Mapping[str, Any]) -> bool:
         """Return whether Whisper's own loop chooses the first tokens of a text, and splits the sound."""
-        if inputs.input_features is None or not self.settings.is_speech:
-            if asked.asks:
+        asks = any(name in given for name in _SPEECH)
+        if "input_features" not in given or not self.settings.is_speech:
+            if asks:
                 raise InvalidArgumentError(
                     "language=, task= and return_timestamps= are for Whisper with input_features=, whose "
                     "generation_config.json has languages (lang_to_id) and timestamps (no_timestamps_token_id)."
                 )
             return False
-        if inputs.decoder_input_ids is not None and asked.asks:
+        if "decoder_input_ids" in given and asks:
             raise InvalidArgumentError(
                 "decoder_input_ids already set language, task and timestamps: pass either these, or language=, task= "
                 "and return_timestamps=."
             )
-        return inputs.decoder_input_ids is None
+        return "decoder_input_ids" not in given
 
-    def _read(self, inputs: Inputs) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
+    def _read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
         """Inputs of the encoder other than text, and the pictures and videos of the prompt."""
-        given = {"input_features": inputs.input_features, "input_values": inputs.input_values}
-        if self.parts.encoder is not None and "pixel_values" in self.parts.encoder.ports:
-            given["pixel_values"] = inputs.pixel_values  # pictures in a prompt are for a decoder
-        images = self.settings.images(
-            inputs.pixel_values, inputs.image_grid_thw, inputs.image_sizes, inputs.batch_num_images
-        )
-        videos = self.settings.videos(inputs.pixel_values_videos, inputs.video_grid_thw, inputs.second_per_grid_ts)
-        return {name: value for name, value in given.items() if value is not None}, (images, videos)
+        encoder = self.parts.encoder
+        names = ["input_features", "input_values"]
+        if encoder is not None and "pixel_values" in encoder.ports:
+            names.append("pixel_values")  # pictures in a prompt are for a decoder
+        of_images = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+        of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+        pictures = self.settings.images(*map(given.get, of_images)), self.settings.videos(*map(given.get, of_videos))
+        return {name: given[name] for name in names if name in given}, pictures
 
-    def _begin(self, inputs: Inputs, source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]) -> TextState:
-        token = inputs.forced_bos_token_id
+    def _begin(
+        self, given: Mapping[str, Any], source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]
+    ) -> TextState:
+        token = given.get("forced_bos_token_id")
         if token is not None and (type(token) is not int or token < 0):
             raise InvalidArgumentError(
                 f"forced_bos_token_id must be a token, an int of 0 or more; found {describe_class(token)}."
             )
-        sequence = self.steps.begin(inputs.input_ids, inputs.attention_mask, source, inputs.decoder_input_ids, pictures)
+        ids, mask, first = map(given.get, ("input_ids", "attention_mask", "decoder_input_ids"))
+        sequence = self.steps.begin(ids, mask, source, first, pictures)
         sequence.forced = self.settings.forced_bos_token_id if token is None else token
         return sequence
 

@@ -305,8 +305,21 @@ class FileModel(ModelWithoutWeights):
         elif self.steps.parts.vision is not None and cache.seen == 0:
             shown = Shown(self._pictures(pixel_values, **pictures), len(input_ids))
         self._check_counted("cache_position", cache_position, cache, input_ids)
+        total, rows, ports = cache.seen + input_ids.shape[1], len(input_ids), self.steps.parts.decoder.ports
+        mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()
+        if mask.shape != (rows, total):
+            raise InvalidArgumentError(
+                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}: the tokens that the cache "
+                "has read, and those of input_ids."
+            )
+        if position_ids is not None and "position_ids" not in ports:
+            self._check_unread(position_ids, mask, input_ids.shape[1])
         is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
-        scores = self._decode(cache, input_ids, attention_mask, position_ids, shown, is_last=is_last)
+        if cache.state is None:
+            scores = self._begin(cache, input_ids, mask, position_ids, shown, is_last=is_last)
+        else:
+            new = None if position_ids is None else position_ids.expand(rows, -1)[:, -input_ids.shape[1] :]
+            scores = self._read(cache, input_ids, mask, new, is_last=is_last)
         if token_type_ids is not None:
             self._check_types(cache, token_type_ids)
         filled = {installed_name(): cache} if use_cache is not False else {}
@@ -332,10 +345,30 @@ class FileModel(ModelWithoutWeights):
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(None, attention_mask, input_ids=input_ids, **given)
-        if decoder_input_ids is not None:
-            self._check_counted("decoder_position_ids", decoder_position_ids, cache, decoder_input_ids)
-            self._check_counted("cache_position", cache_position, cache, decoder_input_ids)
-        scores = self._after_encoder(cache, decoder_input_ids, decoder_attention_mask, encoder_outputs, attention_mask)
+        decoder, hidden, tokens = self.steps.parts.decoder, encoder_outputs[0], decoder_input_ids
+        if tokens is None:
+            raise InvalidArgumentError(f"{decoder.name} reads tokens: pass decoder_input_ids.")
+        self._check_counted("decoder_position_ids", decoder_position_ids, cache, tokens)
+        self._check_counted("cache_position", cache_position, cache, tokens)
+        if decoder_attention_mask is not None and not bool(decoder_attention_mask.all()):
+            raise InvalidArgumentError(
+                "decoder_attention_mask contains zeros, but the exported decoder has no mask for its own tokens. "
+                "Pass rows of one length, or one row at a time (Whisper: condition_on_prev_tokens)."
+            )
+        mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if attention_mask is None else attention_mask.long()
+        if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
+            raise InvalidArgumentError(
+                f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
+                f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
+            )
+        context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
+        if isinstance(encoder_outputs, Mapping):
+            context |= {name: keys for name, keys in encoder_outputs.items() if is_present(name)}
+        if cache.state is None:
+            cache.state = TextState(tokens[:, :0], tokens[:, :0], tokens[:, :0], {}, context)
+        cache.state.context = context
+        ones = torch.ones(len(tokens), cache.seen + tokens.shape[1], dtype=torch.int64)
+        scores = self._read(cache, tokens, ones, None)
         filled = {installed_name(): cache} if use_cache is not False else {}
         if output_attentions:
             filled |= self._weights(cache, scores.shape[1])
@@ -349,63 +382,6 @@ class FileModel(ModelWithoutWeights):
             raise InvalidArgumentError(
                 f"{name}: {self.steps.parts.decoder.name} counts positions itself, from {cache.seen}. Leave {name} out."
             )
-
-    def _after_encoder(
-        self,
-        cache: FileCache,
-        tokens: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        read: Any,
-        encoder_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        hidden = read[0]
-        if tokens is None:
-            raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass decoder_input_ids.")
-        if mask is not None and not bool(mask.all()):
-            raise InvalidArgumentError(
-                "decoder_attention_mask contains zeros, but the exported decoder has no mask for its own tokens. "
-                "Pass rows of one length, or one row at a time (Whisper: condition_on_prev_tokens)."
-            )
-        if encoder_mask is None:
-            encoder_mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
-        elif "encoder_attention_mask" in self.steps.parts.decoder.ports and encoder_mask.shape != hidden.shape[:2]:
-            raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(encoder_mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
-            )
-        context = {"encoder_hidden_states": hidden, "encoder_attention_mask": encoder_mask.long()}
-        if isinstance(read, Mapping):
-            context |= {name: keys for name, keys in read.items() if is_present(name)}
-        if cache.state is None:
-            cache.state = TextState(tokens[:, :0], tokens[:, :0], tokens[:, :0], {}, context)
-        cache.state.context = context
-        ones = torch.ones(len(tokens), cache.seen + tokens.shape[1], dtype=torch.int64)
-        return self._read(cache, tokens, ones, None)
-
-    def _decode(
-        self,
-        cache: FileCache,
-        tokens: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        shown: Shown | None,
-        *,
-        is_last: bool,
-    ) -> torch.Tensor:
-        total, rows = cache.seen + tokens.shape[1], len(tokens)
-        mask = torch.ones(rows, total, dtype=torch.int64) if mask is None else mask.long()
-        if mask.shape != (rows, total):
-            raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}: the tokens that the cache "
-                "has read, and those of input_ids."
-            )
-        if positions is not None and "position_ids" not in self.steps.parts.decoder.ports:
-            self._check_unread(positions, mask, tokens.shape[1])
-        if cache.state is None:
-            return self._begin(cache, tokens, mask, positions, shown, is_last=is_last)
-        if positions is not None:
-            positions = positions.expand(rows, -1)[:, -tokens.shape[1] :]
-        return self._read(cache, tokens, mask, positions, is_last=is_last)
 
     def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
         """Refuse positions that a file does not read, and that are not those of its tokens."""

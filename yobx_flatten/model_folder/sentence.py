@@ -178,7 +178,7 @@ def _read_own(folder: pathlib.Path, name: str, form: type[T]) -> T:
 def _pooling(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     stated = _read_own(folder, f"{path}/config.json", _Pooling)
     named = [stated.pooling_mode] if isinstance(stated.pooling_mode, str) else list(stated.pooling_mode or [])
-    modes = named or [mode for mode in _MODES if getattr(stated, _SWITCHES[mode])]
+    modes = named or [mode for mode in _MODES if getattr(stated, f"pooling_mode_{_OLDER.get(mode, mode)}")]
     if not stated.include_prompt:
         return "Pooling without the prompt (include_prompt=false)"
     unknown = [mode for mode in modes if mode not in _MODES]
@@ -229,7 +229,7 @@ def _mean_by_root(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _weighted(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     places = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[None, :, None]
-    return (hidden * mask * places).sum(1) / (mask * places).sum(1).clamp(min=_LEAST)
+    return _mean(hidden, mask * places)
 
 
 def _last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -247,11 +247,5 @@ _MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-_SWITCHES = {
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "mean": "pooling_mode_mean_tokens",
-    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
-    "weightedmean": "pooling_mode_weightedmean_tokens",
-    "lasttoken": "pooling_mode_lasttoken",
-}
+# as older folders state a mode: `pooling_mode_mean_tokens`
+_OLDER = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}

@@ -25,7 +25,7 @@ from .explain import load_model, pieces_of_folder
 from .manifest import FolderManifest, StoredAdapter, read_manifest, write_manifest
 from .pieces.tasks import GENERATES
 from .source.adapter import read_adapters
-from .stored_cases import CASES, SAMPLED_TOKENS, store_calls, store_generation, store_text
+from .stored_cases import CASES, SAMPLED_TOKENS, store_generation, store_piece
 from .verify import FolderCheck, check_adapter
 
 
@@ -121,11 +121,9 @@ def _stored(
     with adapter.active():
         for piece in pieces:
             name = f"{piece.stem}.onnx"
-            cases[name] = store_calls(piece, sampled(piece.cases), work, ".")
             texts = [load_case(folder / case) for case in manifest.cases.get(name, []) if "-text-" in case]
-            if texts:
-                tokens = torch.cat([case.outputs["text"] for case in texts])
-                cases[name] += store_text(piece, tokens, work, ".")
+            tokens = torch.cat([case.outputs["text"] for case in texts]) if texts else None
+            cases[name] = store_piece(piece, sampled(piece.cases), tokens, work, ".")
         if manifest.task in GENERATES:
             cases[""] = [store_generation(model, manifest.task, rows, SAMPLED_TOKENS, work, below=".")]
     return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -74,8 +73,17 @@ def export_piece(
         )
 
     # of torch's trace, of the model inside it, of the exporter: each has its classes
-    with raised_as(failed, FlattenError, OSError, MemoryError), _for_sizes_of_its_own(model, path):
-        return export(piece)
+    with raised_as(failed, FlattenError, OSError, MemoryError):
+        try:
+            return export(piece)
+        except ReplayError as error:
+            if not any(words in str(error) for words in _OF_SIZES):
+                raise
+            raise ReplayError(
+                f"{model} cannot be exported to {path.name} for all sizes. For the sizes of your own inputs: "
+                f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
+                error.report,
+            ) from error
 
 
 def _written(
@@ -119,32 +127,8 @@ def _with_fixed_batch(shapes: Any) -> Any:
     return [_with_fixed_batch(below) for below in shapes] if isinstance(shapes, (list, tuple)) else shapes
 
 
-@contextlib.contextmanager
-def _for_sizes_of_its_own(model: str, path: pathlib.Path) -> Iterator[None]:
-    """Suggest a file of fixed sizes if a program does not accept other sizes."""
-    try:
-        yield
-    except ReplayError as error:
-        if not any(words in str(error) for words in _OF_SIZES):
-            raise
-        raise ReplayError(
-            f"{model} cannot be exported to {path.name} for all sizes. For the sizes of your own inputs: "
-            f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
-            error.report,
-        ) from error
-
-
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
 """Runtimes for which folders can be written."""
-
-FORMATS: Mapping[str, str] = {
-    "onnxruntime": "onnx",
-    "torch": "program",
-    "aotinductor": "aotinductor",
-    "executorch": "executorch",
-    "openvino": "openvino",
-}
-"""The name of each runtime's file format in the manifest (``yobx_flatten.json``)."""
 
 _PROMPT = 9  # tokens of the prompt that is generated from
 
@@ -197,7 +181,7 @@ class FolderFormat:
     @property
     def name(self) -> str:
         """The format, as the manifest names it."""
-        return FORMATS[self.runtime]
+        return {"onnxruntime": "onnx", "torch": "program"}.get(self.runtime, self.runtime)
 
     @property
     def suffix(self) -> str:
@@ -206,26 +190,22 @@ class FolderFormat:
 
     @functools.cached_property
     def largest(self) -> Bounds | None:
-        """The largest sizes; ``None`` without them."""
-        return _bounds(self.bounds, self.batch)
-
-
-def _bounds(given: Mapping[str, int] | None, rows: int | None) -> Bounds | None:
-    """Return the bounds of a folder, with 4 rows by default."""
-    # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length; `None` without bounds
-    if given is None:
-        return None
-    found = Bounds.of({"batch": rows or 4, **given})
-    if found is None or found.length is None:
-        raise InvalidArgumentError(f'bounds= lacks the length: {{"batch": 4, "length": 512}}; found {dict(given)!r}.')
-    for name, least in (("batch", rows or 3), ("length", 32), ("new", _PROMPT)):
-        value = getattr(found, name)
-        if value < least:
+        """The largest sizes, with 4 rows by default; ``None`` without them."""
+        if self.bounds is None:
+            return None
+        found = Bounds.of({"batch": self.batch or 4, **self.bounds})
+        if found is None or found.length is None:
             raise InvalidArgumentError(
-                f"bounds: {name}={value} is less than {least}, which the checks of the folder need. For one row: "
-                "batch=1 (--max-batch 1)."
+                f'bounds= lacks the length: {{"batch": 4, "length": 512}}; found {dict(self.bounds)!r}.'
             )
-    return found
+        for name, least in (("batch", self.batch or 3), ("length", 32), ("new", _PROMPT)):
+            value = getattr(found, name)
+            if value < least:
+                raise InvalidArgumentError(
+                    f"bounds: {name}={value} is less than {least}, which the checks of the folder need. For one row: "
+                    "batch=1 (--max-batch 1)."
+                )
+        return found
 
 
 def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:

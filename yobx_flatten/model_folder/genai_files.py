@@ -65,6 +65,11 @@ def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
     }
 
 
+def _cache_names(what: str, front: str, side: str = "") -> dict[str, str]:
+    """How the library calls the keys and values of all layers, and how a file does."""
+    return {f"{what}_{part}_names": f"{front}.%d.{side}{part}" for part in ("key", "value")}
+
+
 def _session(file: str) -> dict[str, Any]:
     return {"session_options": {"log_id": "onnxruntime-genai", "provider_options": []}, "filename": file}
 
@@ -100,16 +105,8 @@ def decoder_config(
             "decoder": {
                 **_session("model.onnx"),
                 **_sizes(config),
-                "inputs": {
-                    **{name: name for name in plain},
-                    "past_key_names": f"{CACHE}.%d.key",
-                    "past_value_names": f"{CACHE}.%d.value",
-                },
-                "outputs": {
-                    "logits": "logits",
-                    "present_key_names": f"{PRESENT}.%d.key",
-                    "present_value_names": f"{PRESENT}.%d.value",
-                },
+                "inputs": {**{name: name for name in plain}, **_cache_names("past", CACHE)},
+                "outputs": {"logits": "logits", **_cache_names("present", PRESENT)},
             },
         },
         "search": _search(room, one_memory=one_memory),
@@ -183,23 +180,19 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
                 "inputs": {"audio_features": "input_features"},
                 "outputs": {
                     "encoder_hidden_states": "last_hidden_state",
-                    "cross_present_key_names": f"{PRESENT}.%d.encoder.key",
-                    "cross_present_value_names": f"{PRESENT}.%d.encoder.value",
+                    **_cache_names("cross_present", PRESENT, "encoder."),
                 },
             },
             "decoder": {
                 **side("decoder.onnx", layers, heads),
                 "inputs": {
                     "input_ids": "input_ids",
-                    "past_key_names": f"{CACHE}.%d.decoder.key",
-                    "past_value_names": f"{CACHE}.%d.decoder.value",
-                    "cross_past_key_names": f"{CACHE}.%d.encoder.key",
-                    "cross_past_value_names": f"{CACHE}.%d.encoder.value",
+                    **_cache_names("past", CACHE, "decoder."),
+                    **_cache_names("cross_past", CACHE, "encoder."),
                 },
                 "outputs": {
                     "logits": ALLOWED if ALLOWED in outputs else "logits",
-                    "present_key_names": f"{PRESENT}.%d.decoder.key",
-                    "present_value_names": f"{PRESENT}.%d.decoder.value",
+                    **_cache_names("present", PRESENT, "decoder."),
                 },
             },
         },

@@ -25,7 +25,7 @@ from .chat import CHATS
 from .pieces.grid_images import BlockwiseDecoder, GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input, input_name
-from .texts import in_own_cache
+from .texts import plain_loop
 
 CASES = "cases"
 """The subfolder of an exported folder in which the cases are stored."""
@@ -76,17 +76,8 @@ def generation_case(
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
     with undisturbed(model=model), in_one_thread(model):
-        found = generate(
-            **inputs,
-            max_new_tokens=new_tokens,
-            max_length=None,
-            do_sample=False,
-            num_beams=1,
-            num_return_sequences=1,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **in_own_cache(model),
-        )
+        asked = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
+        found = generate(**inputs, **asked, output_scores=True, **plain_loop(model))
     for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
         inputs.pop(name, None)
     margins = _margins(found.sequences, found.scores)
@@ -173,6 +164,19 @@ def store_calls(
         names.append(f"{below}/{piece.stem}-{number}.case")
         save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
     return names
+
+
+def store_piece(
+    piece: Piece,
+    cases: Sequence[Case],
+    tokens: torch.Tensor | None,
+    work: pathlib.Path,
+    below: str = CASES,
+    runs: EagerRuns | None = None,
+) -> list[str]:
+    """Store the calls of a piece, and the model's losses on a text; return their paths in the folder."""
+    stored = store_calls(piece, cases, work, below, runs)
+    return stored if tokens is None else stored + store_text(piece, tokens, work, below, runs.texts if runs else ())
 
 
 def store_text(

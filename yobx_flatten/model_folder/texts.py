@@ -178,20 +178,8 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
     with undisturbed(seed=0, model=model):
-        found = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=_NEW,
-            max_length=None,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            num_beams=1,
-            num_return_sequences=1,
-            return_dict_in_generate=False,
-            **in_own_cache(model),
-        )
+        asked = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "return_dict_in_generate": False}
+        found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=_NEW, **asked, **plain_loop(model))
     stops = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)
     length, rows = ids.shape[1], []
     for row, read in zip(found, mask, strict=True):
@@ -201,10 +189,11 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
     return rows
 
 
-def in_own_cache(model: TransformersModel) -> dict[str, str]:
-    """The keyword of ``generate`` for keys and values as the model computes them, as files have them."""
+def plain_loop(model: TransformersModel) -> dict[str, Any]:
+    """The keywords of ``generate`` for one text per row, with keys and values as the model computes them."""
     asked = getattr(model.generation_config, "cache_implementation", None)
-    return {} if asked is None else {"cache_implementation": "dynamic"}
+    own = {} if asked is None else {"cache_implementation": "dynamic"}
+    return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own}
 
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:

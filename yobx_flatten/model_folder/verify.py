@@ -176,16 +176,14 @@ def verify_folder(
     path = check_folder(folder)
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
-    where = _where(manifest.runtime, device, providers)
-    manifest = _for_device(manifest, where)
-    opened = _Opened(path, manifest, trust, where)
+    manifest = _for_device(manifest, device, providers)
+    opened = _Opened(path, manifest, trust, device, providers)
     checks = _checks(opened, path, manifest.cases, manifest.quality, on_check)
     rooms = rooms_of_files(path) if manifest.adapters else {}
     for name, stored in manifest.adapters.items():
         opened.adapter = name
         opened.matrices = read_adapter(inside(path, f"{ADAPTERS}/{name}.safetensors", DamagedFileError), rooms)
-        found = _checks(opened, path, stored.cases, stored.quality, on_check)
-        checks += [dataclasses.replace(check, adapter=name) for check in found]
+        checks += _checks(opened, path, stored.cases, stored.quality, on_check)
     return FolderReport(path, manifest, tuple(checks))
 
 
@@ -198,10 +196,9 @@ def check_adapter(
     cases: pathlib.Path,
 ) -> list[FolderCheck]:
     """Run the cases of an adapter that is not in the folder yet."""
-    opened = _Opened(folder, manifest, False, _where(manifest.runtime, None, None))
+    opened = _Opened(folder, manifest)
     opened.adapter, opened.matrices = name, matrices
-    found = _checks(opened, cases, stored.cases, manifest.quality, None)
-    return [dataclasses.replace(check, adapter=name) for check in found]
+    return _checks(opened, cases, stored.cases, manifest.quality, None)
 
 
 @without_spinning()
@@ -223,7 +220,7 @@ def _checks(
             if on_check is not None:
                 on_check(f"{name or 'generate'}: {case.name}")
             checks.append(_check_case(opened, name, case, is_chat=case_path == CHATS))
-    return checks
+    return [dataclasses.replace(check, adapter=opened.adapter) for check in checks]
 
 
 def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
@@ -296,18 +293,13 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
     return distance.quality(stored.weights, stored.block_size, stored.allowed)
 
 
-def _where(runtime: str, device: str | None, providers: Providers | None) -> Providers | None:
-    """Return the providers of onnxruntime; ``None`` for another runtime."""
-    only_for_onnxruntime(runtime, device, providers)
-    if runtime != "onnxruntime":
-        return None
-    require_onnxruntime("verify_folder")
-    return choose_providers(device, providers)
-
-
-def _for_device(manifest: FolderManifest, where: Providers | None) -> FolderManifest:
+def _for_device(manifest: FolderManifest, device: str | None, providers: Providers | None) -> FolderManifest:
     """The tolerance on a device: others than the CPU add in another order."""
-    if where is None or is_on_cpu(where):
+    only_for_onnxruntime(manifest.runtime, device, providers)
+    if device in (None, "cpu") and providers is None:
+        return manifest
+    require_onnxruntime("verify_folder")
+    if is_on_cpu(choose_providers(device, providers)):
         return manifest
     stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
     return dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
@@ -316,14 +308,20 @@ def _for_device(manifest: FolderManifest, where: Providers | None) -> FolderMani
 class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
-    def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool, where: Providers | None) -> None:
-        self.folder, self.manifest, self.trust, self.where = folder, manifest, trust, where
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        manifest: FolderManifest,
+        trust: bool = False,
+        device: str | None = None,
+        providers: Providers | None = None,
+    ) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust}
+        self.how |= {"device": device, "providers": providers}
         self._name = ""
         self.adapter = ""  # the one that files are called with; `""` for none
         self.matrices: dict[str, torch.Tensor] = {}  # those of the adapter
-        self._how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust, "caller": "verify_folder"}
-        if where is not None:
-            self._how["providers"] = where
         self._runner: Runner | None = None
 
     def __call__(self, name: str) -> Runner | None:
@@ -334,8 +332,8 @@ class _Opened:
                 path = inside(self.folder, found, DamagedFileError)
                 # quantized weights that stay where they are would be computed with in another order
                 maps = name not in self.manifest.quality and has_mapped_weights(path)
-                options = {"options": mapped_options(path)} if maps else {}
-                self._runner = open_runner(path, **self._how, **options)
+                options = mapped_options(path) if maps else None
+                self._runner = open_runner(path, caller="verify_folder", options=options, **self.how)
         if self.adapter and isinstance(self._runner, OnnxRunner):
             return self._runner.with_adapter(self.matrices)
         return self._runner
@@ -357,8 +355,7 @@ def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
     stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
     # each frame is read again, so that what one is off is also in those that follow
     allowed = explained(len(case.inputs["dropout_masks"]) * max(stated), case.outputs["spectrogram"]) if stated else 0.0
-    speaks = generator_for(opened.folder, manifest.runtime, trust=opened.trust, providers=opened.where)
-    found = difference_of_speech(speaks, case)
+    found = difference_of_speech(generator_for(opened.folder, **opened.how), case)
     return found, found <= max(manifest.tolerance, allowed)
 
 
@@ -375,7 +372,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
     mapped = any(map(has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
-    generator = generator_for(folder, manifest.runtime, pack=pack, trust=opened.trust, providers=opened.where)
+    generator = generator_for(folder, pack=pack, **opened.how)
     if opened.adapter:
         generator.of_folder.hold(opened.adapter, opened.matrices)
         generator = generator.with_adapter(opened.adapter)

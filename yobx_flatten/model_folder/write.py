@@ -57,11 +57,10 @@ from .stored_cases import (
     SAMPLED_FRAMES,
     SAMPLED_TOKENS,
     TOKENS,
-    store_calls,
     store_chats,
     store_generation,
+    store_piece,
     store_speech,
-    store_text,
 )
 from .verify import FolderReport, TokenCount, verify_folder
 
@@ -209,16 +208,13 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
         calls = fitting_cases(piece, form.largest)
         with report.timed("store cases"):
             runs, report.runs = report.runs, None
-            made.cases[name] = store_calls(piece, sampled(calls) if plan.proof == "sample" else calls, work, runs=runs)
             tokens = None if quantized is None else quantized.tokens
-            if tokens is not None:
-                made.cases[name] += store_text(piece, tokens, work, known=() if runs is None else runs.texts)
+            chosen = sampled(calls) if plan.proof == "sample" else calls
+            made.cases[name] = store_piece(piece, chosen, tokens, work, runs=runs)
             for adapter in plan.adapters:
                 stored, below = made.adapters[adapter.name], f"{CASES}/{ADAPTERS}/{adapter.name}"
                 with adapter.active():
-                    stored.cases[name] = store_calls(piece, sampled(calls), work, below)
-                    if tokens is not None:
-                        stored.cases[name] += store_text(piece, tokens, work, below)
+                    stored.cases[name] = store_piece(piece, sampled(calls), tokens, work, below)
                 if adapter.name in report.of_adapters:
                     stored.quality[name] = report.of_adapters[adapter.name]
     # the time before any file is that of the first one

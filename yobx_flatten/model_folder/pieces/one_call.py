@@ -142,8 +142,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
             return
     with undisturbed(seed=1, model=model):
         second = _tensors(model(**example))
-    same = [one.shape == two.shape and torch.equal(one, two) for one, two in zip(first, second, strict=True)]
-    if all(same):
+    if _equal(first, second):
         return
     if model.training:
         raise GenerationError(
@@ -162,6 +161,10 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     """The tensors of an output, which is not registered here."""
     found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 # Add ``token_type_ids`` to a model's file: which of two texts a token belongs to.
@@ -186,24 +189,16 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
     if TYPES not in inspect.signature(model.forward).parameters:
         return False
     pairs = pair_types(model, *tokens.shape)
-    without, alike = _leaves(model, tokens, None), _leaves(model, tokens, torch.zeros_like(pairs))
+    without, alike = (
+        _tensors(model(input_ids=tokens)),
+        _tensors(model(input_ids=tokens, **{TYPES: torch.zeros_like(pairs)})),
+    )
     try:
-        differing = _leaves(model, tokens, pairs)
+        differing = _tensors(model(input_ids=tokens, **{TYPES: pairs}))
     except IndexError:  # it has one type: the embedding has one row
         return False
     # without types, some read the tokens as of one text; others have no types then, and their tokenizers decide
     return not _equal(alike, differing) and (_equal(without, alike) or _tokenizer_has_types(model))
-
-
-def _leaves(model: TransformersModel, tokens: torch.Tensor, types: torch.Tensor | None) -> list[Any]:
-    given = {} if types is None else {TYPES: types}
-    found = model(input_ids=tokens, **given)
-    return pytree.tree_leaves(found.to_tuple() if hasattr(found, "to_tuple") else found)
-
-
-def _equal(some: list[Any], others: list[Any]) -> bool:
-    pairs = zip(some, others, strict=True)
-    return all(torch.equal(one, other) for one, other in pairs if isinstance(one, torch.Tensor))
 
 
 def _tokenizer_has_types(model: TransformersModel) -> bool:

@@ -23,7 +23,7 @@ from ..runners.adapters import FIRST, SECOND, leave_room
 from ..runners.folder_adapters import rooms_of_files
 from ..runners.open import open_runner
 from ..storage.nested import load_case
-from .export_piece import FolderFormat, export_piece
+from .export_piece import FolderOptions, export_piece
 from .manifest import FolderManifest, check_folder, read_manifest
 from .pieces.tasks import pieces_for
 from .pieces.text import Piece, Split
@@ -111,8 +111,8 @@ def _exported_again(
     pieces, rows = pieces_of_folder(model, folder, manifest)
     for piece in pieces:
         name = f"{piece.stem}.onnx"
-        form = FolderFormat(batch=rows, **_options_of(located(folder, name)))
-        export_piece(type(model).__qualname__, piece, scratch / name, form, "sample")
+        options = FolderOptions(batch=rows, **_options_of(located(folder, name)))
+        export_piece(type(model).__qualname__, piece, scratch / name, options, "sample")
         yield name, scratch / name
 
 

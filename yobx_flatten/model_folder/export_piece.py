@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -19,7 +20,7 @@ from ..export.exported_model import source_of
 from ..export.onnx.file import check_opset
 from ..export.proof.eager_runs import Case, Proof, sampled
 from ..export.proof.report import ExportReport
-from ..export.quantization import Quantization
+from ..export.quantization import Quantization, WeightBits
 from ..export.runtimes.file_options import FileOptions, check_libraries
 from ..export.runtimes.write import write_for
 from ..export.source import left_out, shortened
@@ -28,6 +29,8 @@ from ..runners.open import RUNTIMES, check_runtime
 from ..trees.shapes import dynamic_shapes
 from .client_layout import Layout
 from .pieces.text import Piece
+from .source.open import WeightsIn
+from .source.packed_weights import UnmatchedWeights
 
 # how torch begins what a program states of sizes that it was not traced for
 _OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
@@ -39,7 +42,7 @@ def export_piece(
     model: str,
     piece: Piece,
     path: pathlib.Path,
-    form: FolderFormat,
+    options: FolderOptions,
     proof: Proof,
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
@@ -48,7 +51,7 @@ def export_piece(
     # model: name of the class that the piece is of
 
     def export(one: Piece) -> ExportReport:
-        report = _written(one, path, form, proof, quantization, adapters)
+        report = _written(one, path, options, proof, quantization, adapters)
         report.remark(*one.remarks)
         return report
 
@@ -89,23 +92,23 @@ def export_piece(
 def _written(
     piece: Piece,
     path: pathlib.Path,
-    form: FolderFormat,
+    options: FolderOptions,
     proof: Proof,
     quantization: Quantization | None,
     adapters: Sequence[Adapter],
 ) -> ExportReport:
     """Export a piece with the runtime of the folder, or with ``torch.export`` alone."""
     shapes: Any = piece.dynamic_shapes
-    if form.batch is not None and shapes is not None and piece.has_rows:
+    if options.batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
     how: dict[str, Any] = {"kwargs": piece.kwargs, "dynamic_shapes": shapes}
-    if form.runtime == "onnxruntime":
+    if options.runtime == "onnxruntime":
         how |= {"cases": piece.cases, "proof": proof, "quantize": quantization, "adapters": adapters}
-        how |= {"opset_version": form.opset_version, "optimize": form.optimize}
+        how |= {"opset_version": options.opset_version, "optimize": options.optimize}
         return export_onnx(piece.module, path=path, **how).report
-    how["bounds"] = None if form.largest is None else vars(form.largest)
-    fitting = fitting_cases(piece, form.largest)
-    if form.runtime == "torch":
+    how["bounds"] = None if options.largest is None else vars(options.largest)
+    fitting = fitting_cases(piece, options.largest)
+    if options.runtime == "torch":
         exported = export_program(piece.module, cases=fitting, proof=proof, **how)
         exported.save(path)
         return exported.report
@@ -113,7 +116,7 @@ def _written(
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
     chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
     source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
-    report = write_for(source, FileOptions(form.runtime, path, "export_folder", quantize=quantization))
+    report = write_for(source, FileOptions(options.runtime, path, "export_folder", quantize=quantization))
     report.remark(*left_out(len(piece.cases) - len(fitting)))
     return report
 
@@ -130,12 +133,15 @@ def _with_fixed_batch(shapes: Any) -> Any:
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
 """Runtimes for which folders can be written."""
 
+Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
+"""Folders of PEFT adapters, by adapter name."""
+
 _PROMPT = 9  # tokens of the prompt that is generated from
 
 
 @dataclasses.dataclass(frozen=True)
-class FolderFormat:
-    """The form of the files of a folder; see :func:`.write.export_folder`."""
+class FolderOptions:
+    """The arguments of :func:`.write.export_folder` but for the model and the folder."""
 
     to: str = "onnx"  # `"onnx"` or `"program"`, where no target is named
     target: Target | None = None  # the runtime; `None`, the default, for that of `to`
@@ -146,6 +152,17 @@ class FolderFormat:
     logits: str = "all"  # positions whose scores are returned: `"all"` or `"last"`
     layout: Layout = "flat"
     word_times: bool = False  # whether Whisper decoders return attention for word times
+    task: str = "auto"  # what the folder is for; `"auto"` for the task of the model
+    source: str | os.PathLike[str] | None = None  # the folder of its tokenizer; `None` for that of the model
+    adapters: Adapters | None = None  # what the files switch between; `None` for files without room for any
+    proof: Proof = "auto"
+    quantize: WeightBits | Quantization | None = None
+    calibration: str | os.PathLike[str] | None = None  # a file of prompts
+    # of a model that is given by name
+    dtype: str | None = None
+    weights: WeightsIn = "auto"
+    unmatched_weights: UnmatchedWeights | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.batch is None and (self.bounds or {}).get("batch") == 1:

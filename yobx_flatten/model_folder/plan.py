@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .chat import chat_prompts
 from .client_layout import check_layout
-from .export_piece import FolderFormat, fitting_text
+from .export_piece import Adapters, FolderOptions, fitting_text
 from .genai_files import check_genai
 from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
 from .pieces.text import Piece, Split
@@ -35,9 +34,6 @@ from .source.adapter import read_adapters, rooms_of
 from .source.classes import class_of_task, without_peft
 from .source.open import OpenedModel
 from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
-
-Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
-"""Folders of PEFT adapters, by adapter name."""
 
 _CHATS = 10
 """Number of the model's answers to prompts with which a quantized file is compared."""
@@ -50,19 +46,10 @@ _ROUNDING = 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Accuracy:
-    """The checks of a folder and its allowed difference from the model; see :func:`.write.export_folder`."""
-
-    proof: Proof = "auto"
-    quantize: WeightBits | Quantization | None = None
-    calibration: str | os.PathLike[str] | None = None  # a file of prompts
-
-
-@dataclasses.dataclass(frozen=True)
 class FolderPlan:
     """The files to write for a model, and their checks."""
 
-    form: FolderFormat
+    options: FolderOptions
     opened: OpenedModel
     model: TransformersModel  # without the wrapper of peft
     source: pathlib.Path | None  # whose tokenizer and processor are copied; `None` where it is not known
@@ -94,76 +81,67 @@ class FolderPlan:
 
     def sliding_piece(self) -> Piece:
         """Return the decoder with a sliding cache, which cannot be in one piece of memory."""
-        (piece,) = _cut(self.model, self.task, self.form, self.proof, whole_cache=False)[1]
+        (piece,) = _cut(self.model, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 
 
-def plan_folder(
-    opened: OpenedModel,
-    folder: pathlib.Path,
-    form: FolderFormat,
-    accuracy: Accuracy,
-    task: str,
-    source: pathlib.Path | None,
-    adapters: Adapters | None = None,
-) -> FolderPlan:
+def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOptions) -> FolderPlan:
     """Check a model and the options of its folder, and split the model into exported parts."""
-    # task: what the folder is for; `"auto"` for the task of the model
-    # source: the folder of its tokenizer; `None` for the one that the model is from
-    # adapters: what the files switch between; `None`, the default, for files without room for any
+    task, adapters = options.task, options.adapters
     if adapters is not None and opened.is_streamed:
         opened = opened.as_a_whole("adapters need its layers in memory")
-    model, source = without_peft(opened.model), opened.folder if source is None else source
+    model = without_peft(opened.model)
+    source = opened.folder if options.source is None else pathlib.Path(options.source)
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
-    proof = choose_proof(accuracy.proof, facts.weight_bytes)
-    _check_model(model, form, dtype, proof)
+    proof = choose_proof(options.proof, facts.weight_bytes)
+    _check_model(model, options, dtype, proof)
     opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, task)))
     # integers that a file holds would be rounded again in float
-    asked = accuracy.quantize
-    if asked is None and opened.has_integers and form.runtime == "onnxruntime":
+    asked = options.quantize
+    if asked is None and opened.has_integers and options.runtime == "onnxruntime":
         asked = "keep"
     if asked is not None and task_of(model) in SPEAKS:
         raise InvalidArgumentError(
             f"quantize= is not for {facts.name}: errors would add up from frame to frame and are not measured in the "
             'sound. Leave quantize= out, or take dtype="float16".'
         )
-    quantization = choose_quantization(asked, facts, "export_folder", form.runtime)
-    prompts = _checked_prompts(accuracy, quantization, form)
+    quantization = choose_quantization(asked, facts, "export_folder", options.runtime)
+    prompts = _checked_prompts(quantization, options)
     room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
     check_room(facts, folder, **room)
     timed = ExportReport(facts.name)
     with timed.timed("inputs"):
         try:
             with undisturbed(model=model):  # positions can depend on the longest text that was read
-                task, pieces = _cut(model, task, form, proof, whole_cache=form.optimize is not None)
+                task, pieces = _cut(model, task, options, proof, whole_cache=options.optimize is not None)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):
                 raise
             opened = opened.as_a_whole("a weight is read where its layer is not called")
             model = opened.model
             check_room(ModelFacts.of(model), folder, **room)
-            task, pieces = _cut(model, task, form, proof, whole_cache=form.optimize is not None)
+            task, pieces = _cut(model, task, options, proof, whole_cache=options.optimize is not None)
     modules = read_modules(source)
     if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
         pieces = with_embedding(pieces, model, modules)
-    plan = FolderPlan(form, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
+    plan = FolderPlan(options, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
     # needs the task and the pieces: texts are in the tokens of the model
-    plan = _with_encoder_text(_with_text(plan, prompts, accuracy.calibration))
+    plan = _with_encoder_text(_with_text(plan, prompts))
     if task == "text-generation":
         switch = switch_of(model.config.get_text_config(decoder=True).to_dict())
         rereads = None if switch is None else rereads_at_switch(model, switch)
         plan = dataclasses.replace(plan, switch=switch, rereads=rereads)
-    check_layout(form.layout, form.name, task, plan.bits, dtype)
+    check_layout(options.layout, options.name, task, plan.bits, dtype)
     return plan if adapters is None else _with_adapters(plan, adapters)
 
 
 def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
     """The plan with the loaded adapters, and the layers that accept them."""
-    form = plan.form
-    in_place = form.layout in ("flat", "genai")
-    if form.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
-        found = plan.task if in_place else f"layout={form.layout!r}"
-        found = found if form.runtime == "onnxruntime" else form.runtime
+    options = plan.options
+    in_place = options.layout in ("flat", "genai")
+    if options.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
+        found = plan.task if in_place else f"layout={options.layout!r}"
+        found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
             "adapters= is for ONNX files of onnxruntime, of models that generate text or run in one call; found "
             f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), with the folder that PEFT wrote."
@@ -173,14 +151,15 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
 
 
 def _cut(
-    model: TransformersModel, task: str, form: FolderFormat, proof: Proof, *, whole_cache: bool
+    model: TransformersModel, task: str, options: FolderOptions, proof: Proof, *, whole_cache: bool
 ) -> tuple[str, list[Piece]]:
     """The task and the pieces of a model."""
-    every = proof if form.largest is None else "full"  # those that are within the bounds are chosen later
-    if form.layout == "genai":
+    every = proof if options.largest is None else "full"  # those that are within the bounds are chosen later
+    for_genai = options.layout == "genai"
+    if for_genai:
         check_genai(model, task_of(model) if task == "auto" else task)
     _check_class(model, task)
-    split = Split(form.batch, whole_cache, form.logits, every, form.word_times, for_genai=form.layout == "genai")
+    split = Split(options.batch, whole_cache, options.logits, every, options.word_times, for_genai)
     return pieces_for(model, task, split)
 
 
@@ -211,11 +190,11 @@ def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
     return (f"{kind.__qualname__} was exported, with its head. For embeddings, export model.base_model.",)
 
 
-def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof: Proof) -> None:
+def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, proof: Proof) -> None:
     """Refuse a model whose files could not be checked, or could not generate like the model."""
-    if form.largest is not None:
-        form.largest.check_positions(model)
-    if dtype not in WEIGHT_TYPES or (form.name == "onnx" and proof != "none" and not has_kernels(dtype)):
+    if options.largest is not None:
+        options.largest.check_positions(model)
+    if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
             'or proof="none" for unchecked files of another provider.'
@@ -224,44 +203,44 @@ def _check_model(model: TransformersModel, form: FolderFormat, dtype: str, proof
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
 
 
-def _checked_prompts(accuracy: Accuracy, quantization: Quantization | None, form: FolderFormat) -> tuple[str, ...]:
+def _checked_prompts(quantization: Quantization | None, options: FolderOptions) -> tuple[str, ...]:
     """Return the prompts of the quantization; none without a file of prompts."""
-    prompts = () if accuracy.calibration is None else read_prompts(accuracy.calibration)
+    prompts = () if options.calibration is None else read_prompts(options.calibration)
     has_text = quantization is not None and quantization.tokens is not None
-    if prompts and (quantization is None or has_text or form.logits == "last"):
+    if prompts and (quantization is None or has_text or options.logits == "last"):
         raise InvalidArgumentError(
             "calibration= (--calibration) needs quantize=, and cannot be combined with tokens= of a Quantization or "
             'with logits="last".'
         )
-    if has_text and form.logits == "last":
+    if has_text and options.logits == "last":
         raise InvalidArgumentError(
             'tokens= needs the scores of all positions, logits="last" returns those of the last. Leave one of them out.'
         )
     return prompts
 
 
-def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLike[str] | None) -> FolderPlan:
+def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     """Add the text and the answers on which quantized weights are measured to the plan."""
-    quantization, form, model = plan.quantization, plan.form, plan.model
+    quantization, options, model = plan.quantization, plan.options, plan.model
     generates = plan.task == "text-generation"
-    if quantization is None or quantization.tokens is not None or not generates or form.logits != "all":
+    if quantization is None or quantization.tokens is not None or not generates or options.logits != "all":
         if prompts:
             raise InvalidArgumentError(
                 f"calibration= (--calibration) is for models that generate text, not for {plan.task}."
             )
         text = "a text"
     else:
-        rows = _ROWS.get(plan.proof, 2) if form.batch is None else form.batch
+        rows = _ROWS.get(plan.proof, 2) if options.batch is None else options.batch
         tokens = python_text(model, plan.source, rows, "\n".join(prompts))
         if prompts and tokens is None:
             raise InvalidArgumentError(
-                f"{file} has fewer than 16 tokens, or tokens outside the vocabulary of {type(model).__qualname__}. "
-                "Give more text, or the model's tokenizer."
+                f"{options.calibration} has fewer than 16 tokens, or tokens outside the vocabulary of "
+                f"{type(model).__qualname__}. Give more text, or the model's tokenizer."
             )
-        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, form.largest))
-        text = "sources of Python" if file is None else pathlib.Path(file).name
+        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, options.largest))
+        text = "sources of Python" if options.calibration is None else pathlib.Path(options.calibration).name
     chats = None
-    any_size = form.batch is None and form.largest is None
+    any_size = options.batch is None and options.largest is None
     if quantization is not None and generates and plan.is_whole and any_size:
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
     plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
@@ -270,18 +249,18 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...], file: str | os.PathLi
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
     """Add the text by which an encoder's matrices are rounded, and sentences to compare, to the plan."""
-    quantization, form, model = plan.quantization, plan.form, plan.model
-    is_rounded = quantization is not None and quantization.weights != "keep" and form.runtime == "onnxruntime"
+    quantization, options, model = plan.quantization, plan.options, plan.model
+    is_rounded = quantization is not None and quantization.weights != "keep" and options.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:
         return plan
     (piece,) = plan.pieces
     flat = all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in piece.kwargs.values())
     if not reads_once(piece.kwargs) or not flat or quantization.tokens is not None:
         return plan
-    rows = encoder_rows(model, plan.source, form.batch or len(piece.kwargs["input_ids"]))
+    rows = encoder_rows(model, plan.source, options.batch or len(piece.kwargs["input_ids"]))
     if rows is not None and quantization.calibration is None:
         quantization = dataclasses.replace(quantization, calibration=rows)
-    sentences = sentence_case(model, plan.source, piece.kwargs, form.batch)
+    sentences = sentence_case(model, plan.source, piece.kwargs, options.batch)
     if sentences is not None and isinstance(piece.module, SentenceModel):
         piece = dataclasses.replace(piece, cases=[*piece.cases, sentences])
     return dataclasses.replace(plan, quantization=quantization, pieces=[piece])
@@ -289,12 +268,12 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     """Add the chats and the text for the rounding of matrices to the plan."""
-    quantization, form, model = plan.quantization, plan.form, plan.model
+    quantization, options, model = plan.quantization, plan.options, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan
-    if quantization.weights == "keep" or form.runtime != "onnxruntime" or plan.proof == "none":
+    if quantization.weights == "keep" or options.runtime != "onnxruntime" or plan.proof == "none":
         return plan
-    tokens, rows = quantization.tokens, form.batch or 1
+    tokens, rows = quantization.tokens, options.batch or 1
     more = python_text(model, plan.source, len(tokens) + _ROUNDING)
     texts = [tokens.flatten()] if prompts else []
     texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]

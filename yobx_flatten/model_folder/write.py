@@ -37,12 +37,12 @@ from ..runners.adapters import ADAPTERS, leave_room
 from .added_adapters import write_matrices
 from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
-from .export_piece import FolderFormat, Target, export_piece, fitting_cases, room_for_tokens
+from .export_piece import Adapters, FolderOptions, Target, export_piece, fitting_cases, room_for_tokens
 from .genai_files import decoder_config, picture_config, sound_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import keeps_more, positions_of
-from .plan import Accuracy, Adapters, FolderPlan, plan_folder
+from .plan import FolderPlan, plan_folder
 from .sentence import copy_modules
 from .source.adapter import ADAPTER
 from .source.classes import task_of_checkpoint, without_peft
@@ -148,14 +148,13 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     True
     """
     require_transformers("export_folder")
-    form = FolderFormat(to, target, batch, bounds, opset_version, optimize, logits, layout, word_times)
+    given = {name: value for name, value in locals().items() if name not in ("model", "folder", "overwrite")}
+    options = FolderOptions(**given)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
     if adapters is not None and weights == "stream":
         raise InvalidArgumentError('adapters= needs the model in memory, without weights="stream". Leave weights= out.')
-    opened = _open(model, dtype, weights, form.name, unmatched_weights, trust=trust_remote_code, task=task)
-    tokenizer, accuracy = None if source is None else pathlib.Path(source), Accuracy(proof, quantize, calibration)
-    return _published(plan_folder(opened, place, form, accuracy, task, tokenizer, adapters), place)
+    return _published(plan_folder(_open(model, options), place, options), place)
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
@@ -190,22 +189,22 @@ class _Made:
 
 def _write_files(plan: FolderPlan, made: _Made) -> None:
     """Export each piece, and store its cases."""
-    form, model, work = plan.form, plan.model, made.work
+    options, model, work = plan.options, plan.model, made.work
     for piece in plan.pieces:
-        name = piece.stem + form.suffix
+        name = piece.stem + options.suffix
         quantized = plan.quantization if ModelFacts.of(piece.module).matrix_types else None
         how = plan.proof, quantized, plan.adapters
-        report = export_piece(type(model).__qualname__, piece, work / name, form, *how)
-        made.shared = [] if form.optimize is None else shared_inputs(work / name)
+        report = export_piece(type(model).__qualname__, piece, work / name, options, *how)
+        made.shared = [] if options.optimize is None else shared_inputs(work / name)
         if not made.shared and keeps_more(piece, model):
             # a cache that keeps all tokens is of use where it is one piece of memory, and there is none
-            piece, plain = plan.sliding_piece(), dataclasses.replace(form, optimize=None)
+            piece, plain = plan.sliding_piece(), dataclasses.replace(options, optimize=None)
             report = export_piece(type(model).__qualname__, piece, work / name, plain, *how)
         report.remark(*plan.opened.remarks)
         made.reports[name] = report
         if plan.proof == "none":
             continue
-        calls = fitting_cases(piece, form.largest)
+        calls = fitting_cases(piece, options.largest)
         with report.timed("store cases"):
             runs, report.runs = report.runs, None
             tokens = None if quantized is None else quantized.tokens
@@ -228,28 +227,28 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     """Store the model's generated tokens, if the folder generates."""
     if plan.task not in (*GENERATES, *SPEAKS) or plan.proof == "none":
         return
-    model, form, work = plan.model, plan.form, made.work
+    model, options, work = plan.model, plan.options, made.work
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
             calls = FRAMES if plan.is_whole else SAMPLED_FRAMES
-            made.cases[""] = [store_speech(model, form.batch or 2, calls, work)]
+            made.cases[""] = [store_speech(model, options.batch or 2, calls, work)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra={**STEP, "share": 0.7})
-    count = room_for_tokens(form.largest, TOKENS if plan.is_whole else SAMPLED_TOKENS)
+    count = room_for_tokens(options.largest, TOKENS if plan.is_whole else SAMPLED_TOKENS)
     with made.first.timed("generate"):
         found = []
         if plan.chats is None or plan.proof == "full":  # answers are longer, and their rows are padded
-            found.append(store_generation(model, plan.task, form.batch, count, work))
-        crosses = plan.rereads is not None and plan.is_whole and form.largest is None
+            found.append(store_generation(model, plan.task, options.batch, count, work))
+        crosses = plan.rereads is not None and plan.is_whole and options.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
-            found.append(store_generation(model, plan.task, form.batch, 12, work, plan.switch - 3))
+            found.append(store_generation(model, plan.task, options.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
             asked = CHAT_TOKENS if plan.proof == "full" else TOKENS
             found.append(store_chats(model, plan.task, plan.chats, work, asked))
         for adapter in plan.adapters:
             below = f"{CASES}/{ADAPTERS}/{adapter.name}"
             with adapter.active():
-                generated = store_generation(model, plan.task, form.batch, count, work, below=below)
+                generated = store_generation(model, plan.task, options.batch, count, work, below=below)
             made.adapters[adapter.name].cases[""] = [generated]
     made.cases[""] = found
 
@@ -272,13 +271,13 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
         made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
     if task != "image-text-to-text":  # where a processor hands over more
         state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs])
-    if plan.form.name == "onnx":
+    if plan.options.name == "onnx":
         _write_genai(plan, made)
 
 
 def _write_genai(plan: FolderPlan, made: _Made) -> None:
     """Write what onnxruntime-genai reads, where it runs the files."""
-    model, work, is_asked = plan.model, made.work, plan.form.layout == "genai"
+    model, work, is_asked = plan.model, made.work, plan.options.layout == "genai"
     contents = None
     if plan.task == "text-generation":
         contents = decoder_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
@@ -291,7 +290,7 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
     if contents is not None:
         write_json(work / "genai_config.json", contents)
     elif is_asked:
-        way = "" if plan.form.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
+        way = "" if plan.options.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
         raise InvalidArgumentError(
             f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: it only has caches that keep all "
             f'tokens. Leave layout="genai" out{way}.'
@@ -300,19 +299,19 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
 
 def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
     """Give the files the places of their layout, and write the manifest."""
-    form, work = plan.form, made.work
-    names = [piece.stem + form.suffix for piece in plan.pieces]
+    options, work = plan.options, made.work
+    names = [piece.stem + options.suffix for piece in plan.pieces]
     # after the companions: configurations stay where they are
-    if form.layout == "transformers.js":
+    if options.layout == "transformers.js":
         names = apply_layout(work, names, plan.bits, plan.dtype)
     # packages and files of machine code have no check of their own where they are loaded
-    parts = sorted(file.name for file in work.iterdir() if file.suffix in (form.suffix, ".bin"))
+    parts = sorted(file.name for file in work.iterdir() if file.suffix in (options.suffix, ".bin"))
     is_in_place = any(report.in_place for report in made.reports.values())
     asks = plan.task in GENERATES and not plan.opened.is_streamed  # each call would read all weights
     manifest = FolderManifest(
         model=type(plan.model).__qualname__,
         task=plan.task,
-        format=form.name,
+        format=options.name,
         dtype=plan.dtype,
         tolerance=tolerance("file", plan.dtype),
         files=names,
@@ -321,8 +320,8 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         proof=plan.proof,
         quality={name: report.quality for name, report in made.reports.items() if report.quality},
         cache="shared" if made.shared else "in_place" if is_in_place else "growing",
-        runtime=form.runtime,
-        sha256={} if form.runtime in ("onnxruntime", "torch") else digests(work, parts),
+        runtime=options.runtime,
+        sha256={} if options.runtime in ("onnxruntime", "torch") else digests(work, parts),
         rereads_at_switch=plan.rereads,
         positions=positions_of(plan.model, is_large=not plan.is_whole) if asks else None,
         tolerances={
@@ -347,29 +346,25 @@ def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> Folder
     return verified
 
 
-def _open(
-    model: TransformersModel | str | os.PathLike[str] | FoundModel,
-    dtype: str | None,
-    weights: WeightsIn,
-    to: str,
-    unmatched: UnmatchedWeights | None,
-    *,
-    trust: bool,
-    task: str,
-) -> OpenedModel:
+def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, options: FolderOptions) -> OpenedModel:
     """Return the model, or load the named one."""
+    dtype, weights, unmatched = options.dtype, options.weights, options.unmatched_weights
     if isinstance(model, (str, os.PathLike, FoundModel)):
-        found = model if isinstance(model, FoundModel) else find_model(os.fspath(model), trust_remote_code=trust)
+        found = (
+            model
+            if isinstance(model, FoundModel)
+            else find_model(os.fspath(model), trust_remote_code=options.trust_remote_code)
+        )
         if unmatched is not None:
             check_unmatched(unmatched)
             found = dataclasses.replace(found, unmatched_weights=unmatched)
         stated = found.config.architectures
-        task = task_of_checkpoint(task, stated)
+        task = task_of_checkpoint(options.task, stated)
         found = found.for_task(task)
         wanted = str(dtype or "float32").removeprefix("torch.")
         if wanted not in WEIGHT_TYPES:
             raise InvalidArgumentError(f"dtype must be one of {', '.join(WEIGHT_TYPES)}, found {dtype!r}.")
-        opened = open_model(found, dtype=wanted, weights=weights, to=to)
+        opened = open_model(found, dtype=wanted, weights=weights, to=options.name)
         if not stated or stated == found.config.architectures:
             return opened
         noted = f"{type(opened.model).__name__} was exported for {task}; the model is stored as a {stated[0]}."

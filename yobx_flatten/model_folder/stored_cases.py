@@ -24,7 +24,7 @@ from ..trees.naming import leaf_names, output_names
 from .chat import CHATS
 from .pieces.grid_images import BlockwiseDecoder, GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
 from .pieces.spoken import spoken_input
-from .pieces.text import Piece, encoder_input, input_name
+from .pieces.text import Piece, encoder_input, input_name, random_values
 from .texts import plain_loop
 
 CASES = "cases"
@@ -246,8 +246,7 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
     """Generate speech with the eager model; one of several rows is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
-    speaker = torch.randn(rows, config.speaker_embedding_dim, generator=torch.Generator().manual_seed(rows))
-    speaker = speaker.to(model.dtype)
+    speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)
     first = read.get("input_ids", read.get("input_values"))
     with undisturbed(model=model):
         length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]

@@ -13,6 +13,7 @@ from ...errors import GenerationError
 from ...generate.pictures import TILED, Tiles
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
+from .text import random_values
 
 # what makes positions of any grid out of a table of learned ones
 _INTERPOLATES = "get_vision_interpolation_indices_and_weights"
@@ -110,9 +111,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
     merge = vision.spatial_merge_size
     grid = torch.tensor([[1, height * merge, width * merge]])
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    generator = torch.Generator().manual_seed(height)
-    pixels = torch.randn(int(grid.prod()), values, generator=generator)
-    return {"pixel_values": pixels.to(model.dtype), "image_grid_thw": grid}
+    return {"pixel_values": random_values(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
 
 
 # Export encoders of nested pictures (SmolVLM, Idefics3): (rows, pictures, channels, height, width).
@@ -204,8 +203,46 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
     # padded along its shorter side, which is left out of the features
     size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
     shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(model.dtype)
-    return {"pixel_values": pixels, "image_sizes": size}
+    return {"pixel_values": random_values(model, shape, number), "image_sizes": size}
+
+
+# Export the language model of a vision-language model.
+
+
+def language_model_of(model: TransformersModel) -> Any:
+    """Return the module that reads the text; ``None`` if the model has none of its own."""
+    inner = getattr(model, "model", None)
+    if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
+        return model.language_model.base_model
+    return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
+
+
+class _LanguageModel(torch.nn.Module):
+    """The language model, from embeddings to scores."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.language_model = language_model_of(model)
+        self.cache_is = argument_of(self.language_model.forward) or installed_name()
+        self.head = model.get_output_embeddings()
+
+    def read(
+        self, embeds: Any, mask: Any, positions: Any, cache: TransformersCache | None, **more: Any
+    ) -> dict[str, Any]:
+        """Return the scores and the cache."""
+        given = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions, self.cache_is: cache}
+        found = self.language_model(**given, use_cache=True, **more)
+        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
+
+
+class TextDecoder(_LanguageModel):
+    """Computes scores from embeddings."""
+
+    def forward(
+        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, cache: TransformersCache | None = None
+    ) -> dict[str, Any]:
+        """Return the scores and the cache."""
+        return self.read(inputs_embeds, attention_mask, position_ids, cache)
 
 
 # Export the language model of a vision-language model whose tokens of one image attend to each other.
@@ -218,7 +255,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 #     x   x  x  x                                x  x  x  x     what is before it
 
 
-class BlockwiseDecoder(torch.nn.Module):
+class BlockwiseDecoder(_LanguageModel):
     """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
 
     transformers reads the types in the first call and leaves them out in all others. Here each call has those of all
@@ -226,10 +263,7 @@ class BlockwiseDecoder(torch.nn.Module):
     """
 
     def __init__(self, model: TransformersModel) -> None:
-        super().__init__()
-        self.language_model = model.model.language_model
-        self.cache_is = argument_of(self.language_model.forward) or installed_name()
-        self.head = model.get_output_embeddings()
+        super().__init__(model)
         self.is_whole_prompt = model.config.model_type == "paligemma"
 
     @staticmethod
@@ -277,17 +311,9 @@ class BlockwiseDecoder(torch.nn.Module):
             layer = None if cache is None else cache.layers[kinds.index("sliding_attention")]
             kept = 0 if layer is None or layer.keys is None else layer.keys.shape[-2]
             masks = {"full_attention": masks, "sliding_attention": mask(kept, config.sliding_window)}
-        found = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=masks,
-            position_ids=position_ids + 1 if self.is_whole_prompt else position_ids,
-            **{self.cache_is: cache},
-            use_cache=True,
-        )
-        logits = self.head(found.last_hidden_state)
+        found = self.read(inputs_embeds, masks, position_ids + 1 if self.is_whole_prompt else position_ids, cache)
         cap = getattr(config, "final_logit_softcapping", None) if self.is_whole_prompt else None
-        logits = logits if cap is None else torch.tanh(logits / cap) * cap
-        return {"logits": logits, "cache": cache_of(found)}
+        return found if cap is None else {**found, "logits": torch.tanh(found["logits"] / cap) * cap}
 
     def _blocks(self, types: Any) -> Any:
         """The number of the block of each token, -1 for none."""
@@ -301,7 +327,7 @@ class BlockwiseDecoder(torch.nn.Module):
 # Export a language model whose first layers also get features of pictures (Qwen3-VL).
 
 
-class DeepstackDecoder(torch.nn.Module):
+class DeepstackDecoder(_LanguageModel):
     """Computes scores from embeddings and features of intermediate layers.
 
     transformers adds to the places of image tokens, whose number depends on values. Here there is a feature for every
@@ -309,12 +335,10 @@ class DeepstackDecoder(torch.nn.Module):
     """
 
     def __init__(self, model: TransformersModel) -> None:
-        super().__init__()
+        super().__init__(model)
         self.layers = len(model.model.visual.deepstack_visual_indexes)
-        self.language_model = copy.copy(model.model.language_model)  # with the same weights; the model stays as it is
+        self.language_model = copy.copy(self.language_model)  # with the same weights; the model stays as it is
         self.language_model._deepstack_process = _add
-        self.cache_is = argument_of(self.language_model.forward) or installed_name()
-        self.head = model.get_output_embeddings()
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
@@ -333,16 +357,9 @@ class DeepstackDecoder(torch.nn.Module):
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
         """Return the scores and the cache; the features have the shape (batch, length, layers, hidden size)."""
-        found = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{self.cache_is: cache},
-            visual_pos_masks=attention_mask,  # is handed on to _add, which takes every place
-            deepstack_visual_embeds=deepstack_embeds.unbind(2),
-            use_cache=True,
-        )
-        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
+        # the mask is handed on to _add, which takes every place
+        more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
+        return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)
 
 
 def _add(hidden_states: Any, _: Any, features: Any) -> Any:

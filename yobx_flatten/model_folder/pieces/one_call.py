@@ -16,7 +16,7 @@ from ...huggingface.cache_names import argument_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
-from .text import EVERY, Piece, Split, image_size, note_on_other_inputs, random_tokens
+from .text import EVERY, Piece, Split, image_size, note_on_other_inputs, random_tokens, random_values
 
 
 def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -54,13 +54,13 @@ def compares(model: TransformersModel) -> bool:
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """One file from texts and pictures, of their own numbers, to the scores of each pair."""
-    vision, dtype, rows = model.config.vision_config, model.dtype, split.rows
+    vision, rows = model.config.vision_config, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 
     def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
         ids = random_tokens(model, (rows or texts, min(length, room)))
         shape = (rows or pictures, getattr(vision, "num_channels", 3), *image_size(vision))
-        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(pictures)).to(dtype)
+        pixels = random_values(model, shape, pictures)
         mask = torch.ones_like(ids)
         mask[0, -1:] = 0
         masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
@@ -97,8 +97,8 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
 
 def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
     if hasattr(model.config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
-        return {"input_values": _random(model, (batch, model.config.max_length, model.config.num_mel_bins))}
-    found = {"input_values": _random(model, (batch, length))}
+        return {"input_values": random_values(model, (batch, model.config.max_length, model.config.num_mel_bins))}
+    found = {"input_values": random_values(model, (batch, length))}
     if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
         found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
         found["attention_mask"][0, length // 2 + 100 :] = 0
@@ -109,15 +109,11 @@ def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tens
     config = model.config
     frames = getattr(config, "num_frames", None)  # of a video
     shape = (*((frames,) if isinstance(frames, int) else ()), getattr(config, "num_channels", 3), *image_size(config))
-    return {"pixel_values": _random(model, (batch, *shape))}
+    return {"pixel_values": random_values(model, (batch, *shape))}
 
 
 def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    return {"spectrogram": _random(model, (batch, length, model.config.model_in_dim))}
-
-
-def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)
+    return {"spectrogram": random_values(model, (batch, length, model.config.model_in_dim))}
 
 
 # what makes the inputs; what is counted, and three numbers of it; a second of sound has 16000 samples, images one size

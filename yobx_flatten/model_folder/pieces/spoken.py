@@ -20,7 +20,7 @@ from torch.export import Dim
 from ...core.effects import undisturbed
 from ...huggingface.cache_names import cache_of, installed_name
 from ...recipe.aliases import PlainCache, TransformersModel
-from .text import EVERY, Piece, Split, features_of, filled_cache, pair_of, pieces_of_calls, random_tokens
+from .text import EVERY, Piece, Split, features_of, filled_cache, pair_of, pieces_of_calls, random_tokens, random_values
 
 _SAMPLES = 400  # audio samples for each token of a text
 
@@ -129,7 +129,7 @@ def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, 
         mask = torch.ones_like(ids)
         mask[0, length - 2 :] = 0
         return {"input_ids": ids, "attention_mask": mask}
-    sound = _drawn(model, rows, _SAMPLES * length)
+    sound = random_values(model, (rows, _SAMPLES * length))
     mask = torch.ones(sound.shape, dtype=torch.int64)
     mask[0, _SAMPLES * (length - 2) :] = 0
     return {"input_values": sound, "attention_mask": mask}
@@ -148,15 +148,15 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
         read = spoken_input(model, batch, length)
         found = encoder(**read)
         size = batch, config.decoder_attention_heads, past, config.hidden_size // config.decoder_attention_heads
-        own = [{"key": _drawn(model, *size), "value": _drawn(model, *size)} for _ in found["present"]]
+        own = [{"key": random_values(model, size), "value": random_values(model, size)} for _ in found["present"]]
         step = {
-            "frame": _drawn(model, batch, 1, config.num_mel_bins),
-            "speaker_embeddings": _drawn(model, batch, config.speaker_embedding_dim),
-            "dropout_masks": (_drawn(model, layers, width) > 0).to(model.dtype),
+            "frame": random_values(model, (batch, 1, config.num_mel_bins)),
+            "speaker_embeddings": random_values(model, (batch, config.speaker_embedding_dim)),
+            "dropout_masks": (random_values(model, (layers, width)) > 0).to(model.dtype),
             "cache": [{"decoder": mine} | theirs for mine, theirs in zip(own, found["present"], strict=True)],
             "encoder_attention_mask": found["encoder_attention_mask"],
         }
-        return read, step, {"frames": _drawn(model, batch, past + 2, config.num_mel_bins)}
+        return read, step, {"frames": random_values(model, (batch, past + 2, config.num_mel_bins))}
 
     sizes = split.named(("batch", "source", "frames"), (1, 9, 0), (3, 5, 4))
     with undisturbed(model=model):
@@ -168,7 +168,3 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
         "postnet": {"frames": {0: Dim.AUTO, 1: Dim.AUTO}},
     }
     return pieces_of_calls(modules, example, others, shapes)
-
-
-def _drawn(model: TransformersModel, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)

@@ -358,7 +358,7 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
     if reads == "pixel_values":
         config = getattr(model.config, "encoder", model.config)
         shape = (batch, getattr(config, "num_channels", 3), *image_size(config))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
+    return random_values(model, shape, batch)
 
 
 def image_size(config: Any) -> tuple[int, int]:
@@ -378,8 +378,13 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
         )
     # the encoder halves the number of frames, and takes this one only
     frames = 2 * model.config.max_source_positions
-    shape = batch, model.config.num_mel_bins, frames
-    return torch.randn(shape, generator=torch.Generator().manual_seed(batch)).to(model.dtype)
+    return random_values(model, (batch, model.config.num_mel_bins, frames), batch)
+
+
+def random_values(model: TransformersModel, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
+    """Draw values in the dtype of a model's weights; by default the shape determines them."""
+    generator = torch.Generator().manual_seed(sum(shape) if seed is None else seed)
+    return torch.randn(tuple(shape), generator=generator).to(model.dtype)
 
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:

@@ -16,19 +16,21 @@ from torch.export import Dim
 
 from ...errors import GenerationError
 from ...export.proof.eager_runs import Case
-from ...huggingface.cache_names import argument_of, cache_of, installed_name
-from ...recipe.aliases import TransformersCache, TransformersModel
+from ...huggingface.cache_names import cache_of
+from ...recipe.aliases import TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .grid_images import (
     BlockwiseDecoder,
     DeepstackDecoder,
     GridVisionEncoder,
     NestedVisionEncoder,
+    TextDecoder,
     TiledVisionEncoder,
     grid_image,
+    language_model_of,
     tiled_image,
 )
-from .text import EVERY, Piece, Split, random_tokens
+from .text import EVERY, Piece, Split, random_tokens, random_values
 
 _OTHER_WAYS = (
     "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
@@ -63,36 +65,6 @@ class Embedding(torch.nn.Module):
     def forward(self, input_ids: Any) -> dict[str, Any]:
         """Return embeddings of shape (batch, length, hidden size)."""
         return {"inputs_embeds": self.embedding(input_ids)}
-
-
-class TextDecoder(torch.nn.Module):
-    """The language model, from embeddings to scores."""
-
-    def __init__(self, model: TransformersModel) -> None:
-        super().__init__()
-        self.language_model = _language_model(model)
-        self.cache_is = argument_of(self.language_model.forward) or installed_name()
-        self.head = model.get_output_embeddings()
-
-    def forward(
-        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, cache: TransformersCache | None = None
-    ) -> dict[str, Any]:
-        """Return the scores and the cache."""
-        found = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{self.cache_is: cache},
-            use_cache=True,
-        )
-        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
-
-
-def _language_model(model: TransformersModel) -> Any:
-    inner = getattr(model, "model", None)
-    if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
-        return model.language_model.base_model
-    return getattr(inner, "text_model" if NestedVisionEncoder.fits(model) else "language_model", None)
 
 
 def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -157,7 +129,7 @@ def _check_splits(model: TransformersModel) -> None:
             f"{type(model).__qualname__} needs {kinds[0]} to mark image tokens. Exported vision-language files have "
             "no such input."
         )
-    if _language_model(model) is None:
+    if language_model_of(model) is None:
         raise GenerationError(
             f"{type(model).__qualname__} has no model.language_model to export separately. {_OTHER_WAYS}"
         )
@@ -206,4 +178,4 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
             f"{_OTHER_WAYS}"
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)
+    return random_values(model, shape, count)

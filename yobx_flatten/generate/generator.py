@@ -366,6 +366,4 @@ class Generator:
             if bool(ended.all()) or number + 1 == limit:
                 return
             sequence.follow(chosen[:, None])
-            if processors or self.settings.switch is not None:
-                sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
             self.steps.pass_switch(sequence)

@@ -319,7 +319,8 @@ class FileModel(ModelWithoutWeights):
             scores = self._begin(cache, input_ids, mask, position_ids, shown, is_last=is_last)
         else:
             new = None if position_ids is None else position_ids.expand(rows, -1)[:, -input_ids.shape[1] :]
-            scores = self._read(cache, input_ids, mask, new, is_last=is_last)
+            cache.state.follow(input_ids, mask, new)
+            scores = self._call(cache, input_ids.shape[1], is_last=is_last)
         if token_type_ids is not None:
             self._check_types(cache, token_type_ids)
         filled = {installed_name(): cache} if use_cache is not False else {}
@@ -368,7 +369,8 @@ class FileModel(ModelWithoutWeights):
             cache.state = TextState(tokens[:, :0], tokens[:, :0], tokens[:, :0], {}, context)
         cache.state.context = context
         ones = torch.ones(len(tokens), cache.seen + tokens.shape[1], dtype=torch.int64)
-        scores = self._read(cache, tokens, ones, None)
+        cache.state.follow(tokens, ones)
+        scores = self._call(cache, tokens.shape[1])
         filled = {installed_name(): cache} if use_cache is not False else {}
         if output_attentions:
             filled |= self._weights(cache, scores.shape[1])
@@ -411,37 +413,16 @@ class FileModel(ModelWithoutWeights):
             counted = torch.arange(tokens.shape[1]) if positions is None else positions
             state.positions = counted.expand(len(tokens), -1)[first]
         cache.state, cache.seen = state, 0
-        scores = self._call(cache, state.new, is_last=is_last)
+        scores = self._call(cache, tokens.shape[1], is_last=is_last)
         if factor > 1:
             cache.batch_repeat_interleave(factor)
             scores = scores.repeat_interleave(factor, dim=0)
         return scores
 
-    def _read(
-        self,
-        cache: FileCache,
-        tokens: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor | None,
-        *,
-        is_last: bool = False,
-    ) -> torch.Tensor:
-        """Run a later call: the files read the tokens that are not in the state yet."""
-        state, count = cache.state, tokens.shape[1]
-        assert state is not None
-        state.tokens, state.mask = torch.cat([state.tokens, tokens], dim=1), mask
-        if state.positions is not None:
-            if positions is None or state.positions.ndim == 3:
-                positions = state.positions[..., -1:] + 1 + torch.arange(count)
-            state.positions = torch.cat([state.positions, positions], dim=-1)
-        if state.types is not None:
-            generated = state.types.new_full(tokens.shape, state.generated_type)
-            state.types = torch.cat([state.types, generated], dim=1)
-        return self._call(cache, tokens, is_last=is_last)
-
-    def _call(self, cache: FileCache, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    def _call(self, cache: FileCache, count: int, *, is_last: bool = False) -> torch.Tensor:
+        """Run the files on a number of last tokens, and on those before them that are not in the state yet."""
         # is_last: whether the scores of the last token are enough
-        state, count = cache.state, tokens.shape[1]
+        state = cache.state
         assert state is not None
         again, total = cache.again, cache.seen + count
         if count > 1:
@@ -449,11 +430,7 @@ class FileModel(ModelWithoutWeights):
         state.new = state.tokens[:, total - count - again :]
         if cache.seen:
             self.steps.pass_switch(state)
-        positions = state.positions
-        if positions is not None:  # those of this call
-            state.positions = positions[..., -state.new.shape[1] :]
         scores = self.steps.scores(state, last_scores=is_last)
-        state.positions = positions
         cache.seen, cache.again = total, 0
         return scores[:, -count:]
 

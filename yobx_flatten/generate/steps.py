@@ -60,7 +60,7 @@ class TextState:
     seen: list[Seen] = dataclasses.field(default_factory=list)
     # what the encoder read, where that is tokens; the prompt of a decoder
     source: torch.Tensor | None = None
-    # of the tokens of the next call in time, height and width, where the decoder takes those
+    # of all tokens, where the caller states them, or the decoder takes those in time, height and width
     positions: torch.Tensor | None = None
     # of all tokens, where the decoder takes those: which of them see each other
     types: torch.Tensor | None = None
@@ -84,14 +84,19 @@ class TextState:
         self.positions = None if self.positions is None else self.positions[..., :count]
         self.types = None if self.types is None else self.types[:, :count]
 
-    def follow(self, new: torch.Tensor) -> None:
-        """Use tokens of shape (batch, 1) as the inputs of the next call."""
-        self.new = new
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
-        self.positions = None if self.positions is None else self.positions[..., -1:] + 1
+    def follow(
+        self, new: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> None:
+        """Append tokens of shape (batch, count), which are the inputs of the next call."""
+        # mask: of all tokens; by default the new ones are read. positions: of the new ones; counted on by default
+        self.new, self.tokens = new, torch.cat([self.tokens, new], dim=1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(new.shape)], dim=1) if mask is None else mask
+        if self.positions is not None:
+            if positions is None or self.positions.ndim == 3:
+                positions = self.positions[..., -1:] + 1 + torch.arange(new.shape[1])
+            self.positions = torch.cat([self.positions, positions], dim=-1)
         if self.types is not None:
-            generated = self.types.new_full((len(new), 1), self.generated_type)
-            self.types = torch.cat([self.types, generated], dim=1)
+            self.types = torch.cat([self.types, self.types.new_full(new.shape, self.generated_type)], dim=1)
 
 
 _ONE_CALL = "Call an encoder once:\n    open_model(folder)(input_ids=..., attention_mask=...)"
@@ -291,8 +296,8 @@ class Steps:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
         if "position_ids" in runner.ports:
             # of a padded row, the first token after the padding is at 0
-            counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
-            made["position_ids"] = counted if sequence.positions is None else sequence.positions
+            counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0) if sequence.positions is None else sequence.positions
+            made["position_ids"] = counted[..., -sequence.new.shape[1] :]
         if sequence.types is not None:
             made["token_type_ids"] = sequence.types
         if "deepstack_embeds" in runner.ports:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers.cache_utils import Cache, QuantizedCache
@@ -24,6 +24,11 @@ from .steps import Steps, TextState
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     """The cache of exported files, as loops of transformers use one: they reorder its rows and remove last tokens."""
+
+    # what loops ask: files are not compiled again, see `crop`, and one layer stands for all
+    is_compileable, is_croppable = False, True
+    is_linear: ClassVar[list[bool]] = [False]
+    is_sliding: ClassVar[list[bool]] = [False]
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(layers=[])
@@ -97,29 +102,9 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     get_max_length = get_max_cache_shape
 
     @property
-    def is_compileable(self) -> bool:
-        """False: files are not compiled again."""
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        """True: see :meth:`crop`."""
-        return True
-
-    @property
     def is_initialized(self) -> bool:
         """Whether a token was read."""
         return self.state is not None
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Always ``False``: one layer stands for all."""
-        return [False]
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Always ``False``: one layer stands for all."""
-        return [False]
 
     def activate_past_recording(self) -> None:
         """Do nothing: the state before a call of several tokens is always saved."""

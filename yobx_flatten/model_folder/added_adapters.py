@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from ..generate.layout import MANIFEST
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, Adapter, adapter_names, check_matrices
 from ..runners.folder_adapters import rooms_of_files
-from ..runners.ports import ELEMENTS, Port
+from ..runners.ports import ELEMENTS
 from ..storage.nested import load_case
 from .explain import load_model, pieces_of_folder
 from .manifest import FolderManifest, StoredAdapter, read_manifest, write_manifest
@@ -132,11 +132,10 @@ def _stored(
 # Write the matrices of adapters into an exported folder, for this package and for onnxruntime-genai.
 
 
-def write_matrices(folder: pathlib.Path, adapters: Iterable[Adapter]) -> None:
+def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
     """Write adapters next to the files that accept them."""
-    rooms: Mapping[str, Port] | None = None
+    rooms = rooms_of_files(folder) if adapters else {}
     for adapter in adapters:
-        rooms = rooms_of_files(folder) if rooms is None else rooms
         check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
         place = folder / ADAPTERS
         place.mkdir(exist_ok=True)

@@ -91,17 +91,7 @@ def _grows(found: Expression) -> bool:
 
 
 _PARTS = ("//", "%")
-_TRIED = (
-    *range(2, 26),
-    32,
-    48,
-    63,
-    64,
-    65,
-    100,
-    127,
-    128,
-)  # sizes of one, which files compute right, are not among them
+_TRIED = (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # and not sizes of one, which files compute right
 
 
 def decides_by_parts(relation: Expression) -> bool:

@@ -65,27 +65,35 @@ _BY_INPUT = {
     "pixel_values": "image-to-text",
 }
 
-_ENDINGS = {
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForCTC": "ctc",
-    "ForImageClassification": "image-classification",
-    "ForVideoClassification": "video-classification",
-    "ForAudioClassification": "audio-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForObjectDetection": "object-detection",
-    "ForSemanticSegmentation": "image-segmentation",
-    "ForInstanceSegmentation": "image-segmentation",
-    "ForUniversalSegmentation": "image-segmentation",
-    "ForImageSegmentation": "image-segmentation",
-    "ForSegmentation": "image-segmentation",
-    "ForDepthEstimation": "depth-estimation",
-    "ForMultipleChoice": "multiple-choice",
-    "HifiGan": "vocoder",
+_SEGMENTS = ("Semantic", "Universal", "Instance", "Image")
+# by task, the transformers auto classes whose models are for it
+AUTO_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "text-generation": ("AutoModelForCausalLM",),
+    "text2text-generation": ("AutoModelForSeq2SeqLM",),
+    "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq",),
+    "image-text-to-text": ("AutoModelForImageTextToText",),
+    "fill-mask": ("AutoModelForMaskedLM",),
+    "text-classification": ("AutoModelForSequenceClassification",),
+    "token-classification": ("AutoModelForTokenClassification",),
+    "feature-extraction": ("AutoModel",),
+    "ctc": ("AutoModelForCTC",),
+    "audio-classification": ("AutoModelForAudioClassification", "AutoModelForSequenceClassification"),
+    "image-classification": ("AutoModelForImageClassification",),
+    "video-classification": ("AutoModelForVideoClassification",),
+    "question-answering": ("AutoModelForQuestionAnswering",),
+    "object-detection": ("AutoModelForObjectDetection",),
+    "image-segmentation": tuple(f"AutoModelFor{kind}Segmentation" for kind in _SEGMENTS),
+    "depth-estimation": ("AutoModelForDepthEstimation",),
+    "multiple-choice": ("AutoModelForMultipleChoice",),
+    "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
+    "text-to-audio": ("AutoModelForTextToSpectrogram", "AutoModelForTextToWaveform"),
 }
+# by the end of a class's name, that of transformers' auto class for the task among them
+_ENDINGS = {"LMHeadModel": "text-generation", "ForSegmentation": "image-segmentation", "HifiGan": "vocoder"}
+for _task, _names in AUTO_CLASSES.items():
+    for _name in _names:
+        if _name != "AutoModel":
+            _ENDINGS.setdefault(_name.removeprefix("AutoModel"), _task)
 
 
 def task_of(model: TransformersModel) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from ...errors import InvalidArgumentError
 from ...errors.failures import raised_as
+from ..pieces.tasks import AUTO_CLASSES
 
 # in this order: the first that has a class for a configuration is its kind
 _AUTO_CLASSES = (
@@ -22,28 +23,6 @@ _AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
-_SEGMENTS = ("Semantic", "Universal", "Instance", "Image")
-_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "text-generation": ("AutoModelForCausalLM",),
-    "text2text-generation": ("AutoModelForSeq2SeqLM",),
-    "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq",),
-    "image-text-to-text": ("AutoModelForImageTextToText",),
-    "fill-mask": ("AutoModelForMaskedLM",),
-    "text-classification": ("AutoModelForSequenceClassification",),
-    "token-classification": ("AutoModelForTokenClassification",),
-    "feature-extraction": ("AutoModel",),
-    "ctc": ("AutoModelForCTC",),
-    "audio-classification": ("AutoModelForAudioClassification", "AutoModelForSequenceClassification"),
-    "image-classification": ("AutoModelForImageClassification",),
-    "video-classification": ("AutoModelForVideoClassification",),
-    "question-answering": ("AutoModelForQuestionAnswering",),
-    "object-detection": ("AutoModelForObjectDetection",),
-    "image-segmentation": tuple(f"AutoModelFor{kind}Segmentation" for kind in _SEGMENTS),
-    "depth-estimation": ("AutoModelForDepthEstimation",),
-    "multiple-choice": ("AutoModelForMultipleChoice",),
-    "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
-    "text-to-audio": ("AutoModelForTextToSpectrogram", "AutoModelForTextToWaveform"),
-}
 # tasks for which a class that transformers does not list for them may be right all the same
 _KEPT = {
     "text-generation",
@@ -76,7 +55,7 @@ def task_of_checkpoint(task: str, architectures: Sequence[str] | None) -> str:
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
     """Return the class that a task asks for: a model's own class where it fits, or where transformers has no other."""
-    kinds = [kind for name in _OF_TASK.get(task, ()) if (kind := _of_kind(name, config)) is not None]
+    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
     flat = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
     # AutoModel of a class without a head, such as DPRContextEncoder, may be another part of the model. A head that was
     # trained for something else does not write text.
@@ -89,7 +68,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
     if not runs_code:
         return str(class_of_task(config, task, class_for(config)).__name__)
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
-    wanted = [str(named[name]).rpartition(".")[2] for name in _OF_TASK.get(task, ()) if name in named]
+    wanted = [str(named[name]).rpartition(".")[2] for name in AUTO_CLASSES.get(task, ()) if name in named]
     stated = list(getattr(config, "architectures", None) or [])
     return wanted[0] if wanted and not {*wanted} & {*stated} else "".join(stated[:1])
 

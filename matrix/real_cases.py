@@ -38,9 +38,9 @@ class Form:
 _FUSED = {"optimize": "onnxruntime"}
 
 
-def _in_int8(weights: str) -> dict[str, Any]:
+def _in_int8(weights: str, activations: str = "int8") -> dict[str, Any]:
     """Options for the fastest file, which rounds what is multiplied with its weights."""
-    return {**_FUSED, "quantize": Quantization(weights, activations="int8")}
+    return {**_FUSED, "quantize": Quantization(weights, activations=activations)}
 
 
 _SIZES = {"bounds": {"batch": 1, "length": 4352}}  # 4,096 tokens in the cache, and an answer
@@ -53,6 +53,7 @@ FORMS: dict[str, Form] = {
     "GGUF fused": Form(_FUSED, 0.99, 1.001, source="gguf"),
     "other weights int8 fused": Form({**_FUSED, "quantize": "int8"}, 0.97, 1.01, source="moved"),
     "other weights int4 fused": Form({**_FUSED, "quantize": "int4"}, 0.95, 1.05, source="moved"),
+    "int4 fused split inputs": Form(_in_int8("int4", "split"), 0.98, 1.01),
     "int4 fused rounded inputs": Form(_in_int8("int4"), 0.95, 1.01, is_right=False),
     "other weights int8 fused rounded inputs": Form(_in_int8("int8"), 0.95, 1.02, source="moved", is_right=False),
     "OpenVINO": Form({"target": "openvino"}, 1.0, 1.0001),

@@ -33,6 +33,7 @@ PAIRS = {
     "int8, other weights": ("other weights int8 fused", "int8"),
     "int4": ("int4 fused", "int4"),
     "int4, other weights": ("other weights int4 fused", "int4"),
+    "int4, activations split": ("int4 fused split inputs", "int4"),
     "int8, other weights, activations int8": ("other weights int8 fused rounded inputs", "int8"),
     "int4, activations int8": ("int4 fused rounded inputs", "int4"),
 }
@@ -62,8 +63,9 @@ Our int4 file keeps the model's own integers and gives the model's tokens; the b
 Our file is slower per token, because it does not round activations to 8 bits, each block has its own minimum, and the
 head has 8 bits. In int8, our file keeps the model's integers, and the builder rounds them again. For "other weights"
 in 8 bits, onnxruntime has no kernel with float activations, so our file rounds the activations in two parts: channels
-that are large after a norm get their own block of columns, and other large values get a second row. The last two rows
-are `--activations int8`, which rounds the activations once, as the builder does ([quantize](guide/quantize.md)).
+that are large after a norm are multiplied in float, and other large values get a second row. `--activations split` does
+the same for int4. The last two rows are `--activations int8`, which rounds the activations once, as the builder does
+([quantize](guide/quantize.md)).
 
 {rows}
 """

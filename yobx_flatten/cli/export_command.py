@@ -173,8 +173,11 @@ PerplexityRatio = Annotated[
     typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
 ]
 Activations = Annotated[
-    Literal["auto", "float", "int8", "token"],
-    typer.Option(help="With --quantize: precision of the activations. int8 is faster; token is fastest for encoders."),
+    Literal["auto", "float", "int8", "split", "token"],
+    typer.Option(
+        help="With --quantize: precision of the activations. int8 is faster than float; split too, with large channels "
+        "in float; token is fastest for encoders."
+    ),
 ]
 Calibration = Annotated[
     pathlib.Path | None,

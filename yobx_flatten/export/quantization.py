@@ -19,7 +19,7 @@ from .model_facts import ModelFacts
 WeightBits = Literal["int8", "int4", "keep"]
 """``"keep"`` rounds nothing: weights made of integers with scales are stored as these integers, others unchanged."""
 
-Activations = Literal["auto", "float", "int8", "token"]
+Activations = Literal["auto", "float", "int8", "split", "token"]
 """Precision of activations that are multiplied with quantized weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
@@ -62,9 +62,10 @@ class Quantization:
             each weight compensates the errors of those before it, as far as the text shows their inputs going
             together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
         activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
-            ``"float"`` does not, and a token takes up to twice as long. ``"auto"``, the default, does not round where
-            that costs a language model more than the rounding of its weights; with weights in 8 bits it rounds small
-            numbers and what is left of large ones, where that is near enough. ``"token"``, with int8 and weights in
+            ``"split"`` rounds small numbers, and multiplies channels that are large for all tokens in float;
+            ``"float"`` rounds nothing, and a token takes up to twice as long. ``"auto"``, the default, does not round
+            where that costs a language model more than the rounding of its weights; it splits where that is near
+            enough. ``"token"``, with int8 and weights in
             float32, rounds what is multiplied with one scale for each token, and weights with one for each output:
             the fastest for encoders, which read many tokens at once, and what ``"auto"`` takes for those whose text is
             known (``calibration``), where it is near enough.
@@ -94,7 +95,8 @@ class Quantization:
             )
         if self.activations not in get_args(Activations):
             raise InvalidArgumentError(
-                f'Quantization: activations must be "auto", "float", "int8" or "token", found {self.activations!r}.'
+                f'Quantization: activations must be "auto", "float", "int8", "split" or "token", found '
+                f"{self.activations!r}."
             )
         if self.activations == "token" and self.weights != "int8":
             raise InvalidArgumentError(

@@ -234,15 +234,11 @@ class Budget:
 
     def find(self) -> tuple[Bits, Quality]:
         """Return the first choice of bits within the ratio, and its measurement; else the last choice."""
-        bits: dict[str, int] = dict.fromkeys(self._roles, self._first)
-        width = self._first
-        heads = [role.name for role in self._roles.values() if role.is_last and role.exact > width]
-        wide = {name: _WIDER[width] for name in heads if width in _WIDER}
-        if self._is_exact({**bits, **wide}):
-            bits |= wide
+        bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
-        if width == 4 and bits != {**bits, **wide} and quality.is_close and quality.chooses_others:
-            bits |= wide
+        wide = bits | self._wide_heads(self._roles, width)
+        if width == 4 and bits != wide and quality.is_close and quality.chooses_others:
+            bits = wide
             quality = self._measure(bits)
         while not self._is_enough(quality, width) and math.isfinite(quality.max_difference):
             if width not in _WIDER:
@@ -260,9 +256,22 @@ class Budget:
             width = _WIDER[width]
         return bits, quality
 
-    def _is_exact(self, bits: Bits) -> bool:
+    @classmethod
+    def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
+        """Return the bits of each role that are measured first: more for a head if this makes all matrices exact."""
+        found = dict.fromkeys(roles, bits)
+        wide = found | cls._wide_heads(roles, bits)
+        return wide if cls.is_exact(wide, roles) else found
+
+    @staticmethod
+    def _wide_heads(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
+        heads = [role.name for role in roles.values() if role.is_last and role.exact > bits]
+        return {name: _WIDER[bits] for name in heads if bits in _WIDER}
+
+    @staticmethod
+    def is_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
         """Whether all matrices are integers of so many bits or fewer: with these nothing is lost."""
-        return all(role.exact <= bits[name] <= 8 for name, role in self._roles.items())
+        return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
     @staticmethod
     def _is_enough(quality: Quality, width: int) -> bool:

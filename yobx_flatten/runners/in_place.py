@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from ..errors import GenerationError, ReplayError
@@ -102,7 +104,10 @@ class TensorBuffers(InPlaceCache):
         """Allocate memory that begins with these tokens; zero pages need no memory until they are written."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
-            self[name] = leaf.new_zeros(rows, heads, self._capacity, *size)
+            shape = rows, heads, self._capacity, *size
+            # of NumPy, since torch writes the zeros, with threads that wait for each other on a busy machine
+            pages = numpy.zeros(math.prod(shape) * leaf.element_size(), numpy.uint8)
+            self[name] = torch.from_numpy(pages).view(leaf.dtype).reshape(shape)
             self[name][:, :, : self._seen] = leaf[:, :, : self._seen]
         self._own = True
 

@@ -22,6 +22,7 @@ from ..errors import GenerationError, ReplayError
 from ..errors.failures import first_line, raised_as
 from .adapters import FIRST, SECOND
 from .in_place import TensorBuffers, new_tokens
+from .onnx_session import use_huge_pages
 from .ports import ELEMENTS, KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 from .signature import KEY, Signature
 
@@ -99,6 +100,9 @@ def from_value(value: Any) -> Any:
 
 _COUNT = value_type("tensor(int64)")
 
+_LONG = 256
+"""Steps after which a loop is long enough for the cost of huge pages."""
+
 
 class OnnxRunner:
     """One ONNX file, open; a :class:`.runner.Runner`."""
@@ -130,6 +134,7 @@ class OnnxRunner:
             for node in rooms
         }
         self._adapter: Mapping[str, Any] = {}  # matrices that each call is given
+        self._steps = 0
         # outputs of one token, however many were read
         self.of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
@@ -194,6 +199,9 @@ class OnnxRunner:
                 outputs, cache = self.step(given, cache)
                 calls.append(outputs)
             return self._joined(calls), cache  # type: ignore[return-value] # what the last step returned
+        self._steps += 1
+        if self._steps == _LONG:
+            use_huge_pages(self._session)
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
         if self.has_kept_scores:  # each time: a binding remembers what the call before was given
             values[KEPT_SCORES] = to_value(KEPT_SCORES, _COUNT, torch.tensor(int(last_scores)))

@@ -1,4 +1,4 @@
-"""Inputs in two parts, as two rows or with columns for large channels: nearer the weights' product than in one part."""
+"""Inputs in two parts, as two rows or with large channels in float: nearer the weights' product than in one part."""
 
 import argparse
 import copy
@@ -17,8 +17,8 @@ from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized, rounding
-from yobx_flatten.export.onnx.quantize import products_of, quantize_graph
-from yobx_flatten.export.onnx.rounding import _large_last, _split, _takes_large, round_with_feedback
+from yobx_flatten.export.onnx.quantize import quantize_graph
+from yobx_flatten.export.onnx.rounding import _split
 from yobx_flatten.export.onnx.stored_matrix import InputSplit
 from yobx_flatten.export.proof.quality import Quality
 
@@ -31,14 +31,14 @@ def _with_outliers(rows=48, width=128, seed=0):
     return x
 
 
-def _product(path, linear, x, **options):
-    """What onnxruntime computes for a projection in 8 bits."""
+def _product(path, linear, x, how="int8", **options):
+    """What onnxruntime computes for a projection with quantized weights."""
     import onnxruntime
 
     free = ({0: torch.export.Dim.DYNAMIC},)
     export_onnx(linear, (x,), path=path, cases=[], dynamic_shapes=free)
     model = ir.load(path)
-    quantize_graph(model, Quantization("int8"), **options)
+    quantize_graph(model, Quantization(how), **options)
     ir.save(model, path)
     return onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})[0], model.graph
 
@@ -81,77 +81,102 @@ def test_inputs_without_large_numbers_stay_in_one_part(tmp_path):
     assert numpy.array_equal(found, whole)
 
 
-def _with_large_channels(rows=64, width=288, seed=0):
-    """Numbers around 1, and the same 31 channels of up to fifty times the size in each row."""
+def _with_large_channels(rows=64, width=576, seed=0):
+    """Numbers around 1, and the same 12 channels of up to fifty times the size in each row."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=draw)
-    x[:, 4::9][:, :31] *= torch.linspace(10, 50, 31)
+    x[:, 4::48] *= torch.linspace(10, 50, 12)
     return x
 
 
 def test_large_channels_are_found_where_they_are_the_same_for_all_tokens():
-    """Where each token has others, two rows are nearer; a small input would have an eighth more weights, or more."""
-    split = _split(_with_large_channels(), 32)
-    assert sorted(split.channels) == list(range(4, 283, 9))
-    assert split.step == pytest.approx(float(_with_large_channels().abs().max()) / 127)
+    """Where each token has others, two rows are nearer; an input of less than 48 channels has none of its own."""
+    assert _split(_with_large_channels(), 32) == InputSplit(channels=tuple(range(4, 576, 48)))
     draw = torch.Generator().manual_seed(3)
     moving = torch.randn(64, 288, generator=draw)
     moving[torch.arange(64)[:, None], torch.rand(64, 288, generator=draw).argsort(1)[:, :9]] *= 50
     assert 0 < _split(moving, 32).limit < math.inf
     assert not _split(moving, 32).channels
-    assert not _split(_with_large_channels()[:, :224], 32).channels
+    few = _split(_with_large_channels()[:, :32], 32)
+    assert not few.channels
+    assert 0 < few.limit < math.inf
 
 
-def test_large_channels_apart_are_the_same_product():
-    """Whole steps times the rows again, and what is left; also of a token that is larger than those of the text."""
-    x, split = _with_large_channels(), _split(_with_large_channels(), 32)
-    x[5] *= 3
-    weights = torch.randn(288, 40, generator=torch.Generator().manual_seed(1))
-    apart = split.apart(x)
-    steps = apart[:, :32] / split.step
-    assert torch.allclose(steps, steps.round(), atol=1e-4)
-    assert steps[:5].abs().max() < 127.5 < steps[5].abs().max()
-    wanted = x.double() @ weights.double()
-    assert torch.allclose(apart.double() @ split.rows(weights).double(), wanted, rtol=1e-5, atol=1e-3)
-
-
-def _rounded_as_inputs(inputs, weights):
-    """Weights of shape (inputs, outputs) in 8 bits, by inputs of a text."""
-    each = inputs / inputs.square().mean(1, keepdim=True).sqrt()
-    return round_with_feedback(weights, each.T @ each / len(each), 32, bits=8)
-
-
-def test_a_block_of_columns_is_as_near_as_two_rows(tmp_path):
-    """In onnxruntime, next to the product of float64 with the weights of the file, and for a token above the text's."""
+def _stored(bits, columns=40, width=576):
+    """A projection whose weights are integers of so many bits: 4 with a lowest weight for each block (Q4_1), or 8."""
     draw = torch.Generator().manual_seed(1)
+    most = 2**bits
+    numbers = torch.randint(0, most, (columns, width // 32, 32), generator=draw)
+    numbers[..., 0], numbers[..., 1] = 0, most - 1
+    scales = (torch.rand(columns, width // 32, 1, generator=draw) * 0.01 + 0.001).half().float()
+    lowest = (
+        (torch.randn(columns, width // 32, 1, generator=draw) * 0.05).half().float() if bits == 4 else -128 * scales
+    )
+    linear = torch.nn.Linear(width, columns).eval()
+    with torch.no_grad():
+        linear.weight.copy_((numbers * scales + lowest).reshape(columns, width))
+    return linear
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
+    """In onnxruntime, next to float64 with the same weights, also for a token above the text's."""
     text, x = _with_large_channels(), _with_large_channels(seed=2)
     x[0] *= 3
-    linear = torch.nn.Linear(288, 40, bias=False).eval()
-    with torch.no_grad():
-        linear.weight.copy_(torch.randn(40, 288, generator=draw) * 0.05)
-    split, weights = _split(text, 32), linear.weight.detach().T
-    whole = _rounded_as_inputs(text, weights)
-    large = _large_last(_rounded_as_inputs(split.apart(text), split.rows(weights)), split.step)
-    apart = split.apart(x)
-    read = {"one": (x, whole), "rows": (x, whole), "columns": (apart.roll(-32, 1), large)}
-    read["columns"][0][:, -32:] /= split.step
+    linear, split = _stored(bits), _split(text, 32)
+    wanted = (x.double() @ linear.weight.T.double() + linear.bias).detach().numpy()
     forms = {
         "one": {},
-        "rows": {"rounds_inputs": False, "splits": {"input": InputSplit(split.limit)}},
-        "columns": {"rounds_inputs": False, "splits": {"input": split}},
+        "rows": {"rounds_inputs": False, "splits": {"input": InputSplit(10.0)}},
+        "channels": {"rounds_inputs": False, "splits": {"input": split}},
+        "float": {"rounds_inputs": False},
     }
     errors, nodes = {}, {}
     for name, options in forms.items():
-        inputs, grid = read[name]
-        found, graph = _product(tmp_path / f"{name}.onnx", linear, x, rounded={("weight", True): grid}, **options)
-        wanted = inputs.double().numpy() @ grid.weights().T.astype(float)
-        errors[name], nodes[name] = numpy.square(found - wanted).mean(1), [node.op_type for node in graph]
-    assert {name: "Clip" in kinds for name, kinds in nodes.items()} == {"one": False, "rows": True, "columns": False}
-    assert nodes["columns"].count("MatMulNBits") == nodes["columns"].count("Pad") == 1
-    usual = {name: error[1:].mean() for name, error in errors.items()}
-    assert usual["columns"] < 2 * usual["rows"]
-    assert usual["columns"] < 0.05 * usual["one"]
-    assert errors["columns"][0] < errors["one"][0]
+        found, graph = _product(tmp_path / f"{name}.onnx", linear, x, "keep", **options)
+        nodes[name] = [(node.op_type, node.attributes.get("accuracy_level")) for node in graph]
+        errors[name] = numpy.square(found - wanted).mean(1) / numpy.square(wanted).mean(1)
+    kinds = {name: [kind for kind, _ in found] for name, found in nodes.items()}
+    assert {name for name, found in kinds.items() if "Clip" in found} == {"rows"}
+    assert kinds["channels"].count("Gather") == kinds["channels"].count("MatMul") == 1
+    levels = {name: [level.value for _, level in found if level is not None] for name, found in nodes.items()}
+    assert levels == {"one": [4], "rows": [4], "channels": [4], "float": [1 if bits == 4 else 4]}
+    assert errors["channels"].mean() < errors["rows"].mean()
+    assert errors["channels"][1:].mean() < 0.05 * errors["one"][1:].mean()
+    assert errors["channels"][0] < 0.1 * errors["one"][0]
+    assert errors["float"].mean() < 0.01 * errors["channels"].mean()
+
+
+def test_products_of_the_same_inputs_share_the_parts(tmp_path):
+    """Queries, keys and values: one zeroed copy, one gather and one sum of blocks; a batch of none and of five."""
+    import onnxruntime
+
+    class Three(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(_stored(4) for _ in range(3))
+
+        def forward(self, x):
+            return [part(x) for part in self.parts]
+
+    model, path, x = Three().eval(), tmp_path / "m.onnx", _with_large_channels(6).reshape(2, 3, -1)
+    free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    export_onnx(model, (x,), path=path, cases=[], dynamic_shapes=free)
+    stored = ir.load(path)
+    quantize_graph(stored, Quantization("keep"), rounds_inputs=False, splits={"x": _split(_with_large_channels(), 32)})
+    ir.save(stored, path)
+    kinds = [node.op_type for node in stored.graph]
+    assert [kinds.count(kind) for kind in ("ReduceSum", "MatMulNBits", "MatMul")] == [1, 3, 3]
+    shared = [node for node in stored.graph if node.inputs and node.inputs[0] is stored.graph.inputs[0]]
+    assert sorted(node.op_type for node in shared) == ["Gather", "Mul"]
+    session = onnxruntime.InferenceSession(path)
+    for batch in (0, 1, 5):
+        given = _with_large_channels(batch * 4, seed=5).reshape(batch, 4, 576)
+        with torch.no_grad():
+            wanted = model(given)
+        for found, expected in zip(session.run(None, {"x": given.numpy()}), wanted, strict=True):
+            most = 5e-3 * float(expected.abs().max()) if batch else 0
+            numpy.testing.assert_allclose(found, expected.numpy(), atol=most)
 
 
 def _spoiled():
@@ -181,61 +206,39 @@ def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_pat
         report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
         kinds[kept] = [node.op_type for node in onnx.load(path).graph.node]
         losses[kept] = report.quality.text_divergence
-    split = [kinds["auto"].count(kind) - kinds["int8"].count(kind) for kind in ("Clip", "Round", "Concat")]
-    assert split[0] + split[1] == split[2] >= 4  # what norms write; other inputs may stay whole
+    assert kinds["auto"].count("Gather") > kinds["int8"].count("Gather")  # after norms; other inputs may stay whole
     assert not {"Round", "Clip", "Abs"} & {*kinds["int8"]}
     assert "Abs" not in kinds["auto"]  # the exact rest of each number, for inputs without a text
     assert losses["auto"] < 0.5 * losses["int8"]
     assert [remark for remark in report.remarks if "in two parts" in remark]
 
 
-def test_large_channels_of_a_model_get_columns(tmp_path, monkeypatch):
-    """As near as two rows; the head's product also gets them, with a block of inputs more."""
+@pytest.mark.parametrize("weights", ["int8", "keep"])
+def test_a_head_that_an_embedding_reads_is_split_too(tmp_path, monkeypatch, weights):
+    """The stored matrix is the same, so a tied table needs no second copy; two rows for all inputs are no nearer."""
     import onnx
 
-    model, losses = _spoiled(), {}
+    model, losses, sizes = _spoiled(), {}, {}
     with torch.no_grad():
         model.model.norm.weight[3::32] *= 100
         model.lm_head.weight[:, 3::32] /= 100
+        for matrix in [one for one in model.parameters() if one.dim() == 2] if weights == "keep" else []:
+            steps = matrix.reshape(len(matrix), -1, 32).abs().amax(2, keepdim=True) / 127
+            matrix.copy_((matrix.reshape(len(matrix), -1, 32) / steps).round().mul(steps).reshape(matrix.shape))
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    for name, blocks in (("rows", 100), ("columns", 2)):  # from how many blocks on
-        monkeypatch.setattr(rounding, "_BLOCKS", blocks)
-        path, how = tmp_path / f"{name}.onnx", Quantization("int8", tokens=tokens)
+    for name, share in (("rows", 10**6), ("channels", 32)):
+        monkeypatch.setattr(rounding, "_SHARE", share)
+        path, how = tmp_path / f"{name}.onnx", Quantization(weights, tokens=tokens, activations="split")
         report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
         kinds = [node.op_type for node in onnx.load(path).graph.node]
-        assert kinds.count("Round") >= 4 if name == "columns" else "Round" not in kinds
+        sizes[name] = kinds.count("Gather"), kinds.count("Clip")
         losses[name] = report.quality.text_divergence
         head = [node for node in onnx.load(path).graph.node if node.op_type == "MatMulNBits"][-1]
-        sizes = {one.name: one.i for one in head.attribute}
-        assert sizes["N"] == model.config.vocab_size
-        assert sizes["K"] == (160 if name == "columns" else 128)
-    assert losses["columns"] < 2 * losses["rows"]
-
-
-class _Tied(torch.nn.Module):
-    """An embedding, and a product with its table or a matrix of its own."""
-
-    def __init__(self, is_tied):
-        super().__init__()
-        self.table, self.other = torch.nn.Embedding(300, 288), torch.nn.Linear(288, 300, bias=False)
-        if is_tied:
-            self.other.weight = self.table.weight
-
-    def forward(self, tokens):
-        """Scores for the next token."""
-        return self.other(self.table(tokens).tanh())
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_table_that_an_embedding_reads_has_no_further_rows(tmp_path, is_tied):
-    """Its rows are what a token is."""
-    export_onnx(_Tied(is_tied).eval(), (torch.arange(6)[None],), path=tmp_path / "m.onnx", cases=[])
-    ((node, (value, _)),) = products_of(ir.load(tmp_path / "m.onnx"), Quantization("int8"))
-    x = node.inputs[0]
-    splits = {x.name: InputSplit(0.5, list(range(31)), 0.1)}
-    assert _takes_large(x, value, splits) is not is_tied
-    assert not _takes_large(x, value, {x.name: InputSplit(0.5)})
+        assert {one.name: one.i for one in head.attribute}["K"] == 128
+    assert sizes["channels"][0] > sizes["rows"][0]
+    assert sizes["channels"][1] < sizes["rows"][1]
+    assert losses["channels"] < 2 * losses["rows"]
 
 
 def _quality(divergence):

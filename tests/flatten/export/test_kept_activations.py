@@ -100,7 +100,7 @@ def test_where_integers_are_kept_nothing_is_rounded(tmp_path, bits, level, is_sp
     """They promise the model's numbers; the report says what is faster."""
     x = (_inputs(4, COLUMNS),)
     done = export_onnx(_weights(bits), x, path=tmp_path / "m.onnx", quantize="keep", cases=[])
-    assert [remark for remark in done.report.remarks if 'activations="int8"' in remark]
+    assert [remark for remark in done.report.remarks if 'activations="split"' in remark]
     sizes, kinds = _kinds(tmp_path / "m.onnx")
     assert (sizes["accuracy_level"], "Split" in kinds) == (level, is_split)
 
@@ -125,7 +125,7 @@ def test_inputs_are_kept_where_rounding_them_costs_more_than_rounding_weights(
     measured = iter([_quality(rounded), _quality(kept)])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     done = export_onnx(_weights(8), (_inputs(4, COLUMNS),), path=tmp_path / "m.onnx", quantize="int8", cases=[])
-    said = [remark for remark in done.report.remarks if 'activations="int8"' in remark]
+    said = [remark for remark in done.report.remarks if 'activations="split"' in remark]
     assert (len(said), "Split" in _kinds(tmp_path / "m.onnx")[1]) == (is_kept, is_kept)
     assert done.report.quality.divergence == (kept if is_kept else rounded)
 
@@ -142,6 +142,6 @@ def test_a_language_model_is_nearer_with_inputs_of_full_precision(tmp_path):
 
 def test_another_word_is_refused():
     with pytest.raises(
-        InvalidArgumentError, match='activations must be "auto", "float", "int8" or "token", found \'int4\''
+        InvalidArgumentError, match='activations must be "auto", "float", "int8", "split" or "token", found \'int4\''
     ):
         Quantization("int8", activations="int4")

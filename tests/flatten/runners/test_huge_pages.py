@@ -5,8 +5,10 @@ import mmap
 import pathlib
 
 import pytest
+import torch
 
-from yobx_flatten.runners import onnx_session
+from yobx_flatten import export_onnx
+from yobx_flatten.runners import onnx_runner, onnx_session
 from yobx_flatten.runners.onnx_session import in_huge_pages
 
 SETTING = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -52,6 +54,32 @@ def test_memory_of_the_block_is_in_huge_pages_with_its_contents():
 def test_what_was_there_before_is_left_out(ranges, others, expected):
     """Linux joins new memory to its neighbours, which may be of others."""
     assert [*onnx_session._without(ranges, others)] == expected
+
+
+class _Loop(torch.nn.Module):
+    """One layer of a cache, which grows by the new tokens."""
+
+    def forward(self, tokens, past):
+        """Return the tokens, and the longer cache."""
+        return tokens + 1, torch.cat([past, tokens], 2)
+
+
+def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
+    """Opening a file is as fast as without; the memory of one session is asked for once."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    asked = []
+    monkeypatch.setattr(onnx_session, "_advise", lambda start, end: asked.append((start, end)))
+    free = ({2: torch.export.Dim.DYNAMIC}, {2: torch.export.Dim.DYNAMIC})
+    x = torch.zeros(1, 2, 3, 4)
+    export_onnx(_Loop(), (x, x), path=tmp_path / "m.onnx", dynamic_shapes=free, cases=[])
+    session = onnx_session.open_session(tmp_path / "m.onnx", caller="test")
+    onnx_session._MEMORY[session] = [(0, 2**30)]
+    runner = onnx_runner.OnnxRunner(session, "m.onnx")
+    for step in range(2 * onnx_runner._LONG):
+        outputs, _ = runner.step({"tokens": x, "past": x}, {})
+        assert bool((outputs[runner.outputs[0]] == 1).all())
+        assert asked == ([] if step + 1 < onnx_runner._LONG else [(0, 2**30)])
 
 
 def test_without_a_list_of_memory_nothing_is_asked_for(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -133,7 +134,7 @@ def quantize_graph(
                 found.blocks[matrix.block_size] = found.blocks.get(matrix.block_size, 0) + matrix.rows * matrix.columns
                 read[value.name] = value, transposed
         if (matrix := stored[key]) is not None:
-            products.replace(node, matrix, rounds_inputs=rounds_inputs)
+            products.replace(node, matrix, (value, transposed), rounds_inputs=rounds_inputs)
     tables = [value for value in gathered(model.graph) if value.name not in read]
     for value in tables:
         if (matrix := _quantized_table(model.graph, value, quantization, grids, found)) is not None:
@@ -341,26 +342,39 @@ class Products:
 
     def __init__(self, splits: InputSplits) -> None:
         self._sums: dict[tuple[Any, int, bool], Any] = {}
+        self._terms: dict[tuple[Any, Any], Any] = {}
         self._inputs = SplitInputs(splits)
 
-    def replace(self, node: Any, stored: StoredMatrix, *, rounds_inputs: bool) -> None:
+    def replace(self, node: Any, stored: StoredMatrix, weight: Any, *, rounds_inputs: bool) -> None:
         """Replace a ``MatMul`` or ``Gemm`` by a product with a quantized matrix."""
+        # weight: the matrix in float, and whether it is transposed
         import onnx_ir as ir
 
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
         output, x = node.outputs[0], node.inputs[0]
         rounds_inputs = rounds_inputs or not _takes_floats(x, stored)
-        sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs else _INTEGERS
-        is_split = stored.bits == 8 and not rounds_inputs and not self._inputs.is_whole(x)
-        made, rows = self._inputs.split(node.graph, x, len(x.shape), stored) if is_split else ([], x)
+        split = None if rounds_inputs else self._inputs.of(x)
+        sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs and split is None else _INTEGERS
+        made: list[Any] = []
+        rows = small = x
+        terms: list[tuple[Any, Any]] = []  # products in float that are added: inputs and matrix
+        in_two = not rounds_inputs and (stored.bits == 8 if split is None else split.limit < math.inf)
+        if split is not None and split.channels:
+            made, small, large = self._inputs.large(node.graph, x, stored.rows)
+            rows, in_two = small, False
+            terms.append((large, _rows_of(node.graph, *weight, split.channels)))
+        elif in_two:
+            made, rows = self._inputs.rows(node.graph, x, len(x.shape), stored)
         product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
-        made += [product, *(self._inputs.joined(product.outputs[0]) if is_split and not stored.has_large else [])]
+        made += [product, *(self._inputs.joined(product.outputs[0]) if in_two else [])]
         found = made[-1].outputs[0]
         if stored.offsets is not None:
             turned = ir.node("Transpose", [stored.offsets], {"perm": [1, 0]})
-            made += [*self._sum(node.graph, x, stored), turned]
-            times = ir.node("MatMul", [self._sums[x, stored.block_size, stored.is_half], turned.outputs[0]])
-            made += [times, *plus(found, times.outputs[0], stored)]
+            made += [*self._sum(node.graph, small, len(x.shape), stored), turned]
+            terms.insert(0, (self._sums[small, stored.block_size, stored.is_half], turned.outputs[0]))
+        if terms:
+            made += self._term(terms)
+            made += plus(found, made[-1].outputs[0], stored)
         if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
             made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
         if made[-1] is not product:
@@ -371,7 +385,21 @@ class Products:
         if before is not None and not before.outputs[0].uses():
             before.graph.remove(before, safe=True)
 
-    def _sum(self, graph: Any, x: Any, stored: StoredMatrix) -> list[Any]:
+    def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
+        """Return nodes that multiply one or two inputs with their matrices, and add the products."""
+        import onnx_ir as ir
+
+        if len(terms) == 1:
+            return [ir.node("MatMul", list(terms[0]))]
+        inputs, matrices = zip(*terms, strict=True)
+        made = []
+        if inputs not in self._terms:
+            made.append(ir.node("Concat", list(inputs), {"axis": -1}))
+            self._terms[inputs] = made[0].outputs[0]
+        joined = ir.node("Concat", list(matrices), {"axis": 0})
+        return [*made, joined, ir.node("MatMul", [self._terms[inputs], joined.outputs[0]])]
+
+    def _sum(self, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> list[Any]:
         """Return nodes that sum the blocks of inputs in float32; none if they exist already."""
         import onnx_ir as ir
 
@@ -380,11 +408,26 @@ class Products:
         if known is not None and known.producer().graph is graph:
             return []
         cast = [ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value})] if stored.is_half else []
-        cut = reshaped(cast[0].outputs[0] if cast else x, len(x.shape) - 1, [stored.blocks, stored.block_size])
+        cut = reshaped(cast[0].outputs[0] if cast else x, rank - 1, [stored.blocks, stored.block_size])
         last = ir.node("Constant", [], {"value_ints": [-1]})
         total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
         self._sums[key] = total.outputs[0]
         return [*cast, *cut, last, total]
+
+
+def _rows_of(graph: Any, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
+    """Add the rows of a matrix (inputs, outputs) that meet these channels to a graph, in float."""
+    import onnx_ir as ir
+
+    name = f"{value.name}{'_T' if transposed else ''}_large"
+    known = graph.initializers.get(name)
+    if known is not None:
+        return known
+    array = value.const_value.numpy()
+    rows = numpy.ascontiguousarray((array.T if transposed else array)[list(channels)])
+    del array
+    unmap(value.const_value)
+    return new_value(graph, name, ir.tensor(rows))
 
 
 def _takes_floats(x: Any, stored: StoredMatrix) -> bool:

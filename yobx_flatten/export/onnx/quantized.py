@@ -43,6 +43,16 @@ _NEAR = 0.1
 _CLOSE = 2e-3
 """Largest divergence, in nats, of a file with activations in two parts, including the rounding of the weights."""
 
+_LEFT = 16
+"""Two parts are tried for weights in 4 bits if inputs in one part cost at most so many times as much as the weights."""
+
+_FLOATS = {
+    "auto": 'the activations are not quantized: activations="split" (--activations split) and "int8" are faster, and '
+    "less exact.",
+    "split": "the activations are not quantized: the file cannot read a text from its first token.",
+}
+"""Why the activations of a file stay in float, by what was asked for."""
+
 
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
@@ -58,16 +68,17 @@ def quantize_file(
         quality, is_enough = _quantize_by_token(file, quantization, source, report, grids)
         if is_enough:
             return quality
-    with report.timed("round"):
-        model = ir.load(file.path)
-        rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
+    rounded: RoundedMatrices = {}
+    if not Budget.is_exact(Budget.first(roles, quantization.bits), roles):
+        with report.timed("round"):
+            model = ir.load(file.path)
+            rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
     known = source.example.runs.texts
-    large: RoundedMatrices = {}  # those with rows for large channels of split inputs
 
     def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
         with report.timed("quantize"):
             model = ir.load(file.path)  # large weights stay in their file, which is mapped
-            parts = bits, grids, rounded | (large if splits else {})
+            parts = bits, grids, rounded
             how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
             return model, quantize_model(model, quantization, report, *parts, **how)
 
@@ -78,29 +89,21 @@ def quantize_file(
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
     rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # "auto" rounds them only with the weights
-    splits: InputSplits = {}
+    splits = _splits(file, quantization, source, report) if asked == "split" else {}
     # rounding inputs costs more than rounding weights to 8 bits, and less than rounding them to 4
     inputs_first = quantization.bits == 8 and not is_kept
     if source.cases:
-        measured = functools.partial(try_bits, rounds_inputs=rounds_inputs)
+        measured = functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)
         searched = functools.partial(Budget, roles, quantization.bits)
         bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
         if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
-            # in 4 bits float inputs are read by their own kernel, which is faster for a prompt
-            splits = _splits(file, quantization, source, report) if quantization.bits == 8 else {}
-            if splits:  # in other blocks, and by moments of other inputs, than those that are read whole
-                with report.timed("round"):
-                    model = ir.load(file.path)
-                    products = products_of(model, quantization)
-                    large = round_by_text(file, model.graph, products, quantization, source, grids, splits)
+            find = functools.partial(_splits, file, quantization, source, report)
             as_is = functools.partial(try_bits, bits, rounds_inputs=False)
-            quality, rounds_inputs, splits = _choose_inputs(quality, splits, as_is, report)
+            quality, rounds_inputs, splits = _choose_inputs(quality, find, as_is, report, is_fine=inputs_first)
         if inputs_first and not quality.ok:
             bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
-    if not rounds_inputs and asked == "auto" and not splits:
-        report.remark(
-            'the activations are not quantized: activations="int8" (--activations int8) is faster, and less exact.'
-        )
+    if not rounds_inputs and asked in ("auto", "split") and not splits:
+        report.remark(_FLOATS[asked])
     model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
     remark_quantized(found, quantization, report, bits)
     with report.timed("quantize"):
@@ -178,16 +181,26 @@ def _splits(file: UnprovenFile, quantization: Quantization, source: Source, repo
 
 
 def _choose_inputs(
-    whole: Quality, splits: InputSplits, measured: Callable[..., Quality], report: ExportReport
+    whole: Quality,
+    find: Callable[[], InputSplits],
+    measured: Callable[..., Quality],
+    report: ExportReport,
+    *,
+    is_fine: bool,
 ) -> tuple[Quality, bool, InputSplits]:
     """Split inputs in two parts, or keep them in float, if rounding them costs more than rounding the weights."""
+    # find: returns how inputs are split
     # measured: measures the file with these split inputs, or with unrounded inputs
+    # is_fine: whether the weights cost so little that the parts are measured first
     # returned: the quality, whether inputs are rounded whole, and how they are split
+    splits = find() if is_fine else {}
     parted = measured(splits=splits) if splits else None
     if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
         exact = measured(splits={})
         if _loss(whole) <= 2 * _loss(exact):
             return whole, True, {}
+        if not is_fine and _loss(whole) <= _LEFT * _loss(exact) and (splits := find()):
+            parted = measured(splits=splits)
         if parted is None or _loss(parted) > 2 * _loss(exact):
             report.remark(
                 f"the activations are not quantized: 8 bits would raise the divergence from {_loss(exact):.1e} to "

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -202,11 +201,9 @@ def round_by_text(
     quantization: Quantization,
     source: Source,
     grids: Grids,
-    splits: InputSplits | None = None,
 ) -> RoundedMatrices:
     """Round the matrices of a file; matrices with the same inputs together. The block must be open."""
     # products: nodes of the graph with their weights, and whether these are transposed
-    # splits: for those matrices alone that get rows for large channels of their inputs; `None`, the default, for all
     if not source.cases or quantization.weights == "keep":
         return {}
     calls = rounding_calls(source.example, quantization)
@@ -218,12 +215,10 @@ def round_by_text(
         x = node.inputs[0]
         size = int(value.const_value.shape[1 if transposed else 0])
         # a product in a loop or a branch cannot be shown, and onnxruntime pads what has no whole blocks with zeros
-        block_size = quantization.block_for(quantization.bits, size)
+        block_size = quantization.block_size
         if x.producer() is None or x.producer().graph is not graph or size % block_size:
             continue
         if x.shape is None or grids.is_exact(value, quantization.bits, transposed=transposed):
-            continue
-        if splits is not None and not _takes_large(x, value, splits):
             continue
         wanted.setdefault(x.name, {})[value.name, transposed] = value
         sizes[x.name] = size
@@ -231,19 +226,13 @@ def round_by_text(
         return {}
     found, names = RoundedMatrices(), source.example.names
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
-    for name, moments in input_moments(file, sizes, calls.cases, names, calls.tokens, splits):
-        found |= _rounded(wanted[name], moments, quantization, None if splits is None else splits[name])
+    for name, moments in input_moments(file, sizes, calls.cases, names, calls.tokens):
+        found |= _rounded(wanted[name], moments, quantization)
     return found
 
 
-def _takes_large(x: Any, value: Any, splits: InputSplits) -> bool:
-    """Whether a matrix gets rows for large channels; a tied table does not, which an embedding also reads."""
-    is_alone = len(value.uses()) == 1 and value.const_value.dtype.name == "FLOAT" and len(x.shape) > 1
-    return is_alone and x.name in splits and bool(splits[x.name].channels)
-
-
 def _rounded(
-    matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, quantization: Quantization, split: InputSplit | None
+    matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, quantization: Quantization
 ) -> RoundedMatrices:
     found, bits = RoundedMatrices(), quantization.bits
     block_size = quantization.block_for(bits, len(moments))
@@ -252,22 +241,8 @@ def _rounded(
         weights = torch.from_numpy(numpy.array(array.T if key[1] else array))
         del array
         unmap(value.const_value)
-        dtype = weights.dtype
-        if split is not None:
-            weights = split.rows(weights)
-        found[key] = round_with_feedback(weights, moments, block_size, dtype, bits)
-        if split is not None:
-            found[key] = _large_last(found[key], split.step)
+        found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, bits)
     return found
-
-
-def _large_last(grid: WeightGrid, step: float) -> WeightGrid:
-    """Move the first block to the end, for inputs that are counted in steps."""
-    scales = grid.scales.copy()
-    scales[:, 0] *= step
-    parts = (None if part is None else numpy.roll(part, -1, 1) for part in (grid.numbers, scales, grid.zeros))
-    numbers, scales, zeros = parts
-    return dataclasses.replace(grid, numbers=numbers, scales=scales, zeros=zeros)
 
 
 _LEAST = 2**29
@@ -291,7 +266,6 @@ def input_moments(
     calls: Sequence[Case],
     names: Sequence[str],
     tokens: torch.Tensor,
-    splits: InputSplits | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield values of a file by name, with the mean product of each two of their last axis, relative to their size.
 
@@ -301,16 +275,14 @@ def input_moments(
     # calls: calls that read the text, its first token in the cache
     # names: names of the inputs' leaves, in order
     # tokens: the text, int64 of shape (texts, length)
-    # splits: for the moments of values whose large channels are apart, in front; `None`, the default, as they are
-    wide = {name: size + (0 if splits is None else len(splits[name].channels) + 1) for name, size in sizes.items()}
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
-    for part in _parts(wide, most):
-        found = {name: torch.zeros(wide[name], wide[name]) for name in part}
+    for part in _parts(sizes, most):
+        found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
         count = 0
         for read in read_inputs(file, {name: sizes[name] for name in part}, calls, names, tokens):
             for name, rows in read.items():
                 each = rows.square().mean(1, keepdim=True).clamp(min=_SMALLEST).rsqrt()
-                rows = (rows if splits is None else splits[name].apart(rows)) * each
+                rows = rows * each
                 found[name].addmm_(rows.T, rows)
             count += len(rows)
         if not count:
@@ -388,11 +360,11 @@ _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
 _WORTH = 0.25
 """Activations are split in two parts only if the error is then below this share of the error with one part."""
 
-_NEAR = 2.0
-"""Two parts use an extra block of columns if the error is below this multiple of that with two rows (twice as slow)."""
+_NEAR = 3.0
+"""Large channels are multiplied in float if the error is below this multiple of that with two rows (twice as slow)."""
 
-_BLOCKS = 8
-"""Smallest number of blocks in a matrix for which one more block adds at most an eighth to the weights."""
+_SHARE, _MOST = 48, 32
+"""One of 48 channels, and at most 32, may be multiplied in float: this reads an eighth more bytes than the weights."""
 
 
 def input_splits(
@@ -407,7 +379,7 @@ def input_splits(
     for node, (value, transposed) in products:
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
         # what a product in a loop or a branch reads cannot be shown
-        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_for(8, size) == 0:
+        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_size == 0:
             sizes[x.name] = size
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
@@ -417,13 +389,12 @@ def input_splits(
     if not any(rows.values()):
         return {}
     whole = {name: torch.cat(rows.pop(name)) for name in sizes}
-    splits = {name: _split(found, quantization.block_for(8, sizes[name])) for name, found in whole.items()}
+    splits = {name: _split(found, quantization.block_size) for name, found in whole.items()}
     return {name: split for name, split in splits.items() if split is not None}
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
     """Return the split of an input with the least error, relative to no split; ``None`` if most values are 0."""
-    channels, step = _large(rows, block_size)
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
@@ -441,19 +412,23 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
         return None
     left, limit = min((error(rest(one), _rounded_as_inputs(rest(one), block_size)), one) for one in tried)
     if left >= _WORTH:
-        return InputSplit(math.inf)
-    if rows.shape[1] < _BLOCKS * block_size:
-        return InputSplit(limit)
-    steps = torch.zeros_like(rows)
-    steps[:, channels] = rows[:, channels].div(step).round() * step
-    return InputSplit(limit, channels.tolist(), step) if error(steps, steps) <= _NEAR * left else InputSplit(limit)
+        return InputSplit()
+    channels = _large(rows, block_size, min(rows.shape[1] // _SHARE, _MOST))
+    large = torch.zeros_like(rows)
+    large[:, channels] = rows[:, channels]
+    return InputSplit(channels=tuple(channels)) if error(large, large) <= _NEAR * left else InputSplit(limit)
 
 
-def _large(rows: torch.Tensor, block_size: int) -> tuple[torch.Tensor, float]:
-    """The channels that are largest, each token counting the same, and a 127th of their largest number."""
+def _large(rows: torch.Tensor, block_size: int, count: int) -> list[int]:
+    """Channels without which the largest numbers of blocks are smallest, each token counting the same."""
     sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
-    channels = sizes.mean(0).topk(min(block_size, rows.shape[1]) - 1).indices
-    return channels, float(rows[:, channels].abs().max()) / 127 or 1.0
+    blocks, found = sizes.reshape(len(rows), -1, block_size), []
+    for _ in range(count):
+        (first, second), where = blocks.topk(2, dim=2).values.unbind(2), blocks.argmax(2)
+        gains = torch.zeros(blocks.shape[1:]).scatter_add_(1, where.T, (first - second).T)
+        found.append(int(gains.argmax()))
+        blocks.flatten(1)[:, found[-1]] = 0
+    return sorted(found)
 
 
 def _rounded_as_inputs(rows: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -29,7 +29,6 @@ class StoredMatrix:
     # what is added to the weights of each block, float32 of shape (columns, blocks); `None` for nothing
     offsets: Any = None
     is_half: bool = False  # whether it multiplies numbers of float16
-    has_large: bool = False  # whether its last block are further rows for large channels, see `.split_inputs`
 
     @property
     def blocks(self) -> int:
@@ -146,8 +145,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
         offsets = block_offsets(graph, held[-1], held[1], grid.middle)
     nbytes = sum(one.const_value.nbytes for one in held)
     columns, blocks, size = grid.numbers.shape
-    has_large = blocks * size > int(value.const_value.shape[1 if transposed else 0])
-    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half, has_large)
+    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
@@ -191,43 +189,27 @@ def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
 # With a limit for what is small (`input_splits`), three nodes do: a block whose largest number is ten times as large as
 # the others is rounded at the size of these, and what is left of the large one, alone in its block, is exact.
 #
-#     x ──┬── large channels / step ── Round ──┬── Gather ── Pad ──┐
-#         └────────────── minus ───────────────┴───── small ───────┴── Concat ── MatMulNBits ──> y
-#                                                                      W, and its rows of these channels, times the step
+#     x ──┬── Mul by 0 or 1 ──── small ── MatMulNBits ──┬── Add ──> y
+#         └── Gather ── large channels ── MatMul ───────┘
+#                                           rows of W in float
 #
-# Two rows take twice the time for many tokens. Where the same channels are large whatever the token, as after a norm,
-# one block of columns more is enough. It holds these channels in whole steps, and the number 127, whose weights are 0.
-# A step is a 127th of the largest number on a text, so onnxruntime's scale of the block is 1, and whole numbers stay as
-# they are. A token with a larger number has a larger scale, and only its own block is rounded more coarsely.
+# Two rows take twice the time for many tokens. Where the same channels are large for all tokens, as after a norm, their
+# own product in float takes less (LLM.int8(), Dettmers et al. 2022). It is a part of the product with the offsets of
+# blocks, where a matrix has these.
 
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
     """How an input is split."""
 
-    limit: float  # up to which size its numbers are small; infinite where it stays in one part
-    # channels that are large whatever the token, one less than a block has; none where two rows are nearer
-    channels: list[int] = dataclasses.field(default_factory=list)
-    step: float = 0.0  # of these channels
-
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """Return inputs of shape (tokens, size) with whole steps of large channels, and a zero, before the rest."""
-        large = x[:, self.channels].div(self.step).round() * self.step
-        found = torch.cat([large, torch.zeros(len(x), 1), x], 1)
-        found[:, len(self.channels) + 1 :][:, self.channels] -= large
-        return found
-
-    def rows(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return a matrix of shape (size, outputs) with the rows that these meet."""
-        return torch.cat([weights[self.channels], torch.zeros_like(weights[:1]), weights])
+    limit: float = math.inf  # up to which size its numbers are small; infinite where it stays in one part
+    channels: tuple[int, ...] = ()  # that are large for all tokens, which are multiplied in float
 
 
 InputSplits: TypeAlias = Mapping[str, InputSplit]
 """How an activation is split in two parts, by its name in the ONNX graph."""
 
 _LEAST = 1e-30  # added to scales, since a block of zeros has none
-
-_STEPS = 127  # of the largest number of a block
 
 
 class SplitInputs:
@@ -236,28 +218,36 @@ class SplitInputs:
     def __init__(self, splits: InputSplits) -> None:
         # splits: none for an input that is split as it is rounded
         self._splits = splits
-        self._known: dict[tuple[ir.Graph, ir.Value, int, bool], ir.Value] = {}
+        self._rows: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
+        self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
-    def is_whole(self, x: ir.Value) -> bool:
-        """Return whether inputs are rounded without a split."""
-        split = self._splits.get(str(x.name))
-        return split is not None and split.limit == math.inf
+    def of(self, x: ir.Value) -> InputSplit | None:
+        """Return how inputs are split, as far as a text has shown it."""
+        return self._splits.get(str(x.name))
 
-    def split(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the nodes that are new, and both parts of the inputs.
+    def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
+        """Return the nodes that are new, and both parts of the inputs, which follow each other on the first axis."""
+        key, split = (graph, x, stored.block_size), self.of(x)
+        if key in self._rows:
+            return [], self._rows[key]
+        made = _by_blocks(x, rank, stored) if split is None else _by_limit(x, split.limit)
+        self._rows[key] = made[-1].outputs[0]
+        return made, self._rows[key]
 
-        Parts follow each other on the last axis where the matrix has rows for that, else on the first one.
-        """
-        key = graph, x, stored.block_size, stored.has_large
-        if key in self._known:
-            return [], self._known[key]
-        split = self._splits.get(str(x.name))
-        if split is None:
-            made = _by_blocks(x, rank, stored)
-        else:
-            made = _by_channels(graph, x, split, stored) if stored.has_large else _by_limit(x, split.limit)
-        self._known[key] = made[-1].outputs[0]
-        return made, self._known[key]
+    def large(self, graph: ir.Graph, x: ir.Value, size: int) -> tuple[list[ir.Node], ir.Value, ir.Value]:
+        """Return the nodes that are new, the inputs with zeros for the large channels, and these channels."""
+        import onnx_ir as ir
+
+        made: list[ir.Node] = []
+        if (graph, x) not in self._large:
+            channels = numpy.array(self._splits[str(x.name)].channels)
+            is_small = numpy.ones(size, numpy.float32)
+            is_small[channels] = 0
+            held = [ir.node("Constant", [], {"value": ir.tensor(array)}) for array in (is_small, channels)]
+            taken = [one.outputs[0] for one in held]
+            made = [*held, ir.node("Mul", [x, taken[0]]), ir.node("Gather", [x, taken[1]], {"axis": -1})]
+            self._large[graph, x] = made[-2].outputs[0], made[-1].outputs[0]
+        return made, *self._large[graph, x]
 
     @staticmethod
     def joined(product: ir.Value) -> list[ir.Node]:
@@ -276,31 +266,6 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
     small = ir.node("Clip", [x, *(end.outputs[0] for end in ends)])
     rest = ir.node("Sub", [x, small.outputs[0]])
     return [*ends, small, rest, ir.node("Concat", [small.outputs[0], rest.outputs[0]], {"axis": 0})]
-
-
-def _by_channels(graph: ir.Graph, x: ir.Value, split: InputSplit, stored: StoredMatrix) -> list[ir.Node]:
-    """Move whole steps of the large channels to a separate block of columns."""
-    import onnx_ir as ir
-
-    channels = numpy.array(split.channels)
-    steps = numpy.zeros(stored.rows - stored.block_size, numpy.float32)
-    steps[channels] = 1 / split.step
-    large = new_value(graph, f"{x.name}_large", ir.tensor(channels))
-    per_unit = new_value(graph, f"{x.name}_per_step", ir.tensor(steps))
-    given = {"step": split.step, "most": float(_STEPS), "room": [0, 1], "last": [-1]}
-    constants = [
-        ir.node("Constant", [], {"value_ints" if isinstance(value, list) else "value_float": value})
-        for value in given.values()
-    ]
-    step, most, room, last = (node.outputs[0] for node in constants)
-    units = ir.node("Mul", [x, per_unit])
-    whole = ir.node("Round", [units.outputs[0]])
-    taken = ir.node("Mul", [whole.outputs[0], step])
-    small = ir.node("Sub", [x, taken.outputs[0]])
-    columns = ir.node("Gather", [whole.outputs[0], large], {"axis": -1})
-    block = ir.node("Pad", [columns.outputs[0], room, most, last])
-    both = ir.node("Concat", [small.outputs[0], block.outputs[0]], {"axis": -1})
-    return [*constants, units, whole, taken, small, columns, block, both]
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:

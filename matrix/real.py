@@ -54,8 +54,9 @@ bits, which the export finds and keeps exactly; the changed weights must be roun
 quantization steps of their block, like weights that were fine-tuned from such a file, so int4 loses little. The
 [guide](guide/quantize.md) shows the error for weights that are not close to any step. "Rounded inputs" is
 `--activations int8`, which also rounds the activations to 8 bits. This is faster, but tokens change where two scores
-are close, as in the first answer below. "Split inputs" is `--activations split`: large channels stay in float. "genai builder" is the model builder of onnxruntime-genai, which does not
-check its files. Each file answers the first of the ten prompts:
+are close, as in the first answer below. "Split inputs" is `--activations split`, where large channels stay in float.
+"genai builder" is the model builder of onnxruntime-genai, which does not check its files. Each file answers the first
+of the ten prompts:
 
 {answers}
 {failures}

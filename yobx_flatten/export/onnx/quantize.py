@@ -345,7 +345,7 @@ class Products:
         self._terms: dict[tuple[Any, Any], Any] = {}
         self._inputs = SplitInputs(splits)
 
-    def replace(self, node: Any, stored: StoredMatrix, weight: Any, *, rounds_inputs: bool) -> None:
+    def replace(self, node: Any, stored: StoredMatrix, weight: tuple[Any, bool], *, rounds_inputs: bool) -> None:
         """Replace a ``MatMul`` or ``Gemm`` by a product with a quantized matrix."""
         # weight: the matrix in float, and whether it is transposed
         import onnx_ir as ir

@@ -482,10 +482,10 @@ def _check_not_array(entry: Entry, batch: int) -> None:
     if isinstance(shape, tuple) and shape and shape[0] == batch and not isinstance(entry.value, torch.Tensor):
         if entry.rule is not None and entry.rule.dim is None:
             return
+        line = "torch.tensor(table.to_numpy())" if hasattr(entry.value, "to_numpy") else "torch.as_tensor(array)"
         raise SplitError(
             f"{entry.path} is a {type(entry.value).__module__}.{type(entry.value).__qualname__} with {batch} rows, "
-            "but only tensors are split. Pass a tensor:\n"
-            "    torch.as_tensor(array)"
+            f"but only tensors are split. Pass a tensor:\n    {line}"
         )
 
 

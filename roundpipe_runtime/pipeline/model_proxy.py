@@ -95,11 +95,11 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a model as one module; layers in a list become an ``nn.Sequential``."""
     if isinstance(model, ModelProxy):
         raise ConfigError("The model is a RoundPipe already: use it as it is.")
-    found = type(model).__qualname__
+    found = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
     if type(model) is nn.Sequential or isinstance(model, (nn.ModuleList, list, tuple)):
         layers = list(model)
         others = [type(layer).__qualname__ for layer in layers if not isinstance(layer, nn.Module)]
-        found += f" with a {others[0]}" if others else " of 0"
+        found += f" with {others[0]}" if others else " of 0"
         if layers and not others:
             return model if type(model) is nn.Sequential else nn.Sequential(*layers)
     elif isinstance(model, nn.Module):

@@ -6,9 +6,4 @@ from .onnx_generator import OnnxGenerator, ProgramGenerator
 from .sampling import Sampling
 from .settings import GenerationSettings
 
-__all__ = [
-    "GenerationSettings",
-    "OnnxGenerator",
-    "ProgramGenerator",
-    "Sampling",
-]
+__all__ = ["GenerationSettings", "OnnxGenerator", "ProgramGenerator", "Sampling"]

@@ -52,11 +52,12 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the files as the forward of the exported model is called."""
-        if len(args) > len(self.arguments):
-            raise InvalidArgumentError(
-                f"Found {len(args)} arguments, and {type(self).__name__} takes {', '.join(self.arguments)}."
-            )
-        given = named_as(self.taken, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
+        by_place = dict(zip(self.arguments, args, strict=False))
+        twice = ", ".join(by_place.keys() & kwargs.keys())
+        if twice or len(args) > len(self.arguments):
+            found = f"{twice} twice" if twice else f"{len(args)} arguments"
+            raise InvalidArgumentError(f"Found {found}, and {type(self).__name__} takes {', '.join(self.arguments)}.")
+        given = named_as(self.taken, {**by_place, **kwargs})
         as_dict = given.pop("return_dict", None)
         for name in [name for name in given if name not in self.taken]:
             if not self._changes_nothing(name, given.pop(name)):

@@ -76,6 +76,8 @@ def test_its_forward_has_the_parameters_of_the_exported_class(pair):
     assert torch.allclose(first(files(*(values.get(name) for name in order))), wanted, atol=1e-4)
     with pytest.raises(InvalidArgumentError, match=r"Found 60 arguments, and \w+ takes input_ids"):
         files(*[None] * 60)
+    with pytest.raises(InvalidArgumentError, match=rf"Found {order[0]} twice, and \w+ takes {order[0]}"):
+        files(values[order[0]], **{order[0]: values[order[0]]})
 
 
 def test_a_tuple_is_returned_where_it_is_asked_for(pair):

@@ -67,6 +67,16 @@ def test_arrays_with_rows_are_refused():
         split((rows(8, 5),), {}, numpy.zeros(8), 2)
 
 
+@pytest.mark.parametrize("convert", [numpy.asarray, lambda rows: pytest.importorskip("pandas").DataFrame(rows)])
+def test_the_line_that_converts_an_array_or_a_table_makes_a_tensor(convert):
+    """`torch.as_tensor` takes no table."""
+    values = numpy.arange(16.0).reshape(8, 2)
+    with pytest.raises(SplitError, match="only tensors are split") as caught:
+        split((convert(values),), {}, rows(8), 2)
+    names = {"torch": torch, "array": convert(values), "table": convert(values)}
+    assert eval(str(caught.value).splitlines()[-1], names).tolist() == values.tolist()
+
+
 def test_a_generator_is_refused():
     """The second microbatch would find it at its end."""
     for number in (1, 2):

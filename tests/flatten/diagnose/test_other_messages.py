@@ -117,7 +117,7 @@ def test_devices_that_differ_are_named():
     explanation = explained(lambda: torch.export.export(module, args), module, args)
     assert (explanation.paths, explanation.text) == (
         ("input",),
-        "The weights are on cpu, and input is elsewhere. Move the inputs:",
+        "The weights are on cpu, and input is not. Move the inputs:",
     )
     made = {"torch": torch, "inputs": args}
     for text in (

@@ -99,7 +99,7 @@ def test_a_package_with_changed_bytes_is_refused(tmp_path):
     """Its table of contents is whole, what it points to is not."""
     path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
     path.write_bytes(path.read_bytes().replace(b"no library", b"a library "))
-    with pytest.raises(DamagedFileError, match=r"m.pt2 is damaged: m/.*wrapper.so. Copy it again"):
+    with pytest.raises(DamagedFileError, match=r"m.pt2 is damaged: m/.*wrapper.so. Copy the file again"):
         open_runner(path, trust=True)
 
 

@@ -30,7 +30,7 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     assert "\x1b" not in shown.out
     row = next(line.split() for line in shown.out.splitlines() if line.strip().startswith("mistral "))
     assert row[:4] == ["mistral", "2x", "W8", "4"]  # two layers of keys and values
-    assert "W8 slides over the last 8" in shown.out  # what the letters mean
+    assert "W8 the last 8 tokens" in shown.out  # what the letters mean
     assert row[7] == str(1 + len(demo.CASES))
     assert "converting mistral to ONNX\n" in shown.out
     assert "mistral.onnx" in shown.out.split("Load:")[1]

@@ -277,7 +277,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
         (Answers("logits"), r"takes no past_key_values\.\*, so it is an encoder or a decoder without its cache"),
         (
             Answers("hidden"),
-            r"returns hidden, and no logits: it does not generate\. Call an encoder once:\n    open_model",
+            r"returns hidden, and no logits: it cannot generate\. Call an encoder once:\n    open_model",
         ),
     ):
         with pytest.raises(GenerationError, match=words):

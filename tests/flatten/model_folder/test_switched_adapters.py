@@ -390,7 +390,9 @@ def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_
     """Merging takes all of them."""
     config, reason = UNFIT[kind]
     _save_adapter(_base(root), config, tmp_path / "unfit")
-    with pytest.raises(InvalidArgumentError, match=rf"{reason}(.|\n)*Merge it(.|\n)*yobx-flatten export \S+unfit -o"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"{reason}(.|\n)*Merge the ad(.|\n)*yobx-flatten export \S+unfit -o"
+    ):
         export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "unfit"})
 
 

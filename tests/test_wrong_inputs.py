@@ -254,7 +254,7 @@ def test_a_device_that_is_not_there_names_one_that_is():
         (["chat", "nowhere"], "There is no folder nowhere. To write it: yobx-flatten export MODEL -o nowhere"),
         (["generate", "a.txt", "--prompt", "x"], "a.txt is a file. Name the folder"),
         (["export", "lama", "-o", "out"], "Did you mean llama"),
-        (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name one"),
+        (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name a"),
         (["export", "empty", "-o", "out"], "contains no config.json: it is not a folder that save_pretrained wrote"),
         (["export", "llama", "-o", "a.txt"], "a.txt is a file. Name a folder that is new or empty"),
         (["exprot", "llama"], "Did you mean 'export'"),

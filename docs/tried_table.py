@@ -62,10 +62,10 @@ def lines(newest: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| {name} | {before} | {held[name]} | {after} | {asked[name]} |"
     yield ""
     if newest is None:
-        yield "The newest versions have not been recorded: `make newest` does it."
+        yield "The newest versions have not been recorded: `make newest` records them."
         return
     worked = "all steps passed" if newest["ok"] else "not all steps passed"
-    yield f"`make newest` ran with them on {newest['date']}, and {worked}:"
+    yield f"`make newest` ran with the newest versions on {newest['date']}, and {worked}:"
     yield ""
     yield "| step | result |"
     yield "|---|---|"
@@ -76,7 +76,7 @@ def lines(newest: Mapping[str, Any] | None) -> Iterator[str]:
     unknown = {kind: names for kind, names in newest["unknown"].items() if names}
     if unknown:
         yield ""
-        yield "In these versions, and not in our tables yet:"
+        yield "The newest versions contain names that `yobx_flatten` does not know yet:"
         yield ""
         for kind, names in unknown.items():
             yield f"- {kind}: {', '.join(f'`{name}`' for name in names)}"

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -41,15 +42,15 @@ _PAGE = """# Operators
 
 `export_onnx` exports each operator with an ordinary example. onnxruntime then runs the file with different values:
 zeros of both signs, negative and large numbers, infinities, NaN, ties, the smallest and largest integers, and masks
-with a fully masked row. The results are compared with eager PyTorch (relative tolerance 1e-4). Values that eager
-PyTorch refuses are left out. `make operators` runs all of them, and continues where it stopped. This page is written
-from `data/{file}`, with {versions}.
+with a fully masked row. The results are compared with eager PyTorch (relative tolerance 1e-4). Values for which eager
+PyTorch raises an error are left out. `make operators` runs all operators, and continues where it stopped. This page is
+written from `data/{file}`, with {versions}.
 
 {counts}
 
-`yobx_flatten/trace/onnx_repairs.py` contains the corrected translations. Operators that are marked wrong here are also
-wrong in files of `torch.onnx.export`, mostly for infinities and NaN, which an export does not try by itself. If your
-program uses one of these operators with such values, pass your own translation:
+`yobx_flatten/trace/onnx_repairs.py` contains the corrected translations. Operators in the table of wrong operators are
+also wrong in files of `torch.onnx.export`, mostly for infinities and NaN; the checks of an export do not use such
+values. If your program uses one of these operators with such values, pass your own translation:
 `export_onnx(..., translations={{torch.ops.aten.NAME.default: function}})`.
 
 ## What is not correct
@@ -126,6 +127,16 @@ def _apart(module: torch.nn.Module, values: Values, path: pathlib.Path) -> str:
     return ""
 
 
+def _in_words(why: str) -> str:
+    """A recorded reason; of a wrong value, who computed which number."""
+    text = re.sub(
+        r"(\S+) eager, (\S+) in the file",
+        r"eager PyTorch returns \1, the file \2",
+        cleaned(why).partition(" Use other")[0],
+    )
+    return text.replace("edges: ", "extreme values: ")
+
+
 def page_of(results: Results, file: str) -> str:
     """Return the page of the results.
 
@@ -141,7 +152,7 @@ def page_of(results: Results, file: str) -> str:
     order = list(_VERDICTS)
     apart = sorted(held.items(), key=lambda item: (-order.index(item[1]["verdict"]), item[0]))
     failures = [row(["operator", "", "why"]), rule(3)]
-    failures += [row([name, found["verdict"], cleaned(found["why"])]) for name, found in apart if not found["ok"]]
+    failures += [row([name, found["verdict"], _in_words(found["why"])]) for name, found in apart if not found["ok"]]
     table = [row(["kind", "right"]), rule(2)]
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name in held if kinds.get(name) == kind and held[name]["ok"]]

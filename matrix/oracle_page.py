@@ -26,23 +26,23 @@ calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-f
 | verdict | meaning |
 |---|---|
 | right | all cases agree with the model |
-| right at some sizes only | a file agrees in some cases; in others it raises an error, or it fixes their sizes |
-| wrong values | a file runs and returns other values in at least one case |
+| right at some sizes only | a file agrees in some cases, and refuses other sizes or raises an error in the rest |
+| wrong values | a file runs and returns other values than the model in at least one case |
 | refused | the exporter states that it does not support the model |
 | not written | the export ends with another error |
 | does not run | onnxruntime runs a file in none of the cases |
-| not judged | `verify_file` does not know the inputs, the model is not precise, or the export takes over 30 minutes |
+| not judged | file inputs are unknown, float32 is too inexact for the model, or the export takes over 30 minutes |
 | not run | the cell was not tried |
 
-A file is called wrong only if two computations agree on that: the model in float32 and the model in float64. The file
-differs from each of them by more than ten times the difference between these two. An exporter may state the difference:
-mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window. A file without the
-head of its checkpoint (BERT and RoBERTa of mobius-onnx) is compared with the model without its head. Files of
-onnxruntime-genai are also run in its own runtime, which gives them a cache of the largest length.
+A file is called wrong only if it differs from the model in float32 and from the model in float64, each time by more
+than ten times the difference between the float32 and the float64 model. Some exporters announce that results may
+differ: mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window. A file
+without the head of its checkpoint (BERT and RoBERTa of mobius-onnx) is compared with the model without its head. Files
+of onnxruntime-genai are also run in onnxruntime-genai itself, which allocates a cache of the largest length.
 
-How much would such a comparison miss? Sixteen faults were planted in files that five of these exporters wrote: a wrong
-axis, a lost window, permuted heads, a stale mask, a stale cache, a rounded weight. All sixteen are found
-(`tests/flatten/verify/test_peer_faults.py`), and the files without a fault are right.
+To test whether this comparison misses faults, sixteen faults were planted in files that five of these exporters wrote:
+a wrong axis, a lost window, permuted heads, a stale mask, a stale cache, a rounded weight. `verify_file` finds all
+sixteen faults (`tests/flatten/verify/test_peer_faults.py`), and reports the files without a fault as right.
 
 {small}
 
@@ -60,8 +60,8 @@ axis, a lost window, permuted heads, a stale mask, a stale cache, a rounded weig
 make oracle MATRIX_ARGS="--only llama --columns 'torch.onnx' --redo all --output llama.json"
 ```
 
-`make oracle` runs all cells, and continues where it stopped (`python -m matrix.oracle --help` lists the options). This
-page is written from `data/{file}`, with {versions}. The exporters:
+`make oracle` runs all exporters for all types, and continues where it stopped (`python -m matrix.oracle --help` lists
+the options). This page is written from `data/{file}`, with {versions}. The exporters:
 
 | exporter | call | versions |
 |---|---|---|
@@ -69,7 +69,7 @@ page is written from `data/{file}`, with {versions}. The exporters:
 """
 
 _CALLS = {
-    "yobx-flatten": '`export_folder("model", "out", proof="none")`: no check may hide a wrong file',
+    "yobx-flatten": '`export_folder("model", "out", proof="none")`, without checks, so that a wrong file is written',
     "transformers exporters": (
         "`OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True))`; `export_for_generation` if the model "
         "generates"
@@ -110,13 +110,18 @@ def page_of(results: Results, file: str) -> str:
     """
     lines = [row(["type", *EXPORTERS]), rule(len(EXPORTERS) + 1)]
     lines += [row([f"`{name}`", *(verdict_of(results, name, one) for one in EXPORTERS)]) for name in TYPES]
-    reasons = [_reason(name, one, results) for one in EXPORTERS for name in TYPES]
+    reasons: dict[str, list[str]] = {}
+    for one in EXPORTERS:
+        for name in TYPES:
+            reasons.setdefault(f"{one}, {{}}: {_reason(name, one, results)}", []).append(f"`{name}`")
     exporters = [row([name, call, _versions(results, name)]) for name, call in _CALLS.items()]
     return _PAGE.format(
         types=len(TYPES),
         small=small_table(results),
         table="\n".join(lines),
-        reasons="\n".join(line for line in reasons if line),
+        reasons="\n".join(
+            f"- {line}".replace("{}", ", ".join(names), 1) for line, names in reasons.items() if line[-2:] != ": "
+        ),
         file=file,
         versions=", ".join(f"{library} {version}" for library, version in results.versions.items()),
         exporters="\n".join(exporters),
@@ -130,7 +135,7 @@ def _versions(results: Results, exporter: str) -> str:
 
 
 def _reason(name: str, exporter: str, results: Results) -> str:
-    """A line on a cell that is not right."""
+    """The verdict on a cell that is not right, and why."""
     verdict = verdict_of(results, name, exporter)
     result = results.types.get(name, {}).get("columns", {}).get(exporter)
     if verdict == "right" or result is None:
@@ -148,4 +153,4 @@ def _reason(name: str, exporter: str, results: Results) -> str:
         shown += "; next to the model without its head"
     where = f"`{result['file']}`, " if "file" in result else ""
     why = textwrap.shorten(cleaned(result.get("why", "")), 240, placeholder=" ...")
-    return f"- {exporter}, `{name}`: {verdict} ({where}{why}{shown})"
+    return f"{verdict} ({where}{why}{shown})"

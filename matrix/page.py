@@ -16,7 +16,7 @@ __all__ = ["cleaned", "codes", "in_two", "page_of", "row", "rule", "write_page"]
 _INTRODUCTION = """# Supported models: export
 
 These tables list every model type in the installed transformers, and which steps of an export work for it. Each model
-is built from a small configuration with random weights. `make matrix` runs all of them (`python -m matrix --help` lists
+is built from a small configuration with random weights. `make matrix` runs all types (`python -m matrix --help` lists
 the options to run fewer). This page is written from `{file}`, with {versions}.
 """
 
@@ -29,10 +29,10 @@ _ASKED = """## What each column checks
 | round trip | the cache is flattened and unflattened; 8 greedy steps with it are bitwise equal, also past the window |
 | export | `torch.export.export` succeeds in the [block](guide/words.md#trees); example: 3 tokens, cache of 5, batch 2 |
 | same shape | the program runs 3 decode steps, each with its last cache; logits are within 1e-4 of the model's |
-| other batch and length | the same with batch 3, and 3 tokens after a cache of 6 |
-| two tokens, one token | the same with batch 3, and two new tokens or one in a call |
-| past the window | the same with twice the sliding window and more; with 40 tokens for a model without a window |
-| left padding | the same with batch 3, where the first row begins with 3 padding tokens |
+| other batch and length | 3 decode steps with batch 3, and 3 tokens after a cache of 6 |
+| two tokens, one token | 3 decode steps with batch 3, and two new tokens or one new token per call |
+| past the window | decode steps at twice the sliding window and beyond; at 40 tokens for a model without a window |
+| left padding | 3 decode steps with batch 3, where the first row begins with 3 padding tokens |
 | save and load | the program is saved, loaded in a new process, and gives the same logits there |
 | onnx | `export_onnx` writes a file |
 | onnxruntime | onnxruntime runs the file for 3 decode steps, at different sizes and beyond the window |
@@ -133,7 +133,8 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
 def _at_a_glance(results: Results, columns: list[str]) -> str:
     ends = [end for end in _UP_TO if end in columns]
     lines = [
-        "## At a glance\n\nHow many types pass all columns that apply to them, up to the column named here:\n",
+        "## At a glance\n\nEach row counts the types that pass all columns, as far as they apply, up to the named "
+        "column:\n",
         row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
         rule(4 + len(ends)),
     ]

@@ -36,27 +36,27 @@ continues where it stopped (`python -m matrix.real --help` lists the options to 
 | export | CPU seconds of the export, checks included |
 | peak | peak memory of the process that exports, GB |
 | chats | share of equal greedy tokens in ten answers of up to 50 tokens; each token follows the model's own text |
-| talks | the same for a conversation of several turns, and for a question about a text of 1,000 tokens |
+| talks | share of equal greedy tokens in a long conversation, and in an answer about a text of 1,000 tokens |
 | divergence | KL divergence from the model's token probabilities in the chats, in nats |
-| perplexity | relative to the model's, on 1,024 tokens each of Python's help topics, `argparse` and a licence |
-| first token | CPU milliseconds with one thread, after a prompt of 128 and of 1,000 tokens |
-| token | the same for each further token |
+| perplexity | ratio to the model's perplexity, on 1,024 tokens of Python's help, of `argparse` and of a licence |
+| first token | CPU milliseconds with one thread until the first token, for prompts of 128 and of 1,000 tokens |
+| token | CPU milliseconds with one thread for each further token |
 
 {forms} The speed of a machine changes from day to day. OpenVINO, AOTInductor and ExecuTorch were measured on a
 different machine than the other rows. On that machine, "float32 fused" took 309 and 3,047 ms for a first token, and
-39.2 and 34.4 ms for a further token. The sections below measure the files alternately on one machine.
+39.2 and 34.4 ms for a further token. The sections below measure the files in turn on one machine.
 
 Peak memory includes memory-mapped files. Of the 1.7 GB for float32, 1.2 GB are libraries and the mapped weights of the
-checkpoint and of the new file; Linux frees these pages when memory is short. The process itself needs 0.5 GB.
+checkpoint and of the new file; Linux frees these pages when memory is short. The process needs 0.5 GB of other memory.
 
 "Other weights" are the model's weights, each changed by up to 0.05 %. The original weights are integers of 4 and 8
-bits, which the export finds and keeps exactly; the changed weights must be rounded. They are still close to the 16
-quantization steps of their block, like weights that were fine-tuned from such a file, so int4 loses little. The
+bits, which the export finds and keeps exactly; the changed weights must be rounded. Like fine-tuned weights, the
+changed weights are still close to the 16 quantization steps of their block, so int4 loses little. The
 [guide](guide/quantize.md) shows the error for weights that are not close to any step. "Rounded inputs" is
-`--activations int8`, which also rounds the activations to 8 bits. This is faster, but tokens change where two scores
-are close, as in the first answer below. "Split inputs" is `--activations split`, where large channels stay in float.
-"genai builder" is the model builder of onnxruntime-genai, which does not check its files. Each file answers the first
-of the ten prompts:
+`--activations int8`, which also rounds the activations to 8 bits. Rounded activations are faster, but tokens change
+where two logits are close, as in some answers below. "Split inputs" is `--activations split`, where large channels stay
+in float. "genai builder" is the model builder of onnxruntime-genai, which does not check its files. Each file answers
+the first of the ten prompts:
 
 {answers}
 {failures}
@@ -104,13 +104,13 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
     times = json.loads(timed.read_text(encoding="utf-8"))
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
-    answers = []
+    answers: dict[str, list[str]] = {}
     for name in names:
         held = results.types[name]["columns"]
         cells = [show(held[column]) if held.get(column, {}).get("ok") else "" for column, show in _SHOWN.values()]
         lines.append(row([name, *cells]))
         if held.get("chats", {}).get("ok"):
-            answers.append(f"- {name}: {held['chats']['answer']}")
+            answers.setdefault(str(held["chats"]["answer"]), []).append(name)
     failed = [
         f"- {column}, {', '.join(found)}: {reason}"
         for column in COLUMNS
@@ -121,7 +121,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         file=file,
         versions=versions,
         forms="\n".join(lines) + "\n",
-        answers="\n".join(answers),
+        answers="\n".join(f"- {', '.join(found)}: {said}" for said, found in answers.items()),
         failures="\n## What fails\n\n" + "\n".join(failed) + "\n" if failed else "",
         speed=real_speed.section_of(times, timed.name),
         loops=real_loops.section_of(times, timed.name),

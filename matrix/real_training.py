@@ -91,7 +91,11 @@ def section_of(results: Results, file: str) -> str:
         if "a tenth" in passed and not passed["a tenth"]["trains"]:
             refused.setdefault(passed["a tenth"]["said"], []).append(name)
         if "trained" in passed:
-            answers += [f"- {name}, {who}: {said}" for who, said in _answers(passed).items()]
+            said = _answers(passed)
+            answers += [
+                f"- {name}, {', '.join(w for w in said if said[w] == one)}: {one}"
+                for one in dict.fromkeys(said.values())
+            ]
     failed = [
         f"- {column}, {', '.join(found)}: {reason}"
         for column in COLUMNS

@@ -14,11 +14,11 @@ __all__ = ["page_of"]
 
 _PAGE = """# Runtimes
 
-These tables list which Hugging Face causal language models run in OpenVINO, AOTInductor and ExecuTorch. The models
-are built from small configurations with random weights. `export_program` exports each model once. `to_openvino`,
-`to_aotinductor` and `to_executorch(backend="portable")` then write this program for each runtime. `make runtimes`
-runs all of them, and continues where it stopped (`python -m matrix.runtimes --help` lists the options to run fewer).
-This page is written from `data/{file}`, with {versions}.
+These tables list which Hugging Face causal language models run in OpenVINO, AOTInductor and ExecuTorch. The models are
+built from small configurations with random weights. `export_program` exports each model once. `to_openvino`,
+`to_aotinductor` and `to_executorch(backend="portable")` then write this program for each runtime. `make runtimes` runs
+all models, and continues where it stopped (`python -m matrix.runtimes --help` lists the options to run fewer). This
+page is written from `data/{file}`, with {versions}.
 
 Each file runs in its runtime on the example and on further cases, and its outputs are compared with the eager model.
 The cases have different batch sizes (including one) and lengths, one or several new tokens, more tokens than the
@@ -26,8 +26,8 @@ sliding window, and a padded row. A case is three calls; each call uses the cach
 each case runs again with inputs in a different memory layout: slices of larger tensors, and transposed tensors. Files
 for ExecuTorch accept at most {batch} rows and {length} tokens.
 
-✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number is the largest
-difference between an output and the output of the eager model.
+✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number in a cell is the
+largest difference between an output and the output of the eager model.
 
 {counts}
 {failures}

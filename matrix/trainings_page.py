@@ -24,26 +24,26 @@ again, and fails if a number is wrong or an unexpected error is raised.
 | column | what is compared |
 |---|---|
 | 1, 2, 3 | five rows in 1, 2 or 3 [microbatches](guide/words.md#pipelines), evaluation mode: loss and gradients |
-| without labels | 3 microbatches; all labels of the first two rows are missing |
-| other labels | 3 microbatches; labels for regression and for several classes in one row (`problem_type`) |
+| without labels | 3 microbatches of a batch in which all labels of the first two rows are missing |
+| other labels | 3 microbatches with labels for regression and for several classes per row (`problem_type`) |
 | called | `model(**batch).loss.backward()` with 3 microbatches |
-| no example | text models that were split without an example batch; 3 microbatches |
+| no example | 3 microbatches through text models that were split without an example batch |
 | trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (Trainer options: six steps) |
 
 Each number is the largest relative difference from the reference model. Each row of a batch has a different number of
-ignored labels, and each microbatch a different number of rows. Everything runs in float64 with a limit of
-{tolerance:.0e}. Models that do not run in float64 have a limit of {single:.0e} and are marked "float32". A gradient
-that is zero apart
-from rounding errors is compared relative to the largest gradient of the model. Dropout and random masks are off.
+ignored labels, and each microbatch a different number of rows. Trainings run in float64, and a difference may be at
+most {tolerance:.0e}. For models that do not run in float64 the limit is {single:.0e}, and they are marked "float32". A
+gradient that is zero apart from rounding errors is compared relative to the largest gradient of the model. Dropout and
+random masks are off.
 
-- `joined:` The losses of the microbatches did not add up to the loss of the batch. So the last layer and the loss ran
-  once, on the whole batch.
+- `joined:` The losses of the microbatches did not add up to the loss of the batch. So the last layer and the loss
+  ran once for the whole batch.
 - `1:` The batch ran as one microbatch, because the model is not split into layers or draws random numbers after them.
 - **refused**: The package raised an error or a warning; the reasons are listed under "What is refused".
 - –: The reference model has no such case; the reasons are listed under "What is not compared". Empty: not run.
 
-Models that collect statistics in training, such as batch norm, would collect them for each microbatch, as gradient
-accumulation does. These models train with one microbatch.
+Models that collect statistics in training, such as batch norm, would collect statistics for each microbatch, as in
+gradient accumulation. These models train with one microbatch.
 
 {summary}
 {wrong}

@@ -40,7 +40,7 @@ def test_the_newest_versions_and_their_results_are_shown():
     before = ", ".join(tried_table.older())
     assert f"| transformers | {before} | {held['transformers']} | 5.25.0 | 4.56 and newer, below 6 |" in shown
     assert before.startswith("4.56.2, ")
-    assert "`make newest` ran with them on 2026-11-25, and not all steps passed:" in shown
+    assert "`make newest` ran with the newest versions on 2026-11-25, and not all steps passed:" in shown
     assert "| the programs of the README | ok |" in shown
     assert r"| roundpipe demo | failed: `A \| B 'c'` |" in shown
     assert "| further cases | not there |" in shown
@@ -49,7 +49,7 @@ def test_the_newest_versions_and_their_results_are_shown():
 
 
 def test_without_a_record_the_page_states_so():
-    assert list(tried_table.lines(None))[-1] == "The newest versions have not been recorded: `make newest` does it."
+    assert list(tried_table.lines(None))[-1] == "The newest versions have not been recorded: `make newest` records them."
 
 
 def test_the_page_is_written_where_the_install_page_includes_it(tmp_path):

@@ -11,7 +11,7 @@ Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder th
 AdapterName = Annotated[
     str | None, typer.Option("--adapter", metavar="NAME", help="Adapter of the folder (default: none).")
 ]
-Temperature = Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; below 1, likely tokens become likelier.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed of sampling.")]

@@ -62,7 +62,7 @@ def lines(newest: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| {name} | {before} | {held[name]} | {after} | {asked[name]} |"
     yield ""
     if newest is None:
-        yield "The newest versions have not been recorded: `make newest` records them."
+        yield "The newest versions are not recorded yet: `make newest` records them."
         return
     worked = "all steps passed" if newest["ok"] else "not all steps passed"
     yield f"`make newest` ran with the newest versions on {newest['date']}, and {worked}:"

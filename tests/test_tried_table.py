@@ -49,7 +49,7 @@ def test_the_newest_versions_and_their_results_are_shown():
 
 
 def test_without_a_record_the_page_states_so():
-    assert list(tried_table.lines(None))[-1] == "The newest versions have not been recorded: `make newest` records them."
+    assert list(tried_table.lines(None))[-1] == "The newest versions are not recorded yet: `make newest` records them."
 
 
 def test_the_page_is_written_where_the_install_page_includes_it(tmp_path):

@@ -175,8 +175,8 @@ PerplexityRatio = Annotated[
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
-        help="With --quantize: precision of the activations. int8 is faster than float; split too, with large channels "
-        "in float; token is fastest for encoders."
+        help="With --quantize: precision of the activations. int8 is faster than float; split is also faster, "
+        "with large channels in float; token is fastest for encoders."
     ),
 ]
 Calibration = Annotated[
@@ -193,7 +193,7 @@ Logits = Annotated[
 ]
 Weights = Annotated[
     Literal["auto", "memory", "stream"],
-    typer.Option(help="Load all weights, or read them layer by layer; auto: by free memory."),
+    typer.Option(help="Load all weights at once, or read them layer by layer; auto: by free memory."),
 ]
 UnmatchedWeights = Annotated[
     Literal["refuse", "unused", "random"],
@@ -226,7 +226,7 @@ Adapters = Annotated[
 ]
 RoomForAdapters = Annotated[
     bool,
-    typer.Option("--room-for-adapters", help="Leave room in all linear layers for adapters that are added later."),
+    typer.Option("--room-for-adapters", help="Add inputs to all linear layers, for adapters that are added later."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

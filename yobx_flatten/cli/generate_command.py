@@ -22,14 +22,16 @@ from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Th
 
 def generate(
     folder: Folder,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; several make a batch.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; several texts form a batch.")],
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 40,
     sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of taking the likeliest.")] = False,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Seed = None,
-    beams: Annotated[int, typer.Option(min=1, help="Number of beams; printed at the end.")] = 1,
+    beams: Annotated[
+        int, typer.Option(min=1, help="Number of beams of a beam search, whose result is printed at the end.")
+    ] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="Format each prompt as a message with the tokenizer's chat template.")
     ] = False,

@@ -2,8 +2,8 @@
 Flatten a class of your own
 ===========================
 
-To torch, an object of an unregistered class is one leaf, however many tensors it contains. This page registers two nested
-classes, draws the tree before and after, and flattens and rebuilds an object.
+To torch, an object of an unregistered class is one leaf, however many tensors it contains. This page registers two
+nested classes, draws the tree before and after, and then flattens and rebuilds an object.
 """
 
 # %%
@@ -153,8 +153,9 @@ draw(example(), ax, "before: one leaf that torch.export refuses")
 # Register, with a check
 # ----------------------
 #
-# The fields define how the class is flattened. ``f_check`` flattens and rebuilds an example at once, and undoes the
-# registration if the two differ. Register the inner class first, because the check of the outer class needs it.
+# The fields define how the class is flattened. ``f_check`` makes an example object, which is flattened and rebuilt at
+# once; if the rebuilt object differs, the registration is undone. Register the inner class first, because the check of
+# the outer class needs it.
 
 checks = {Memory: lambda: example().memory, Beams: example}
 for cls, f_check in checks.items():
@@ -172,7 +173,7 @@ for cls, f_check in checks.items():
 # After: four tensors
 # -------------------
 #
-# Blue are the nodes, green the leaves in the order in which torch lists them, grey the static parts.
+# Nodes are blue, leaves are green and in the order in which torch lists them, and static parts are grey.
 
 fig, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
 draw(example(), ax, "after: two nodes, four leaves")

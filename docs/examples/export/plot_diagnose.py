@@ -92,7 +92,7 @@ except ValueError as error:
 # What torch sees
 # ---------------
 #
-# ``check_inputs`` lists everything at once, ``explain`` draws it.
+# ``check_inputs`` lists all errors in the inputs at once, and ``explain`` draws the inputs.
 
 print(check_inputs(decoder, (), kwargs))
 before = explain(kwargs, name="kwargs")

@@ -2,16 +2,17 @@
 An encoder in 8 bits
 ====================
 
-An encoder processes many tokens at once. In int8, the activations of each token have one scale, and so has each output of
-a weight matrix. In trained models a few channels are much larger than the others and would determine the scale of their
-token. So each channel is divided by a number, which is computed from a sample text.
+An encoder processes many tokens at once. In int8, the activations of each token have one scale, and so has each output
+of a weight matrix. In trained models a few channels are much larger than the others and would determine the scale of
+their token. Therefore each channel is divided by a number, which is computed from a sample text.
 """
 
 # %%
 # A model with large channels
 # ---------------------------
 #
-# A small BERT with random weights, whose norms make two channels eight times as large, as training does.
+# The model is a small BERT with random weights. Its norms make two channels eight times as large, which also happens in
+# training.
 
 import pathlib
 import tempfile
@@ -47,9 +48,9 @@ def tokens(rows, length):
 # Three files
 # -----------
 #
-# The first file has a scale for each block of 32 weights, the second a scale for each token. The third also uses a text
-# to divide the channels and to round the weights. ``export_folder("my-encoder", "out", quantize="int8")`` writes the
-# third kind, with a text that is part of the package.
+# The first file has a scale for each block of 32 weights, the second a scale for each token. The third file also uses a
+# text to divide the channels and to round the weights. ``export_folder("my-encoder", "out", quantize="int8")`` writes a
+# file like the third, with a text that is part of the package.
 
 folder = pathlib.Path(tempfile.mkdtemp())
 text = tokens(32, 24)["input_ids"]

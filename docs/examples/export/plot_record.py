@@ -2,10 +2,10 @@
 Record a generate, export it, replay it
 =======================================
 
-Which inputs does an export need, and which of their sizes vary? A recording of a running model answers both. Here a small
-Mistral with random weights and a sliding window generates once. Its recorded calls are exported to two programs: one
-for the prompt, and one for the tokens after it. Then the model generates again, with different sizes and far beyond its
-window, and the programs are compared with this second recording.
+An export needs example inputs, and the sizes of these inputs that vary. A recording of a running model provides both.
+Here a small Mistral with random weights and a sliding window generates once. Its recorded calls are exported to two
+programs: one for the prompt, and one for the tokens after it. Then the model generates again, with different sizes and
+far beyond its window, and the programs are compared with this second recording.
 """
 
 # %%
@@ -55,7 +55,7 @@ with record_calls(model) as calls:
 # Sizes that vary
 # ---------------
 #
-# The cache contains the number of tokens that it has seen. Each other size is named after the quantity it equals.
+# The cache contains the number of tokens that it has seen. Each other size has the name of the quantity that it equals.
 
 print(calls)
 
@@ -63,7 +63,8 @@ print(calls)
 # Sizes over the calls
 # --------------------
 #
-# One line per name. ``past`` and ``total`` grow; the sliding layers keep ``WINDOW - 1`` keys.
+# One line per name. The sizes ``past`` and ``total`` grow from call to call; the sliding layers keep ``WINDOW - 1``
+# keys.
 
 axes = calls.axes()
 styles = {
@@ -114,7 +115,7 @@ for phase, part in calls.phases().items():
 # Different sizes, beyond the window
 # ----------------------------------
 #
-# A second recording has five rows and 40 tokens. The export did not use it.
+# A second recording has five rows and 40 tokens. The export did not use this second recording.
 
 with record_calls(model) as longer:
     generate(batch=5, length=9, tokens=40)

@@ -11,7 +11,8 @@ appears only after it was compared with the model.
 # Export once
 # -----------
 #
-# ``bounds`` sets the largest sizes: files for OpenVINO refuse larger ones, and ExecuTorch allocates memory for them.
+# ``bounds`` sets the largest sizes: files for OpenVINO refuse larger sizes, and ExecuTorch allocates memory for the
+# largest sizes.
 
 import importlib.util
 import tempfile
@@ -109,7 +110,7 @@ for name, (path, _) in reports.items():
     )
 
 # %%
-# The difference between the logits of each runtime and those of the model:
+# The picture shows the difference between the logits of each runtime and those of the model:
 
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for name, off in found.items():
@@ -124,7 +125,7 @@ plt.show()
 # More tokens than the bounds allow
 # ---------------------------------
 #
-# The file was exported for up to 64 tokens. It refuses more before anything is computed.
+# The file was exported for up to 64 tokens. The file refuses more tokens before anything is computed.
 
 if "OpenVINO" in reports:
     runner = open_runner(reports["OpenVINO"][0])

@@ -2,8 +2,8 @@
 Losses that compare rows with each other
 ========================================
 
-A contrastive loss compares each row with all others of its batch, so the losses of microbatches do not add up to that
-of the batch. A pipeline refuses such a loss in microbatches, and computes it once for the whole batch with
+A contrastive loss compares each row with all others of its batch, so the losses of microbatches do not add up to the
+loss of the batch. A pipeline refuses such a loss in microbatches, and computes it once for the whole batch with
 ``loss_reduction="joined"``. This page trains in both ways, and compares with the same layers without a pipeline.
 """
 
@@ -39,8 +39,8 @@ def contrast(outputs, labels):
 # Microbatches would change the loss
 # ----------------------------------
 #
-# With three microbatches, each row would be compared with seven others instead of 23. The first run detects it: the
-# loss of some rows differs from the mean of the losses of their parts.
+# With three microbatches, each row would be compared with seven others instead of 23. The pipeline detects this in its
+# first run: the loss of some rows together differs from the mean of the losses of parts of these rows.
 
 model = RoundPipe(copy.deepcopy(plain), devices="virtual:2")
 in_parts = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
@@ -100,5 +100,5 @@ axes.legend()
 plt.show()
 
 # %%
-# Hugging Face models need no option. The first call of each kind checks how their loss adds up
-# (:doc:`/guide/runtime_loss`). For CLIP, for example, the loss is then computed once for the whole batch.
+# Hugging Face models need no option. In the first call of each kind, the pipeline checks how the losses of microbatches
+# add up (:doc:`/guide/runtime_loss`). For CLIP, for example, the loss is then computed once for the whole batch.

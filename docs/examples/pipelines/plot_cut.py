@@ -2,12 +2,12 @@
 How a Hugging Face model is split, drawn
 ========================================
 
-A Hugging Face model is split into *pieces*: its layers, and *phases*, which are the model's own code before,
-between and after the layers. This page draws the pieces of four models, and every tensor that passes between them. The words
-are explained in :doc:`../../guide/runtime_huggingface`.
+A Hugging Face model is split into *pieces*: its layers, and *phases*, which are the model's own code before, between
+and after the layers. This page draws the pieces of four models, and every tensor that passes between them. The words
+*piece* and *phase* are explained in :doc:`../../guide/runtime_huggingface`.
 
-The models are as wide as the real ones, and have a few layers. The weights of three of them are on ``meta``: they have
-shapes, and need no memory.
+The models are as wide as the real ones, and have a few layers. The weights of three of the models are on the device
+``meta``: they have shapes, and need no memory.
 """
 
 # %%
@@ -63,9 +63,10 @@ for tensor in passed_tensors(pieces, batch)[:4]:
 # The drawing
 # -----------
 #
-# At the top are the pieces, in the order in which they run, with the bytes of their parameters. Below is a row per tensor:
-# a dot at the piece that makes it, a ring at each piece that gets it. Along its line, the tensor is passed with the
-# microbatch. At the bottom are the bytes that each piece passes to the next.
+# The top of the picture shows the pieces, in the order in which they run, with the bytes of their parameters. Below,
+# each row is a tensor: a dot marks the piece that makes the tensor, and a ring marks each piece that gets the tensor.
+# Along the line between them, the tensor is passed on with the microbatch. The bottom of the picture shows the bytes
+# that each piece passes to the next piece.
 
 KINDS = {
     "hidden": ("#222222", "hidden state, from layer to layer"),
@@ -250,9 +251,9 @@ plt.show()
 # Mixtral, with the logits of its routers
 # ---------------------------------------
 #
-# Almost all bytes are in the layers, and a device needs room for at least one layer. The logits of each router are passed to
-# the end, where the model computes a loss from them. That loss depends on values, so this model is small and has
-# real weights.
+# Almost all bytes are in the layers, and a device needs room for at least one layer. The logits of each router are
+# passed to the end, where the model computes a loss from them. The loss of the routers depends on values, so this model
+# is small and its weights are not on ``meta``.
 
 config = MixtralConfig(
     hidden_size=256,
@@ -275,8 +276,8 @@ plt.show()
 # Gemma 3n, whose last layers have no keys of their own
 # -----------------------------------------------------
 #
-# These layers read the keys of earlier layers from a dictionary. Each layer also has its own extra input, and the two kinds
-# of layers have two kinds of positions.
+# The last layers of Gemma 3n read the keys of earlier layers from a dictionary. Each layer also has its own additional
+# input, and sliding layers have other position embeddings than full layers.
 
 config = Gemma3nTextConfig(
     num_hidden_layers=4,

@@ -51,8 +51,9 @@ print(f"{weights / 1e6:.2f} MB of weights, {trained / 1e6:.2f} MB of them train"
 # Devices of several sizes
 # ------------------------
 #
-# Every device trains the same steps. The first one keeps nothing; the others have room for a share of the weights. Each
-# block is a separate stage: small stages need little of the memory for parameters, and the remaining memory keeps weights.
+# Every device trains the same steps. The first device keeps no weights between steps; the other devices have memory for
+# a share of the weights. Each block is a separate stage: small stages need little of the memory for parameters, and the
+# remaining memory keeps weights.
 
 blocks = [range(number, number + 1) for number in range(12)]
 plan = ModelExecutePlan(blocks[:-1], blocks[::-1])
@@ -97,7 +98,8 @@ print(len({tuple(losses) for losses, _, _ in found.values()}))
 # Uploaded bytes
 # --------------
 #
-# The first step uploads everything. Later steps upload changed weights, and weights that the device has no room for.
+# The first step copies all weights to the device. Later steps copy changed weights, and weights that the device has no
+# memory to keep.
 
 figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
 for (name, (_, uploaded, _)), colour in zip(

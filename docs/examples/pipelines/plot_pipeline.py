@@ -11,7 +11,7 @@ devices.
 # The text
 # --------
 #
-# The help pages that come with Python, as bytes.
+# The training data are the help pages that come with Python, as bytes.
 
 from pydoc_data.topics import topics
 
@@ -103,9 +103,9 @@ for inputs, labels in batches(seed=1):
 # The pipeline
 # ------------
 #
-# The loop has one call for forward and backward, and one for the step. With ``loss_reduction="mean"``,
-# ``loss_fn`` returns a mean over its rows, and the result is the mean over the batch, also for microbatches of 4, 3 and
-# 3 rows.
+# The training loop has one call for forward and backward, and one call for the optimizer step. With
+# ``loss_reduction="mean"``, ``loss_fn`` returns a mean over its rows, and the result is the mean over the batch, also
+# for microbatches of 4, 3 and 3 rows.
 
 pipeline = RoundPipe(
     build(),
@@ -129,8 +129,9 @@ print(
 # The timeline of the devices
 # ---------------------------
 #
-# A few more runs are recorded, and the fastest is drawn. Each row is a device. The letters are: ``F`` forward, ``R``
-# recomputation, ``L`` loss, ``B`` backward, ``u`` and ``d`` copies of parameters and gradients.
+# A few more runs are recorded, and the fastest is drawn. Each row is a device. The letters are: ``F`` is forward, ``R``
+# recomputation, ``L`` loss and ``B`` backward; ``u`` and ``d`` are copies of parameters to a device and of gradients
+# back.
 
 
 def record():
@@ -153,8 +154,9 @@ print(timeline.draw(100))
 # Losses and timeline in one picture
 # ----------------------------------
 #
-# At the top, the two curves coincide. In the middle is their difference: the rounding of float32, because sums are
-# computed per microbatch. At the bottom is the recorded run; the numbers are microbatches.
+# At the top of the picture, the two loss curves coincide. The middle shows their difference, which is the rounding
+# error of float32, because sums are computed per microbatch. The bottom shows the recorded run; the numbers in it are
+# microbatches.
 
 COLOURS = {
     "forward": "#4477aa",

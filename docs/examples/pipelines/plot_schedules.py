@@ -2,8 +2,8 @@
 Stages, microbatches, schedules: drawn
 ======================================
 
-A batch is split into *microbatches*, the layers of a model into *stages*. The *schedule* is the order in which devices run
-stages on microbatches. This page draws schedules; nothing is trained. The words are explained in
+A batch is split into *microbatches*, and the layers of a model are grouped into *stages*. The *schedule* is the order
+in which devices run stages on microbatches. This page draws schedules; nothing is trained. The words are explained in
 :doc:`../../guide/runtime_plan`.
 """
 
@@ -11,9 +11,9 @@ stages on microbatches. This page draws schedules; nothing is trained. The words
 # One iteration
 # -------------
 #
-# The model has seven equal layers, and runs on two devices in three microbatches. The forward of a layer takes 1 unit of
-# time; its backward, which also recomputes the forward, takes 3. So forward stages have three layers, and backward stages
-# one.
+# The model has seven equal layers, and runs on two devices in three microbatches. The forward of a layer takes 1 unit
+# of time; its backward, which also recomputes the forward, takes 3. Therefore forward stages have three layers, and
+# backward stages have one layer.
 
 import matplotlib.pyplot as plt
 
@@ -115,14 +115,14 @@ plt.show()
 
 # %%
 # Numbers are layers; ``m0`` is the first microbatch. A stage stays on its device until all microbatches have passed.
-# Then the device takes the next stage whose turn it is: devices own no layers. White is the *bubble*, time in which a
-# device waits.
+# Then the device takes the next stage in order; no layer belongs to a fixed device. White areas are the *bubble*, time
+# in which a device waits.
 #
 # Why microbatches
 # ----------------
 #
-# An unsplit batch is on one device at a time, and the other device waits. With as many microbatches as devices,
-# devices wait only at the start and the end; one more, as above, hides copies.
+# An unsplit batch is on one device at a time, and the other device waits. With as many microbatches as devices, devices
+# wait only at the start and the end; with one more microbatch, as in the picture above, copies overlap with compute.
 
 figure, axes = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained")
 for ax, microbatches in zip(axes, (1, 2), strict=True):
@@ -133,7 +133,7 @@ plt.show()
 # Why stages have equal lengths
 # -----------------------------
 #
-# The same layers, with the last five in one stage: the other device waits for this stage.
+# This schedule has the same layers, with the last five layers in one stage: the other device waits for this stage.
 
 uneven = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 7), range(2)]).stages(
     "fused", num_layers=7
@@ -146,9 +146,9 @@ plt.show()
 # Why more stages than devices
 # ----------------------------
 #
-# Devices wait at both ends of an iteration only. With more rounds between the ends, the wait is a smaller share. The
-# picture has equal stages on four devices. Solid lines: copies take no time. Dotted lines: loading a stage takes
-# as long as computing it for four microbatches.
+# Devices wait at both ends of an iteration only. With more stages per device, devices wait for a smaller share of the
+# time. The picture has equal stages on four devices. For solid lines, copies take no time. For dotted lines, loading a
+# stage takes as long as computing the stage for four microbatches.
 
 MICROBATCHES, LOADED = 5, 4
 figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")

@@ -3,7 +3,7 @@ What a step waits for
 =====================
 
 A training step computes, copies parameters to the devices and gradients back, and runs the optimizer on the host. The
-longest of these is the bottleneck; the number of tokens decides which one it is. The first half of this page
+part that takes longest is the bottleneck; the number of tokens decides which part this is. The first half of this page
 simulates a step on a machine with two GPUs. The second half trains on simulated devices and draws what each device did.
 """
 
@@ -11,8 +11,8 @@ simulates a step on a machine with two GPUs. The second half trains on simulated
 # A simulated machine
 # -------------------
 #
-# Sixteen layers of 200 million parameters each, on ``meta``, so nothing is allocated; two GPUs with a link of 25 GB/s
-# each.
+# The model has sixteen layers of 200 million parameters each, on the device ``meta``, so nothing is allocated. The
+# machine has two GPUs with a link of 25 GB/s each.
 
 import matplotlib.pyplot as plt
 import torch

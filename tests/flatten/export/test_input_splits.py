@@ -179,6 +179,34 @@ def test_products_of_the_same_inputs_share_the_parts(tmp_path):
             numpy.testing.assert_allclose(found, expected.numpy(), atol=most)
 
 
+def test_layers_that_share_a_matrix_have_large_channels_of_their_own(tmp_path):
+    """As those of ALBERT: the rows in float are those that meet the channels of each input."""
+    import onnxruntime
+
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = _stored(4)
+
+        def forward(self, x, y):
+            return self.part(x), self.part(y)
+
+    model, path = Shared().eval(), tmp_path / "m.onnx"
+    given = {"x": _with_large_channels(6), "y": _with_large_channels(6, seed=4).roll(7, 1)}
+    export_onnx(model, tuple(given.values()), path=path, cases=[])
+    stored = ir.load(path)
+    splits = {"x": tuple(range(4, 576, 48)), "y": tuple(range(11, 576, 48))}
+    splits = {name: InputSplit(channels=channels) for name, channels in splits.items()}
+    quantize_graph(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
+    ir.save(stored, path)
+    feeds = {name: value.numpy() for name, value in given.items()}
+    found = onnxruntime.InferenceSession(path).run(None, feeds)
+    with torch.no_grad():
+        wanted = model(*given.values())
+    for one, expected in zip(found, wanted, strict=True):
+        numpy.testing.assert_allclose(one, expected.numpy(), atol=5e-3 * float(expected.abs().max()))
+
+
 def _spoiled():
     """A trained model, the same function, with channels of a hundred times the size before each product."""
     model = copy.deepcopy(trained_model())

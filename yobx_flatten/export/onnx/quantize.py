@@ -111,7 +111,7 @@ def quantize_graph(
     made = {width: _Parts(Quantization("int4" if width == 4 else "int8", size)) for width in widths}
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
-    products = Products(splits or {})
+    products = Products(model.graph, splits or {})
     nodes = products_of(model, quantization)
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
@@ -340,9 +340,12 @@ At level 1, a token takes a third longer with 4-bit weights, and 15 times as lon
 class Products:
     """Replaces products of a graph, in order; products with the same inputs share the sums of their blocks."""
 
-    def __init__(self, splits: InputSplits) -> None:
+    def __init__(self, graph: Any, splits: InputSplits) -> None:
+        # graph: the one of the file, which stores the matrices
+        self._graph = graph
         self._sums: dict[tuple[Any, int, bool], Any] = {}
         self._terms: dict[tuple[Any, Any], Any] = {}
+        self._large: dict[tuple[str, bool, Sequence[int]], Any] = {}
         self._inputs = SplitInputs(splits)
 
     def replace(self, node: Any, stored: StoredMatrix, weight: tuple[Any, bool], *, rounds_inputs: bool) -> None:
@@ -362,7 +365,7 @@ class Products:
         if split is not None and split.channels:
             made, small, large = self._inputs.large(node.graph, x, stored.rows)
             rows, in_two = small, False
-            terms.append((large, _rows_of(node.graph, *weight, split.channels)))
+            terms.append((large, self._rows_of(*weight, split.channels)))
         elif in_two:
             made, rows = self._inputs.rows(node.graph, x, len(x.shape), stored)
         product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
@@ -384,6 +387,19 @@ class Products:
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
         if before is not None and not before.outputs[0].uses():
             before.graph.remove(before, safe=True)
+
+    def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
+        """Store the rows of a matrix (inputs, outputs) that meet these channels, in float."""
+        import onnx_ir as ir
+
+        key = value.name, transposed, channels  # layers may share a matrix, and have other large channels
+        if key not in self._large:
+            array = value.const_value.numpy()
+            rows = numpy.ascontiguousarray((array.T if transposed else array)[list(channels)])
+            del array
+            unmap(value.const_value)
+            self._large[key] = new_value(self._graph, f"{value.name}_large_{len(self._large)}", ir.tensor(rows))
+        return self._large[key]
 
     def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
         """Return nodes that multiply one or two inputs with their matrices, and add the products."""
@@ -413,21 +429,6 @@ class Products:
         total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
         self._sums[key] = total.outputs[0]
         return [*cast, *cut, last, total]
-
-
-def _rows_of(graph: Any, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-    """Add the rows of a matrix (inputs, outputs) that meet these channels to a graph, in float."""
-    import onnx_ir as ir
-
-    name = f"{value.name}{'_T' if transposed else ''}_large"
-    known = graph.initializers.get(name)
-    if known is not None:
-        return known
-    array = value.const_value.numpy()
-    rows = numpy.ascontiguousarray((array.T if transposed else array)[list(channels)])
-    del array
-    unmap(value.const_value)
-    return new_value(graph, name, ir.tensor(rows))
 
 
 def _takes_floats(x: Any, stored: StoredMatrix) -> bool:

@@ -105,12 +105,14 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
     names = [name for name in FORMS if name in results.types]
     lines = [row(["form", *_SHOWN]), rule(1 + len(_SHOWN))]
     answers: dict[str, list[str]] = {}
+    shares: dict[str, float] = {}
     for name in names:
         held = results.types[name]["columns"]
         cells = [show(held[column]) if held.get(column, {}).get("ok") else "" for column, show in _SHOWN.values()]
         lines.append(row([name, *cells]))
         if held.get("chats", {}).get("ok"):
             answers.setdefault(str(held["chats"]["answer"]), []).append(name)
+            shares[name] = held["chats"]["tokens"]
     failed = [
         f"- {column}, {', '.join(found)}: {reason}"
         for column in COLUMNS
@@ -126,7 +128,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         speed=real_speed.section_of(times, timed.name),
         loops=real_loops.section_of(times, timed.name),
         runtimes=real_runtimes.section_of(times, timed.name),
-        llama_cpp=real_llama_cpp.section_of(times),
+        llama_cpp=real_llama_cpp.section_of(times, shares),
         sound=real_sound.section_of(json.loads(heard.read_text(encoding="utf-8")), heard.name),
         embeddings=real_embeddings.section_of(json.loads(embedded.read_text(encoding="utf-8")), embedded.name),
         trainings=section_of(Results.read(tuned), tuned.name),

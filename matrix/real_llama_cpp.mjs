@@ -1,5 +1,6 @@
 // Time llama.cpp on a GGUF file: node real_llama_cpp.mjs FILE, in a folder that has node-llama-cpp. Each line of the input
-// is a call, [new tokens, tokens in the cache, repetitions]; each line of the output its CPU milliseconds.
+// is a call, [new tokens, tokens in the cache, repetitions]; each line of the output its CPU milliseconds. A line
+// [[tokens of a chat], length of its prompt] is answered by the most likely token at each place of the answer.
 import {createInterface} from "node:readline";
 import {createRequire} from "node:module";
 import {pathToFileURL} from "node:url";
@@ -27,6 +28,13 @@ async function call(tokens) {
 console.log(JSON.stringify({release: llama.llamaCppRelease.release, processor: llama.systemInfo}));
 for await (const line of createInterface({input: process.stdin})) {
     const [tokens, past, repetitions] = JSON.parse(line);
+    if (Array.isArray(tokens)) {
+        await sequence.clearHistory();
+        const asked = {generateNext: {token: true, options: {temperature: 0}}};
+        const found = await sequence.controlledEvaluate(tokens.map((token, i) => i >= past - 1 ? [token, asked] : token));
+        console.log(JSON.stringify(found.slice(past - 1).map((each) => each.next.token)));
+        continue;
+    }
     const times = [];
     for (let i = 0; i < repetitions; i++) {
         if (i === 0 || tokens > 1) {

@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .page import row, rule
+from .real_cases import RealTrial
 from .real_model import GGUF
-from .real_speed import CALLS, File, export_form, written
+from .real_speed import CALLS, PAIRS, File, export_form, written
 from .results import installed_versions
 from .served import Served
 
@@ -42,6 +43,16 @@ for this processor ({processor}), from the npm package `node-llama-cpp` {package
 its times include choosing the most likely token. Recorded by `python -m matrix.real_llama_cpp`, with {versions}.
 
 {rows}
+
+## Time of a token, and tokens kept
+
+CPU time of one token with 128 tokens in the cache, relative to the int4 file of onnxruntime-genai's builder, and the
+share of equal greedy tokens in ten chats: the numbers of the tables above. The time of llama.cpp is relative to our
+file in the table above, and to the builder's through that file. The builder rounds weights and activations again.
+llama.cpp and ours keep the integers of the GGUF (Q4_1, whose blocks have a scale and a lowest weight: a third more
+bytes for each token than the builder's file), and differ in their activations.
+
+{frontier}
 """
 
 
@@ -73,7 +84,36 @@ def measured(ours: pathlib.Path, llama: Served) -> dict[str, list[float]]:
     return {name: [round(statistics.median(times), 2) for times in both] for name, both in samples.items()}
 
 
-def section_of(results: Mapping[str, Any]) -> str:
+def kept(llama: Served, form: str, place: pathlib.Path) -> float:
+    """Return the share of the model's own tokens in ten chats that are the most likely ones for llama.cpp."""
+    equal = compared = 0
+    for prompt, answer in RealTrial(form, place).chats:
+        found = llama.measure([*prompt.tolist(), *answer[:-1].tolist()], len(prompt))
+        equal += sum(own == other for own, other in zip(answer.tolist(), found, strict=True))
+        compared += len(answer)
+    return equal / compared
+
+
+def frontier(results: Mapping[str, Any], shares: Mapping[str, float]) -> str:
+    """Return the table of times and tokens kept, fastest first; `shares` are those of the forms in `matrix.real`."""
+    call = "token at 128"
+    points: dict[str, tuple[float, float]] = {}
+    for pair, (form, _) in PAIRS.items():
+        if pair in results["pairs"] and form.startswith("int4") and form in shares:
+            ours, theirs = results["pairs"][pair][call]
+            points[pair] = ours / theirs, shares[form]
+    points["onnxruntime-genai's builder"] = 1.0, shares["genai builder int4"]
+    own, other = results[KEY]["calls"][call]
+    points["llama.cpp"] = points["int4"][0] * other / own, results[KEY]["tokens"]
+    rows = [row([name, f"{time:.2f}", f"{share:.1%}"]) for name, (time, share) in sorted(points.items(), key=_time)]
+    return "\n".join([row(["file", "time", "tokens"]), rule(3), *rows])
+
+
+def _time(point: tuple[str, tuple[float, float]]) -> float:
+    return point[1][0]
+
+
+def section_of(results: Mapping[str, Any], shares: Mapping[str, float]) -> str:
     """Return the section of the page; empty where nothing is recorded."""
     held = results.get(KEY)
     if held is None:
@@ -83,7 +123,7 @@ def section_of(results: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{library} {version}" for library, version in held["versions"].items())
     rows = "\n".join([row(["", *names]), rule(1 + len(names)), row(["int4 of the GGUF", *cells])])
     facts = {name: held[name] for name in ("release", "processor", "package", "rounds")}
-    return _SECTION.format(versions=versions, rows=rows, **facts) + "\n"
+    return _SECTION.format(versions=versions, rows=rows, frontier=frontier(results, shares), **facts) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,12 +138,13 @@ def main(arguments: list[str] | None = None) -> int:
     ours = written(options.folder / form.replace(" ", "-"), functools.partial(export_form, form))
     install(options.npm)
     llama = Served(["node", str(pathlib.Path(__file__).with_suffix(".mjs")), str(GGUF.resolve())], options.npm)
-    calls = measured(ours, llama)
+    calls, tokens = measured(ours, llama), kept(llama, form, options.folder)
     llama.close()
     on = [feature.split(" = ")[0].strip() for feature in llama.facts["processor"].split("|") if "= 1" in feature]
     results: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
     results[KEY] = {
         "calls": calls,
+        "tokens": tokens,
         "release": llama.facts["release"],
         "processor": ", ".join(name.removeprefix("CPU : ") for name in on),
         "package": _PACKAGES["node-llama-cpp"],

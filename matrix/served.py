@@ -22,12 +22,12 @@ class Served:
         self._process = subprocess.Popen(command, cwd=folder, text=True, **streams)
         self.facts: dict[str, str] = self._answer()
 
-    def measure(self, *numbers: int) -> list[float]:
-        """Return the milliseconds of what some numbers ask for, as the process understands them."""
+    def measure(self, *numbers: int | Sequence[int]) -> list[float]:
+        """Return the numbers, by default milliseconds, of what others ask for, as the process understands them."""
         _open(self._process.stdin).write(f"{json.dumps(numbers)}\n")
         _open(self._process.stdin).flush()
-        times: list[float] = self._answer()
-        return times
+        found: list[float] = self._answer()
+        return found
 
     def close(self) -> None:
         """End the process."""

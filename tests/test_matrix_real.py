@@ -120,10 +120,18 @@ def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
     """Both times and their ratio, with what was timed; nothing where it was not."""
     calls = {"token at 128": [9.0, 12.0], "prompt of 1,000": [50.0, 100.0]}
     held = {"calls": calls, "release": "b1", "processor": "AVX2", "package": "3.22.1", "rounds": 4, "versions": {}}
-    shown = real_llama_cpp.section_of({real_llama_cpp.KEY: held})
+    pairs = {name: {"token at 128": times} for name, times in (("int4", [18.0, 9.0]), ("int8", [10.0, 9.0]))}
+    shares = {"int4 fused": 1.0, "int8 fused": 0.99, "genai builder int4": 0.67}
+    shown = real_llama_cpp.section_of({"pairs": pairs, real_llama_cpp.KEY: {**held, "tokens": 0.963}}, shares)
     assert "|  | token at 128 | prompt of 1,000 |" in shown
     assert "| 9, 12: 0.75 | 50, 100: 0.50 |" in shown
-    assert real_llama_cpp.section_of({"pairs": {}}) == ""
+    points = shown.partition("| file | time | tokens |")[2].strip().splitlines()[1:]
+    assert points == [
+        "| onnxruntime-genai's builder | 1.00 | 67.0% |",
+        "| int4 | 2.00 | 100.0% |",
+        "| llama.cpp | 2.67 | 96.3% |",
+    ]
+    assert real_llama_cpp.section_of({"pairs": {}}, {}) == ""
 
 
 def test_folders_take_turns_in_processes_of_their_own(tmp_path):

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -119,7 +120,7 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         for reason, found in failures(results, [column]).get(column, {}).items()
     ]
     versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
-    return _PAGE.format(
+    page = _PAGE.format(
         file=file,
         versions=versions,
         forms="\n".join(lines) + "\n",
@@ -133,6 +134,9 @@ def page_of(results: Results, file: str, tuned: pathlib.Path | None = None) -> s
         embeddings=real_embeddings.section_of(json.loads(embedded.read_text(encoding="utf-8")), embedded.name),
         trainings=section_of(Results.read(tuned), tuned.name),
     )
+    head, _, rest = page.partition(versions)  # sections name only the versions that the head does not
+    rest = re.sub(rf"\s+with\s+{re.escape(versions)}, ", " with ", rest)
+    return head + versions + re.sub(rf",\s+with\s+{re.escape(versions)}", "", rest)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,11 +46,9 @@ its times include choosing the most likely token. Recorded by `python -m matrix.
 
 ## Time of a token, and tokens kept
 
-CPU time of one token with 128 tokens in the cache, relative to the int4 file of onnxruntime-genai's builder, and the
-share of equal greedy tokens in ten chats: the numbers of the tables above. The time of llama.cpp is relative to our
-file in the table above, and to the builder's through that file. The builder rounds weights and activations again.
-llama.cpp and ours keep the integers of the GGUF (Q4_1, whose blocks have a scale and a lowest weight: a third more
-bytes for each token than the builder's file), and differ in their activations.
+CPU time per token with 128 tokens in the cache, relative to the builder's int4 file, and the share of equal greedy
+tokens in ten chats, from the tables above (llama.cpp's time through our int4 file). The builder rounds the weights
+again. llama.cpp and our files keep the integers of the GGUF, Q4_1, for which onnxruntime reads a third more bytes.
 
 {frontier}
 """
@@ -85,7 +83,7 @@ def measured(ours: pathlib.Path, llama: Served) -> dict[str, list[float]]:
 
 
 def kept(llama: Served, form: str, place: pathlib.Path) -> float:
-    """Return the share of the model's own tokens in ten chats that are the most likely ones for llama.cpp."""
+    """Return the share of the model's own greedy tokens in ten chats that llama.cpp also chooses."""
     equal = compared = 0
     for prompt, answer in RealTrial(form, place).chats:
         found = llama.measure([*prompt.tolist(), *answer[:-1].tolist()], len(prompt))

@@ -12,13 +12,14 @@ __all__ = ["page_of"]
 
 _INTRODUCTION = """# Supported models: training through a pipeline
 
-These tables list every model type in the installed transformers, and whether the model trains through a pipeline. Each
-model is built from a small configuration with random weights, and split into layers. `make cut-matrix` runs all types
-(`python -m matrix.cut --help` lists the options to run fewer). This page is written from `data/{file}`, with
+These tables list every model type in the installed transformers, and whether the model trains through a pipeline of
+`roundpipe_runtime`. Each model is built from a small configuration with random weights, and split into layers.
+`make cut-matrix` runs all types (`python -m matrix.cut --help` lists the options to run fewer). This page is written
+from `data/{file}`, with
 {versions}.
 
-CI (`.ci/run`) runs 25 types again, at least one for each family and each special feature (experts, recurrent states,
-shared keys, several [phases](guide/words.md#pipelines)). CI fails if a type that passed before does not pass any more.
+CI (`.ci/run`) runs 25 model types again, at least one for each family and each special feature (experts, recurrent
+states, shared keys, several [phases](guide/words.md#pipelines)). CI fails if a model type that passed before fails now.
 
 | column | what is checked |
 |---|---|
@@ -27,10 +28,11 @@ shared keys, several [phases](guide/words.md#pipelines)). CI fails if a type tha
 | microbatches | 5 rows, one padded, in 3 microbatches on 2 simulated devices: loss, logits, gradients within 1e-6 |
 | trained | 3 steps of SGD, each on a different batch: the same losses as the reference model without a pipeline |
 
-The last two columns run in float64. Some models always compute some parts in float32. The rounding error of such a
-model is estimated from the reference model, whose loss is multiplied by a constant and whose gradients are divided by
-it. A difference of up to three times this error passes. A gradient that is zero apart from rounding errors (the bias of
-the attention keys) is compared relative to the largest gradient of the model.
+The columns *microbatches* and *trained* run in float64. Some models always compute some parts in float32. The rounding
+error of such a model is estimated by a second backward, in which the loss is multiplied by a constant and the gradients
+are divided by the constant. A difference of up to three times the estimated rounding error passes. A gradient that is
+zero apart from rounding errors (the bias of the attention keys) is compared relative to the largest gradient of the
+model.
 
 ✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run.
 """

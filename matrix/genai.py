@@ -18,9 +18,10 @@ _PAGE = """# onnxruntime-genai
 
 This table lists which exported models onnxruntime-genai {version} runs. `export_folder` writes each model from a small
 configuration with random weights, and with a sliding window of eight tokens if the model type has a window. Models that
-accept audio or pictures ({split}) are written with `layout="genai"`. onnxruntime-genai generates 30 tokens after a
-prompt of nine, and these are compared with `model.generate`. `make genai` runs all models (`python -m matrix.genai
---help` lists the options to run fewer). This page is written from `data/{file}`, with {versions}.
+accept audio or pictures ({split}) are written with `layout="genai"`. The 30 tokens that onnxruntime-genai generates
+after a prompt of nine tokens are compared with those of `model.generate`. `make genai` runs all models
+(`python -m matrix.genai --help` lists the options to run fewer). This page is written from `data/{file}`, with
+{versions}.
 
 | column | what is checked |
 |---|---|

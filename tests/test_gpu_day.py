@@ -535,7 +535,7 @@ def test_records_of_a_dry_run_are_not_those_of_a_gpu():
     """A virtual device, also where torch was built for CUDA."""
     profile = {"cpu": {"versions": {"CUDA": "13.0"}, "device": "cpu", "machine": "virtual device"}}
     assert page.state({"profile": profile}) == page.state({})
-    assert "It has not run on a GPU yet" in page.page({"profile": profile})
+    assert "**has not run on a GPU yet**" in page.page({"profile": profile})
 
 
 def test_a_day_of_a_gpu_becomes_a_page_with_plan_and_measurement():

@@ -93,26 +93,26 @@ _HEAD = """# On a GPU
 
 {state}
 
-`python benchmarks/gpu_day.py --out DIR` measures a GPU from a checkout of this repository. The program needs no pip and
-no network, ends within nine minutes, and continues where it stopped when you run the same line again. To run some parts
-only, add their names: `profile` measures the machine, `tests` runs `pytest -m gpu`, and `1.7B`, `8B`, `lora` and `long`
-are trainings, compared with other libraries that offload to CPU memory. If you name several parts, the first two
-programs of each row run first. If wheels are missing, `python benchmarks/gpu_day.py --wheels DIR` downloads them on a
-machine with a network (less than 40 MB); on the GPU machine, pass the same option to use them. `--page --out DIR`
-writes this page.
+In a checkout of this repository, `python benchmarks/gpu_day.py --out DIR` measures trainings on a GPU. `gpu_day.py`
+needs no pip and no network, ends within nine minutes, and continues where it stopped when you run the same line again.
+To run some parts only, add their names: `profile` measures the machine, `tests` runs `pytest -m gpu`, and `1.7B`, `8B`,
+`lora` and `long` are trainings, compared with other libraries that offload to CPU memory. If you name several parts,
+the first two programs of each row of the table run before all others. If libraries are missing,
+`python benchmarks/gpu_day.py --wheels DIR` downloads their wheels on a machine with a network (less than 40 MB); on the
+GPU machine, pass the same option to use the wheels. `--page --out DIR` writes this page.
 
 ## How the rows are measured
 
 Each program is a separate process. All programs train the same random weights of a Llama in bfloat16 on the same
-tokens: two warm-up steps, then three timed steps, or fewer if 60 seconds have passed. They use PyTorch's attention
-and the fused AdamW, without gradient clipping.
+tokens: two warm-up steps, then three timed steps, or fewer if 60 seconds have passed. All programs use PyTorch's
+attention and the fused AdamW, without gradient clipping.
 
 - *TFLOPS* counts 6 operations per weight and token, or 4 if most weights are frozen.
 - *card* is the peak of allocated GPU memory.
 - *host* is the peak memory of the process, or the drop in free memory (which includes pinned memory) if that is larger.
 - *optimizer* is the step time minus the step time without the optimizer.
 - *link* is the number of bytes that the profiler counts in one more step.
-- The plan is the output of `roundpipe plan` for the measured machine, written before the row ran.
+- The plan is the output of `roundpipe plan` for the measured machine, made before the measurement.
 
 | row | master weights and moments | tokens of a step | [microbatches](guide/words.md#pipelines) | programs |
 | --- | --- | ---: | ---: | --- |
@@ -134,7 +134,7 @@ def write_page() -> None:
 def state(day: Day) -> str:
     """What has run on a GPU, in a sentence or two; the rows of other devices do not count."""
     if not _is_gpu(day):
-        return "`roundpipe_runtime` is tested on simulated devices on the CPU. **It has not run on a GPU yet.**"
+        return "`roundpipe_runtime` is tested on simulated devices on the CPU, and **has not run on a GPU yet**."
     profile = next(iter(day["profile"].values()))
     sentences = [f"It ran on {profile['machine'].partition(';')[0]}."]
     if tests := day.get("test"):

@@ -24,7 +24,7 @@ class ConfigError(RoundPipeError, ValueError):
 
 
 class SplitError(RoundPipeError, ValueError):
-    """Inputs or labels cannot be split into microbatches, or it is not clear where."""
+    """Inputs or labels cannot be split into microbatches, or it is unclear along which axis."""
 
 
 class UnregisteredObjectError(SplitError, TypeError):
@@ -40,11 +40,11 @@ class LossError(RoundPipeError, ValueError):
 
 
 class PlanError(RoundPipeError, ValueError):
-    """An execution plan misses, repeats or reorders a layer."""
+    """An execution plan omits, repeats or reorders a layer."""
 
 
 class DeviceError(RoundPipeError, RuntimeError):
-    """A device is missing, or does not support a request."""
+    """A device does not exist, or does not support what is requested."""
 
 
 class UseAfterReleaseError(DeviceError):
@@ -56,7 +56,7 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DistributedError(RoundPipeError, RuntimeError):
-    """Ranks do not agree, a rank failed, or a rank is gone. All ranks drop the results of the call."""
+    """Ranks differ, a rank failed, or a rank has ended; all ranks discard the results of the call."""
 
 
 class StageError(RoundPipeError, RuntimeError):
@@ -94,7 +94,7 @@ def _of_caller() -> tuple[int, types.FrameType]:
 
 
 class CheckpointError(RoundPipeError, ValueError):
-    """A state cannot be stored, or a checkpoint does not fit the objects that it is loaded into."""
+    """A training state cannot be stored, or a checkpoint does not fit the objects into which it is loaded."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -198,7 +198,7 @@ class CutError(VersionDependentError, RoundPipeError, ValueError):
 
 
 class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
-    """A batch takes another path through the model than the example that the model was split with."""
+    """A batch takes another path through the model's code than the example with which the model was split."""
 
 
 class MissingEmbeddingError(BatchStructureError):
@@ -216,7 +216,7 @@ class MissingEmbeddingError(BatchStructureError):
 
 
 class CutRefusedWarning(RoundPipeWarning):
-    """A model was not split at every layer."""
+    """A model was not split at all layers."""
 
 
 def changed_results(layer: str) -> str:

@@ -24,7 +24,7 @@ __all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]
 
 
 def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: Any) -> None:
-    """Fail unless a file, from any exporter, computes the same as its model.
+    """Fail unless a file, exported with any tool, computes the same outputs as its model.
 
     Args:
         path: the file, or a folder of files; see :func:`~yobx_flatten.verify.verify_file`.
@@ -42,7 +42,7 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Make a test that checks the registrations of the samples' classes; assign it to a ``test_...`` name.
+    """Make a pytest test of the flatten functions of the samples' classes; assign it to a ``test_...`` name.
 
     Args:
         samples: instances; their classes must be registered when the tests run, not before.

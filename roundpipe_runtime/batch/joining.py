@@ -24,7 +24,7 @@ def join(
     rows: Sequence[int | None] | None = None,
     merge: Any = None,
 ) -> Any:
-    """Join the outputs of the microbatches.
+    """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
     Tensors are concatenated along the batch axis: the one that their class declares, else axis 0. A tensor that is the
     same in all microbatches and has no axis with their rows was not cut, and stays as it is. Tensors without axes are

@@ -41,7 +41,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
 class WeightedLoss(NamedTuple):
-    """The loss of a microbatch as a sum and its weight, for an exact mean over the whole batch.
+    """The loss of a microbatch as a weighted sum and its weight, so that the mean over the whole batch is exact.
 
     Attributes:
         sum: sum of the losses, a tensor without axes.
@@ -145,7 +145,7 @@ class LossContract:
         self._lock = threading.Lock()
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Add the loss of one microbatch.
+        """Add the loss of one microbatch to those of the batch.
 
         Args:
             index: the microbatch.
@@ -216,22 +216,22 @@ class LossContract:
             self._values[index] = read
 
     def values(self) -> dict[int, LossValue]:
-        """Return the losses that were added, by the index of their microbatch."""
+        """Return the losses that were added so far, by the index of their microbatch."""
         with self._lock:
             return dict(self._values)
 
     @property
     def kind(self) -> str | None:
-        """The kind of value that the loss function returns; ``None`` before the first loss."""
+        """The kind of value that the loss function returns; ``None`` before the first loss is added."""
         return next((value.kind for value in self.values().values()), None)
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each microbatch in averages over all results, by default its rows."""
+        """The weight of each microbatch in averages over the batch; by default, its number of rows."""
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
-        """Return the factor for the gradient that this call accumulated, known after the last microbatch.
+        """Return the factor for the accumulated gradient, which is known after the last microbatch.
 
         ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
         back, so there is nothing to multiply.

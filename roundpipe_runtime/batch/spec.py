@@ -14,7 +14,7 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 
 
 class RoundPipePackedData(list[Any]):
-    """One output as a list with an entry per microbatch; runs with ``merge_output=False`` return it.
+    """An output as a list with one entry per microbatch, which runs with ``merge_output=False`` return.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.
@@ -42,7 +42,7 @@ class RoundPipePackedData(list[Any]):
         self._wait = wait
 
     def synchronize(self) -> RoundPipePackedData:
-        """Wait until all entries can be read, and return the list itself."""
+        """Wait until all entries of the list can be read, and return the list itself."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
@@ -74,7 +74,7 @@ def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorChunkSpec:
-    """Split a tensor into microbatches along an axis; joined outputs are concatenated along it.
+    """Split a tensor into microbatches along an axis; concatenate outputs along this axis.
 
     Attributes:
         dim: axis. A negative number counts from the end.
@@ -90,12 +90,12 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis to split, under the name that ``torch.distributed.pipelining`` uses."""
+        """The axis to split; ``torch.distributed.pipelining`` uses the same name for it."""
         return self.dim
 
 
 class Replicate:
-    """Pass a leaf whole to every microbatch; an output must be the same in all of them.
+    """Pass a leaf whole to every microbatch; as an output, it must be equal in all microbatches.
 
     The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
 

@@ -40,7 +40,7 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 
 
 class Checkpoint:
-    """A checkpoint on disk; writing it may still be under way.
+    """A checkpoint on disk, which may still be being written.
 
     It can be used as a path: ``from_pretrained(checkpoint)``.
 
@@ -70,12 +70,12 @@ class Checkpoint:
 
     @property
     def done(self) -> bool:
-        """Whether writing has ended."""
+        """Whether the checkpoint has been written, or writing has failed."""
         return self._writing is None or is_done(self._writing)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The ``data`` that the checkpoint was saved with."""
+        """The caller's ``data`` that was saved in the checkpoint."""
         self.wait()
         return dict(read_training(self.path, only=["data"])["data"])
 

@@ -39,7 +39,7 @@ class ModelOptions:
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
-        bool, typer.Option("--details", help="Print layers, stages, the parts of memory, and transfers.")
+        bool, typer.Option("--details", help="Print a table of layers, of stages, of memory use, and of transfers.")
     ] = False
 
 
@@ -56,10 +56,10 @@ class MachineOptions:
         ),
     ] = "auto"
     memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
-    bandwidth: Annotated[float | None, option("GB/S", "Copy rate from host to device (default: measured).")] = None
+    bandwidth: Annotated[float | None, option("GB/S", "Copy rate from CPU to device (default: measured).")] = None
     flops: Annotated[float | None, option("TFLOP/S", "Compute rate of a device (default: measured).")] = None
     machine: Annotated[
-        pathlib.Path | None, option("FILE", "Machine profile: written by doctor --machine, or by hand.")
+        pathlib.Path | None, option("FILE", "Machine profile, from doctor --machine or hand-written.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -95,21 +95,21 @@ class StepOptions:
     """How many rows a step has, and how it is computed."""
 
     batch: train_options.Batch = 8
-    length: Annotated[int | None, option("N", "Tokens per row (default: 512 or the model's limit).", _STEP, min=2)] = (
+    length: Annotated[int | None, option("N", "Tokens a row (default: model's limit, at most 512).", _STEP, min=2)] = (
         None
     )
     microbatches: train_options.Microbatches = None
     dtype: train_options.Dtype = "auto"
     optim_dtype: train_options.OptimDtype = "float32"
     lora: Annotated[
-        str | None, option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only, as train --lora does.", _STEP)
+        str | None, option("R[,ALPHA[,NAMES]]", "Train only LoRA adapters, with the values of train --lora.", _STEP)
     ] = None
     quantize: train_options.Quantize = "none"
     reference: Annotated[
-        bool, typer.Option(help="Add a frozen reference model, as DPO and GRPO need.", rich_help_panel=_STEP)
+        bool, typer.Option(help="Add a frozen reference model, which DPO and GRPO need.", rich_help_panel=_STEP)
     ] = False
     last_stage_copies: Annotated[
-        str, option("N", "Number of devices that run the head; auto: as many as make the step faster.", _STEP)
+        str, option("N", "Number of devices that run the LM head; auto: as many as speed up the step.", _STEP)
     ] = "1"
     keep_parameters: train_options.KeepParameters = "0"
     large_tables: train_options.LargeTables = "auto"

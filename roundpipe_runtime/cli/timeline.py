@@ -19,9 +19,9 @@ from .option_objects import format_seconds
 def timeline(
     files: Annotated[
         list[pathlib.Path],
-        typer.Argument(metavar="FILE...", help="Files written by train --timeline or Timeline.save, one per rank."),
+        typer.Argument(metavar="FILE...", help="Timelines from train --timeline or Timeline.save, one per process."),
     ],
-    stages: Annotated[int, typer.Option(min=0, metavar="N", help="Number of slowest stages to list.")] = 5,
+    stages: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the slowest stages to list.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
     """Draw a timeline of a run: what each device did, and which stages took longest.

@@ -53,7 +53,7 @@ def train(
     learning: LearningOptions,
     files: FileOptions,
 ) -> int:
-    """Train a language model on text, with only as many layers on a device as fit.
+    """Train a language model on text; each device holds only as many layers at a time as fit.
 
     Results match training without a pipeline. Ctrl-C finishes the step, writes a checkpoint and prints the line that
     resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart they

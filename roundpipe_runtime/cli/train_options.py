@@ -42,14 +42,14 @@ def _path(text: str, *, metavar: str = "FILE") -> Any:
 
 
 Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
-Microbatches = Annotated[int | None, _number("Microbatches per batch or group (default: devices + 1).", _STEP)]
+Microbatches = Annotated[int | None, _number("Microbatches per batch or group of rows (default: devices + 1).", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Data type of the weights; auto: as stored in the model.", rich_help_panel=_STEP),
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    typer.Option(help="Data type of master weights; same: that of the weights.", rich_help_panel=_STEP),
+    typer.Option(help="Data type in which AdamW updates weights; same: that of the weights.", rich_help_panel=_STEP),
 ]
 
 KeepParameters = Annotated[
@@ -60,8 +60,8 @@ KeepParameters = Annotated[
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
     typer.Option(
-        help="How large embedding and head matrices are copied to a device. auto: the embedding by rows, and the head "
-        "in slices if it does not fit; slices: always; whole: like other weights.",
+        help="How embedding and head matrices are copied to a device if they are large. auto: rows of the embedding, "
+        "and slices of a head that does not fit; slices: slices of each; whole: like other weights.",
         rich_help_panel=_STEP,
     ),
 ]
@@ -69,8 +69,8 @@ LargeTables = Annotated[
 Update = Annotated[
     Literal["masters", "in_place", "in_backward"],
     typer.Option(
-        help="What AdamW updates. masters: copies in --optim-dtype; in_place: the weights themselves, converted to "
-        "--optim-dtype; in_backward: like in_place, during the backward pass, which frees each gradient at once (no "
+        help="What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights, converted to "
+        "--optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once (no "
         "--clip, no --accumulate). The results are the same.",
         rich_help_panel=_STEP,
     ),
@@ -86,7 +86,7 @@ Quantize = Annotated[
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
     typer.Option(
-        help="Quantization-aware training, for yobx-flatten export --quantize keep; --lora is added before rounding.",
+        help="Train with rounded weights, for yobx-flatten export --quantize keep; --lora is added before rounding.",
         rich_help_panel=_RATE,
     ),
 ]
@@ -96,7 +96,7 @@ Host = Annotated[
     str,
     option(
         "PLACE",
-        "Where weights, gradients and optimizer states are kept: memory, or disk:DIR, a folder on a disk.",
+        "Where weights, gradients and optimizer state are kept: memory (CPU), or disk:DIR (files in folder DIR).",
         _STEP,
     ),
 ]
@@ -113,7 +113,7 @@ class ModelOptions:
             help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model, instead of the first argument.")] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model, instead of the first argument.")] = None
     output: Annotated[
         pathlib.Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
@@ -123,18 +123,16 @@ class ModelOptions:
         typer.Option(
             "--config",
             metavar="FILE",
-            help="YAML file of options, one per line, like batch: 4. The command line overrides it.",
+            help="YAML file of options, with lines like batch: 4. The command line overrides it.",
             is_eager=True,  # the others get their defaults of it
             callback=read_config_file,
         ),
     ] = None
     print_config: Annotated[
         bool,
-        typer.Option(
-            "--print-config", help="Print all options and their values in the form that --config reads, and exit."
-        ),
+        typer.Option("--print-config", help="Print all options and their values as YAML for --config, and exit."),
     ] = False
-    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; everything else goes to stderr.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; all other text goes to stderr.")] = False
 
     def __post_init__(self) -> None:
         if self.print_config:
@@ -168,14 +166,14 @@ class TextOptions:
         list[str] | None,
         option(
             "FILES",
-            "Training text: a text file, a file of JSON lines, a folder of such files, a folder saved by "
-            "the library datasets, or a pattern.",
+            "Training text: a text file, a file of JSON lines, a folder of such files, a folder that the library "
+            "datasets saved, or a pattern.",
             _TEXT,
         ),
     ] = None
     field: Annotated[
         str,
-        option("NAME", "Field of JSON lines and datasets that contains the text.", _TEXT),
+        option("NAME", "Name of the field with the text, in JSON lines and datasets.", _TEXT),
     ] = "text"
     chat: Annotated[
         list[str] | None,
@@ -198,7 +196,7 @@ class TextOptions:
         bool,
         typer.Option(
             "--pack",
-            help="Pack several conversations into each row; attention does not cross between them.",
+            help="Pack several conversations into each row; no token attends to another conversation.",
             rich_help_panel=_TEXT,
         ),
     ] = False
@@ -215,10 +213,10 @@ class TextOptions:
             _TEXT,
         ),
     ] = None
-    length: Annotated[int | None, _number("Tokens per row (default: 512 or the model's limit).", _TEXT, least=2)] = None
+    length: Annotated[int | None, _number("Tokens a row (default: model's limit, at most 512).", _TEXT, least=2)] = None
     eval_share: Annotated[
         float,
-        option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9),
+        option("X", "Share of the rows that are used for evaluation, not training.", _TEXT, min=0.0, max=0.9),
     ] = 0.02
 
     def __post_init__(self) -> None:
@@ -244,7 +242,7 @@ class StepOptions:
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Annotated[
-        int | None, _number("Number of groups that a batch is split into (default: one per process).", _STEP)
+        int | None, _number("Number of groups into which a batch is split (default: one per process).", _STEP)
     ] = None
     accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
     steps: Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)] = None
@@ -253,8 +251,8 @@ class StepOptions:
     unmatched_weights: Annotated[
         Literal["refuse", "unused", "random"],
         typer.Option(
-            help="If folder and model have different weights: refuse raises an error; unused ignores weights that the "
-            "model lacks; random also initializes weights that the folder lacks.",
+            help="If the folder's weights do not fit the model: refuse raises an error; unused ignores weights that "
+            "the model lacks; random also initializes weights that the folder lacks.",
             rich_help_panel=_STEP,
         ),
     ] = "refuse"
@@ -307,7 +305,7 @@ class LearningOptions:
     quantize_aware: QuantizeAware = "none"
     lr: Annotated[float, option("X", "Peak learning rate.", _RATE)] = 0.0003
     warmup: Annotated[
-        int | None, _number("Steps until --lr is reached (default: a tenth of all steps, at most 100).", _RATE, least=0)
+        int | None, _number("Warmup steps to reach --lr (default: a tenth of all steps, at most 100).", _RATE, least=0)
     ] = None
     schedule: Annotated[
         Literal["cosine", "linear", "constant"],
@@ -324,7 +322,7 @@ class LearningOptions:
     seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
     eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
     check: Annotated[
-        bool, typer.Option(help="Compare the pipeline with the reference model before training.", rich_help_panel=_RATE)
+        bool, typer.Option(help="Compare the pipeline with the original model before training.", rich_help_panel=_RATE)
     ] = True
 
     def __post_init__(self) -> None:
@@ -344,7 +342,7 @@ class FileOptions:
         float,
         option(
             "SECONDS",
-            "With torchrun: time after which a stopped process (SIGSTOP) is killed, which ends the training.",
+            "With torchrun: seconds after which a stopped process (SIGSTOP) is killed, which ends the training.",
             _STEP,
             min=1.0,
         ),
@@ -357,16 +355,14 @@ class FileOptions:
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
     ] = False
-    metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON per step and evaluation.")] = None
-    plot: Annotated[pathlib.Path | None, _path("Plot the losses as .png, .svg or .pdf at the end.")] = None
+    metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON for each step and each evaluation.")] = None
+    plot: Annotated[pathlib.Path | None, _path("Plot the losses at the end, as .png, .svg or .pdf.")] = None
     report_to: Annotated[
         list[str] | None,
         option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
     ] = None
-    timeline: Annotated[
-        pathlib.Path | None, _path("Write a timeline of one of the first steps, for roundpipe timeline.")
-    ] = None
-    log_every: Annotated[int | None, _number("Steps between lines if stdout is not a terminal.", _FILES)] = None
+    timeline: Annotated[pathlib.Path | None, _path("Write a timeline of an early step, for roundpipe timeline.")] = None
+    log_every: Annotated[int | None, _number("Steps between printed lines if stdout is not a terminal.", _FILES)] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
     ] = False

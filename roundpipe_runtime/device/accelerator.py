@@ -357,7 +357,7 @@ _STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
 
 
 def parse_devices(devices: DeviceSpec = None) -> list[Device]:
-    """Parse an argument ``devices=`` into a list of devices.
+    """Return the list of devices that an argument ``devices=`` describes.
 
     Args:
         devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a

@@ -22,7 +22,7 @@ from .worker import Worker
 
 @runtime_checkable
 class Device(Protocol):
-    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device.
+    """The interface of a device for the scheduler; the device owns all tensors from ``copy_in`` and ``allocate``.
 
     >>> from roundpipe_runtime import VirtualDevice
     >>> device = VirtualDevice()
@@ -43,7 +43,7 @@ class Device(Protocol):
         """Return uninitialised memory of the device with this shape, dtype and layout."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor in the memory of the device; the copy waits for ``ready``.
+        """Return a copy of a host tensor in device memory; copying starts after the event ``ready``.
 
         Args:
             tensor: host tensor.
@@ -55,7 +55,7 @@ class Device(Protocol):
         """
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a parameter; :meth:`copy_rows_in` then copies some of its rows."""
+        """Return device memory for a parameter, into which :meth:`copy_rows_in` copies some rows."""
 
     def copy_rows_in(
         self,
@@ -65,7 +65,7 @@ class Device(Protocol):
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a host tensor into reserved memory; later computations wait for the copy.
+        """Copy rows of a host tensor into reserved device memory; later computations wait for this copy.
 
         Args:
             target: memory of the device.
@@ -78,7 +78,7 @@ class Device(Protocol):
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a host tensor with copies of some rows, and zeros elsewhere; nothing may write the source any more.
+        """Return a host tensor with copies of some rows and zeros elsewhere; the source may not change later.
 
         Args:
             tensor: tensor of the device.
@@ -90,12 +90,12 @@ class Device(Protocol):
         """
 
     def arrival(self) -> Event:
-        """Return an event that completes after all parameter copies so far."""
+        """Return an event that completes when all parameters copied so far are on the device."""
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, and the event after which it is complete.
+        """Return a host copy of a device tensor, and the event after which the copy is complete.
 
         Args:
             tensor: tensor of the device.
@@ -108,14 +108,14 @@ class Device(Protocol):
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current while a layer runs; wait for all copies so far.
+        """Make this device current while a layer runs, after all copies so far have arrived.
 
         Args:
             after: event at which the copies of parameters are complete. Default: all copies.
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Run one stage on the device, from copying its parameters to releasing them; wait for room first.
+        """Run one stage on the device, from copying its parameters to releasing them, once there is enough memory.
 
         Args:
             nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
@@ -126,13 +126,13 @@ class Device(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Wait until all copies and computations so far have ended."""
+        """Wait until all copies and computations of the device so far have ended."""
 
     def clock(self) -> Clock:
         """Return the clock that measures how long this device works."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """In check mode, check that this device can read these tensors now."""
+        """In check mode, check that this device may read the given tensors now."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release the memory of tensors that will not be read again."""
@@ -149,10 +149,10 @@ class Event(Protocol):
     """An event of a device (as ``torch.cuda.Event``), with the interface of a future."""
 
     def done(self) -> bool:
-        """Report whether all work before the event has ended."""
+        """Report whether all work submitted before the event has ended."""
 
     def result(self) -> Any:
-        """Wait until all work before the event has ended."""
+        """Wait until all work submitted before the event has ended."""
 
 
 class _Passed:

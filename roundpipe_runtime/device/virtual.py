@@ -53,7 +53,7 @@ _LEDGER = _Ledger()
 
 
 class VirtualDevice:
-    """A virtual device on the CPU, which computes with its own copies on its own thread.
+    """A device simulated on the CPU, which computes with its own copies of tensors on its own thread.
 
     Args:
         name: name in errors and timelines.
@@ -88,17 +88,17 @@ class VirtualDevice:
 
     @property
     def memory(self) -> int | None:
-        """The memory limit in bytes; ``None`` for no limit."""
+        """The memory limit of the device in bytes; ``None`` for no limit."""
         return self.memory_limit
 
     @property
     def allocated(self) -> int:
-        """Bytes that are allocated on the device now."""
+        """Number of bytes that are allocated on the device now."""
         with self._lock:
             return sum(size for size, _ in list(self._held.values()))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory with this shape, dtype and layout; in check mode it is poisoned."""
+        """Return memory with this shape, dtype and layout; in check mode the memory is filled with NaN."""
         size = like.element_size() * like.numel()
         if self.memory_limit is not None:
             before = self.allocated
@@ -120,7 +120,7 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor. Wait for its event; in check mode, refuse an event that has not passed.
+        """Return a copy of a host tensor after its event; in check mode, refuse an event that has not passed.
 
         Args:
             tensor: host tensor.
@@ -142,7 +142,7 @@ class VirtualDevice:
             return self.allocate(tensor).copy_(tensor)
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory, as :meth:`allocate` does."""
+        """Return memory for a parameter, as :meth:`allocate` does."""
         return self.allocate(like)
 
     def copy_rows_in(
@@ -153,7 +153,7 @@ class VirtualDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a host tensor immediately.
+        """Copy rows of a host tensor to the virtual device immediately.
 
         Args:
             target: memory of the device.
@@ -193,7 +193,7 @@ class VirtualDevice:
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, which is complete immediately.
+        """Return a copy of a tensor on the host, which is complete immediately.
 
         Args:
             tensor: tensor of the device.
@@ -208,18 +208,18 @@ class VirtualDevice:
         return tensor.detach().clone(), NOW
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the CPU is always current."""
+        """Do nothing: a virtual device computes on the CPU, which is always current."""
         return _ALWAYS
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: each stage ends before the next one starts."""
+        """Do nothing: on a virtual device, each stage ends before the next stage starts."""
         return _ALWAYS
 
     def synchronize(self) -> None:
-        """Do nothing: all computations have ended."""
+        """Do nothing: all computations of a virtual device have ended."""
 
     def clock(self) -> Clock:
-        """Return the clock of the host, which does the work."""
+        """Return the clock of the CPU, which does the work of a virtual device."""
         return HOST_CLOCK
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -234,7 +234,7 @@ class VirtualDevice:
                 raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release memory; in check mode its contents become NaN (or nonsense, for integers)."""
+        """Release memory; in check mode its contents become NaN (arbitrary values for integers)."""
         for tensor in tensors:
             _drop(self._held, id(tensor))
             if self.check and _LEDGER.read(tensor) == (self.name, "ready"):

@@ -14,7 +14,7 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run. ``None`` means: use the configuration of the model, then the default.
+    """Configuration of a pipeline run; a field ``None`` takes the value of the model's configuration, then the default.
 
     Attributes:
         requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.
@@ -92,7 +92,7 @@ class RoundPipeRunConfig:
         return RoundPipeRunConfig(**chosen)
 
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
-        """Return this configuration, with ``None`` fields filled by the defaults.
+        """Return this configuration, with ``None`` fields filled by default values.
 
         ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which means "automatic".
 

@@ -193,11 +193,11 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the object that collects the losses of a group."""
+        """Return the object that collects the losses of one group of rows."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
-        """Add the successful run of a group."""
+        """Add the run of a group of rows, after the run has succeeded."""
         run.collected.buffers.check()
         self.runs.append((run, inputs))
 

@@ -305,7 +305,7 @@ def restart_generators() -> None:
 
 
 def doing_recompute() -> bool:
-    """Report whether the current call is a recomputation, in a backward stage.
+    """Report whether the running call of a layer recomputes activations, in a backward stage.
 
     >>> doing_recompute()  # outside of a pipeline
     False
@@ -314,7 +314,7 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """Return the data that :func:`save_for_recompute` saved in the first forward of this layer call.
+    """Return what :func:`save_for_recompute` saved in the first forward of this layer call.
 
     Returns:
         The data, as a tuple.

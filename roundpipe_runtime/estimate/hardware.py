@@ -33,7 +33,7 @@ _LONG_ENOUGH = 0.05  # seconds of one measurement
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-    """Devices and host for which a plan is made.
+    """The devices and the host for which a training is planned.
 
     Attributes:
         names: names of the devices.
@@ -66,7 +66,7 @@ class Hardware:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether the devices are simulated on the CPU: a stage is loaded after the previous one has ended."""
+        """Whether devices are simulated on the CPU, where a stage is loaded only after the previous stage has ended."""
         return self.kind == "cpu"
 
 
@@ -78,7 +78,7 @@ def describe_hardware(
     flops: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Hardware:
-    """Describe devices by the given values; missing values are measured if the devices are present.
+    """Describe devices by given values, and measure missing values if the devices are present.
 
     Args:
         devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which need not be here. Default: all

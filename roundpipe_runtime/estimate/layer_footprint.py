@@ -26,7 +26,7 @@ from .footprint import Footprint, device_kernels, storage_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerFootprint:
-    """Memory and operations of a layer on one microbatch. All sizes are bytes on the device.
+    """Memory, in bytes on the device, and operations of a layer on one microbatch.
 
     Attributes:
         name: name of the layer.
@@ -82,7 +82,7 @@ class LayerFootprint:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the buffers. A layer with buffers is copied to the device again for its backward."""
+        """Size of the buffers; a layer that has buffers is copied to the device again for its backward."""
         return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 
@@ -98,7 +98,7 @@ def measure_layers(
     start: int = 0,
     rule: TableRule | None = None,
 ) -> list[LayerFootprint]:
-    """Measure layers forward and backward on one microbatch.
+    """Measure memory and operations of each layer on one microbatch, forward and backward.
 
     Args:
         layers: the layers of a pipeline, in order, in the mode in which they are trained.

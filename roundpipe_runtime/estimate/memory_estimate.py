@@ -58,7 +58,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The peak memory of a device: the sum of all its parts, in bytes."""
         of_stage = self.parameters + self.gradients + self.activations
         return of_stage + self.staying + self.arriving + self.copies + self.kept
 
@@ -87,7 +87,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The memory of the host: the sum of all its parts, in bytes."""
         trained = self.parameters + self.gradients + self.masters + self.optimizer
         return trained + self.activations + self.reference
 

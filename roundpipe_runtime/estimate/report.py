@@ -274,7 +274,7 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """Cost of a reference model. Its stages run after those of the step, so devices need no extra memory."""
+    """Cost of a frozen reference model, whose stages run after the trained model's, so devices need no extra memory."""
 
     host_bytes: int  # its weights on the host; 0 where it is the model itself without its adapters
     seconds: float  # its forward

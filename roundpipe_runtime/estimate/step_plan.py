@@ -24,7 +24,7 @@ _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A training step, independent of the machine.
+    """The costs of a training step that do not depend on the machine: stages, memory, operations and bytes to copy.
 
     Attributes:
         plan: layers of each stage.
@@ -51,7 +51,7 @@ class StepPlan:
 
     @property
     def expert_bytes(self) -> tuple[int, int]:
-        """Bytes of all experts, and the expected bytes that one pass copies to devices.
+        """Bytes of all experts of the model, and the bytes of experts that one pass is expected to copy to devices.
 
         It is that of tokens that are routed evenly. At most all experts are uploaded, and devices have room for them.
         """
@@ -61,11 +61,11 @@ class StepPlan:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages in the order of dispatch."""
+        """The stages of the step, in the order in which they are dispatched to devices."""
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step planned for a number of devices; the last stage has at most one copy per device.
+        """Return this step for a number of devices, which limits the copies of the last stage to one per device.
 
         Args:
             num_devices: number of devices.
@@ -83,7 +83,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of table slices that one microbatch copies to the device and back.
+        """Return the bytes of slices of large matrices that a microbatch copies to the device and back.
 
         Args:
             stage: stage of this plan.
@@ -94,7 +94,7 @@ class StepPlan:
         return up, sum(layer.parts_down for layer in layers) if goes_back else 0
 
     def seconds(self, stage: Stage, machine: Hardware) -> float:
-        """Return the seconds of a stage on one microbatch.
+        """Return the time of a stage on one microbatch, in seconds.
 
         Args:
             stage: stage of this plan.
@@ -126,7 +126,7 @@ def step_plan(
     measured: Sequence[LayerCost] | None = None,
     update: Update = "masters",
 ) -> StepPlan:
-    """Describe a training step of a model.
+    """Describe the stages, memory and operations of a training step of a model.
 
     Args:
         plan: layers of each stage, as for ``"fused"`` runs.

@@ -64,17 +64,17 @@ class StepSimulation:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that limits the step, a key of ``busy``."""
+        """The resource that limits the speed of the step: a key of ``busy``."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of training."""
+        """Number of tokens per second that the simulated training processes."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """Shares of the devices' time in which they do not compute, by the causes of a timeline.
+        """Shares of a step's time in which devices do not compute, by cause, such as ``"transfer"``.
 
         ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's, and
         ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
@@ -96,7 +96,7 @@ def simulate(
     keep_parameters: float | Literal["auto"] = 0,
     host: Literal["memory", "disk"] = "memory",
 ) -> StepSimulation:
-    """Simulate a training step on a machine.
+    """Simulate a training step on a machine, and return times and the bottleneck.
 
     Args:
         plan: training step, from :func:`step_plan`, or ``plan`` of a :class:`PlanReport`.
@@ -238,7 +238,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes that a step stores on a disk, reads from it and writes to it."""
+    """The bytes that a training step stores on a disk, reads from it and writes to it."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # what is in the memory of the host instead: a few layers, and activations
@@ -250,16 +250,16 @@ class DiskUse:
 
     @property
     def read(self) -> int:
-        """Bytes that a step reads from the disk."""
+        """Number of bytes that a training step reads from the disk."""
         return self.read_in_run + self.read_for_norm + self.read_in_step
 
     @property
     def written(self) -> int:
-        """Bytes that a step writes to the disk."""
+        """Number of bytes that a training step writes to the disk."""
         return self.written_in_run + self.written_in_step
 
     def seconds(self, machine: Hardware, read: int, written: int) -> float:
-        """Return the seconds that the disk needs to read and write these bytes, both at the same time.
+        """Return the seconds that the disk needs for the bytes of a step, reading and writing at the same time.
 
         Args:
             machine: devices and host, with the rates of the disk.

@@ -107,7 +107,7 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps that are done."""
+        """Number of optimizer steps done so far."""
         return int(self.trainer.state.global_step) if self._checkpoint is None else _step_of(self._checkpoint)
 
     @property
@@ -129,7 +129,7 @@ class Training:
         self.close()
 
     def train(self) -> None:
-        """Train to the last step, or until a callback of ``trainer`` stops it; see :func:`run`.
+        """Train until the last step, or until a callback of ``trainer`` stops the training; see :func:`run`.
 
         Raises:
             FineTuneError: the loss or a gradient is not finite; the parameters are unchanged, except with
@@ -147,7 +147,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager that rounds the parameters to the dtypes that they had before the training, as for saving."""
+        """Context manager in which the parameters are rounded to their dtypes before the training, as for saving."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -159,12 +159,12 @@ class Training:
 
     @property
     def history(self) -> list[StepRecord | EvalRecord]:
-        """Records of all steps and evaluations, including those before a restore."""
+        """Records of all steps and evaluations, including those before :meth:`restore`."""
         found = (record_of(logs, logs["step"]) for logs in self.trainer.state.log_history)
         return [record for record in found if record is not None]
 
     def evaluate(self) -> EvalRecord:
-        """Return the loss of the held-out rows."""
+        """Return the loss of the rows that are held out for evaluation."""
         record = record_of(self.trainer.evaluate(), self.step)
         assert isinstance(record, EvalRecord)
         return record
@@ -195,7 +195,7 @@ class Training:
         return self.trainer.save()
 
     def save_into(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> None:
-        """Set where the Trainer writes its checkpoints.
+        """Set the folder into which the Trainer writes its checkpoints.
 
         Args:
             folder: folder of the checkpoints of this training.

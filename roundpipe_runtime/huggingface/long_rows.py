@@ -47,7 +47,7 @@ _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 
 
 class LongRows:
-    """A causal language model whose rows are split along their tokens over the processes of a mesh.
+    """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
     Every process calls it with the same rows, and runs its part of their tokens on its own device. Loss and
     gradients are those of the whole rows, within rounding, and bitwise the same in each run. A device needs memory for
@@ -92,7 +92,7 @@ class LongRows:
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around the model: its parameters, steps, and checkpoints."""
+        """The pipeline around the model, which has its parameters, optimizer steps and checkpoints."""
         assert self._pipeline is not None  # it is made with this object
         return self._pipeline
 
@@ -148,7 +148,7 @@ class LongRows:
         }
 
     def close(self) -> None:
-        """End the threads, and restore the model's own attention."""
+        """End the threads of the pipeline, and restore the model's own attention."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._exchange.close()

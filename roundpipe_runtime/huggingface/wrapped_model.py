@@ -109,7 +109,7 @@ class WrappedModel(CutModel):
         return super().forward(*args, roundpipe_run_config=one, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like the model, through the pipeline; or on the host, if a trial run before the first call fails.
+        """Generate like the model, through the pipeline; or on the host, if a trial run of the pipeline fails.
 
         Args:
             *args: positional arguments of the model's ``generate``.
@@ -140,7 +140,7 @@ class WrappedModel(CutModel):
         return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
 
     def close(self) -> None:
-        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
+        """Wait for an optimizer step in the background, and end the threads; the pipeline cannot run afterwards."""
         for path in self.__dict__.pop("_rp_paths", ()):
             path.close()
         super().close()
@@ -269,7 +269,7 @@ class WrappedModel(CutModel):
         return back_from(outputs, label, loss_fn, return_outputs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model with its own ``save_pretrained``, after the last step; a model with adapters saves only these.
+        """Save the model with its own ``save_pretrained`` after the last step; with LoRA, save only adapters.
 
         Args:
             *args: positional arguments of the model's ``save_pretrained``.
@@ -282,7 +282,7 @@ class WrappedModel(CutModel):
         return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the model with its own ``push_to_hub``, after the last step.
+        """Upload the model with its own ``push_to_hub``, after the last optimizer step.
 
         Args:
             *args: positional arguments of the model's ``push_to_hub``.

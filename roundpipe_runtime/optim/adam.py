@@ -10,7 +10,7 @@ from ..errors import ConfigError, warn
 
 
 class Adam(torch.optim.Adam):
-    """Adam on the CPU with torch's fused kernel, and with the arguments of RoundPipe's Adam.
+    """Adam on the CPU with torch's fused kernel; it has the arguments of Adam in RoundPipe.
 
     The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
 
@@ -55,12 +55,12 @@ class Adam(torch.optim.Adam):
         self.register_step_pre_hook(check_shapes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with a kernel that supports them."""
+        """Add a group of parameters, and choose a kernel that supports them."""
         super().add_param_group(param_group)
         self._choose_kernels()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned, of this class or of ``torch.optim.Adam``."""
+        """Load an optimizer state that :meth:`state_dict` of this class or of ``torch.optim.Adam`` returned."""
         super().load_state_dict(state_dict)
         self._choose_kernels()
 

@@ -71,7 +71,7 @@ class GradScaler(_GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def scale(self, outputs: Any) -> Any:
-        """Return losses times the scale. Wait if a background step sets the scale of this run."""
+        """Return losses times the scale; first wait for a background step that sets the scale of this run."""
         wait_for_updates(lambda runner: runner.is_exact)
         return super().scale(outputs)
 
@@ -86,7 +86,7 @@ class GradScaler(_GradScaler):
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned."""
+        """Load a scaler state that :meth:`state_dict` returned."""
         super().load_state_dict(state_dict)
         if self._enabled:
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)

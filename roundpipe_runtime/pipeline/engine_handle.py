@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineHandle(ModelProxy):
-    """A model, and the engine that runs it on devices."""
+    """A model together with the engine that runs the model on devices."""
 
     _rp_engine: Engine
     _rp_groups: RankGroups | None = None
@@ -48,7 +48,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def devices(self) -> list[Device]:
-        """The devices, which other pipelines may share: ``RoundPipe(other, devices=model.devices)``."""
+        """The devices of the pipeline; another pipeline can share them: ``RoundPipe(other, devices=model.devices)``."""
         return list(self._rp_engine.devices)
 
     @property
@@ -68,19 +68,19 @@ class EngineHandle(ModelProxy):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train the model; only this process without a mesh."""
+        """The processes that train the model; without a mesh, only this process."""
         from ..distributed.ranks.ranks import Ranks
 
         return Ranks() if self._rp_groups is None else self._rp_groups.ranks
 
     @property
     def num_devices(self) -> int:
-        """The number of devices."""
+        """The number of devices of this process."""
         return len(self._rp_engine.devices)
 
     @property
     def model_memory_limit(self) -> float | None:
-        """Memory limit in GB for parameters and gradients on the smallest device, where it is known."""
+        """Limit in GB for parameters and gradients on the smallest device, if its memory is known."""
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
@@ -102,11 +102,11 @@ class EngineHandle(ModelProxy):
             self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Read, write and delete attributes on this model, from which the wrapped model was made."""
+        """Forward attribute access to this model, from which the wrapped model was made."""
         self._rp_original = original_model
 
     def close(self) -> None:
-        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
+        """Wait for an optimizer step in the background, and end the threads; the pipeline cannot run afterwards."""
         self._rp_engine.close()
         send_as(self._rp_model, {})
 

@@ -87,7 +87,7 @@ class OptimizedModel(EngineHandle):
             yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
 
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Set the optimizers that update each layer in ``forward_backward``, with ``update="in_backward"``.
+        """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
         ``optimizer.step()`` is called after each ``forward_backward`` all the same, as schedulers expect it: it steps
         what is in no layer, like parameters of a loss. Gradients of layers are gone then.
@@ -120,7 +120,7 @@ class OptimizedModel(EngineHandle):
     def step(
         self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
     ) -> None:
-        """Run an optimizer step; the next run of the pipeline uses the new parameters.
+        """Run an optimizer step, after which the next run of the pipeline uses the new parameters.
 
         Args:
             step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
@@ -184,7 +184,7 @@ class OptimizedModel(EngineHandle):
         return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
+        """Wait for an optimizer step in the background; then the model's parameters and gradients are up to date."""
         self._rp_engine.synchronize()
         self._rp_engine.store.show_gradients()
 
@@ -208,7 +208,7 @@ class SavedModel(EngineHandle):
     """The part of a pipeline that saves and loads its state."""
 
     def progress(self) -> PipelineProgress:
-        """Return the training state that is not in the state dict, after the last step.
+        """Return the training state after the last step, except for the state dict.
 
         Returns:
             The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
@@ -217,7 +217,7 @@ class SavedModel(EngineHandle):
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load what :meth:`progress` returned, after the parameters; existing gradients are discarded.
+        """Load what :meth:`progress` returned, after loading the parameters; existing gradients are discarded.
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
@@ -241,7 +241,7 @@ class SavedModel(EngineHandle):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the model, with its own names, after the last step.
+        """Return the state dict of the original model after the last step, under the model's own names.
 
         Args:
             *args: positional arguments of the model's ``state_dict``.

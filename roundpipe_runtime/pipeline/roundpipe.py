@@ -41,7 +41,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
 
 
 class RoundPipe(OptimizedModel, SavedModel):
-    """Train a model larger than device memory: its layers are copied to the devices in turn.
+    """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
     does not have are read from it, written to it and deleted from it.
@@ -172,7 +172,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
-        """Run the model forward, microbatch by microbatch, and return its joined output.
+        """Run the model forward, microbatch by microbatch, and return the joined output.
 
         With gradients enabled the output is part of the caller's graph, and ``backward`` through it runs the layers
         backward.

@@ -27,7 +27,7 @@ _NEWEST = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Time and memory of a layer on one microbatch. Costs can be added.
+    """Time and memory of a layer on one microbatch; ``+`` adds the costs of layers.
 
     Attributes:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
@@ -124,7 +124,7 @@ def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
 
 
 class MeasuredCosts:
-    """Measured layer costs: a sliding average per layer and direction. Threads may record at any time.
+    """Measured layer costs: a sliding average per layer and direction, thread-safe.
 
     Args:
         analytic: estimated cost of each layer.
@@ -143,7 +143,7 @@ class MeasuredCosts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any measurement was recorded."""
+        """Whether the cost of any layer was measured."""
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:
@@ -157,7 +157,7 @@ class MeasuredCosts:
         return sum(taken for taken in least if taken < seconds) / total if total else 0.0
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
-        """Record one measurement of a layer on one microbatch; a backward includes the recomputation.
+        """Record one measured time of a layer on one microbatch; a backward includes the recomputation.
 
         Args:
             layer: index of the layer.

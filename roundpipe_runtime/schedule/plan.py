@@ -95,7 +95,7 @@ class ModelExecutePlan:
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
 
     def stages(self, run_type: RunType, num_layers: int, *, most_copies: int | None = None) -> list[Stage]:
-        """Return the stages in the order in which they are dispatched, after :meth:`check_valid`.
+        """Check the plan, and return its stages in the order in which they are dispatched.
 
         Args:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.

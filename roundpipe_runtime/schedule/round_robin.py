@@ -51,12 +51,12 @@ class Stage:
 
     @property
     def is_last_copy(self) -> bool:
-        """Whether this is the last copy of the stage, which adds up the gradients of all copies."""
+        """Whether this is the last of a stage's copies, which adds up the gradients of all copies."""
         return self.copy + 1 == self.copies
 
     @property
     def gradient_sets(self) -> int:
-        """How many sets of gradients of the stage's parameters are on the device at a time.
+        """How many copies of the gradients of a stage's parameters are on the device at the same time.
 
         The sums; of copies instead those of two microbatches, and where they are added up, the sums and what another
         copy sent in addition.
@@ -64,7 +64,7 @@ class Stage:
         return 1 if self.copies == 1 else 4 if self.is_last_copy else 2
 
     def microbatches(self, num_microbatch: int) -> range:
-        """Return the microbatches that this copy of the stage runs.
+        """Return the microbatches that this copy of the stage computes.
 
         Args:
             num_microbatch: number of microbatches of the run.
@@ -141,7 +141,7 @@ class RoundRobin:
         self.cursor %= self.num_devices
 
     def assign(self, num_stages: int) -> list[int]:
-        """Return the devices of the next stages, and continue after them in later calls."""
+        """Return the devices of the next stages; a later call continues with the device after them."""
         devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
         self.cursor = (self.cursor + num_stages) % self.num_devices
         return devices
@@ -171,7 +171,7 @@ def steps_in_order(
 def clock_cycles(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[list[Step]]:
-    """Yield, tick by tick, the steps that run at the same time if every step takes one tick.
+    """Yield the steps that run at the same time, tick by tick, if every step takes one tick.
 
     A step waits for the same microbatch in the stage before it, and for its device: the microbatch before it, and the
     stage that the device had before.
@@ -202,7 +202,7 @@ def clock_cycles(
 
 
 def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -> str:
-    """Draw the schedule as text: a row per tick, a column per device.
+    """Draw a schedule as text: a row per tick, a column per device.
 
     Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
     the first microbatch and ``.`` a tick without work.

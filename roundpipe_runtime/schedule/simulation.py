@@ -15,7 +15,7 @@ from .round_robin import RoundRobin, Step
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices and their links to the host.
+    """The devices, and their connections to CPU memory, of a simulated machine.
 
     Attributes:
         num_devices: number of devices, each with its own link.
@@ -35,7 +35,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Time, traffic and memory of one stage.
+    """Time, bytes to copy, and memory of one stage.
 
     Attributes:
         compute: seconds of computation on one microbatch.
@@ -63,7 +63,7 @@ class StageLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step of the schedule with its start and end."""
+    """One step of a simulated schedule, with its start and end times."""
 
     step: Step
     start: float
@@ -72,7 +72,7 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of :func:`simulate`.
+    """The result of :func:`simulate`: start and end of all steps of a schedule, and idle times.
 
     Attributes:
         time: seconds until the last gradient is on the host.
@@ -98,7 +98,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which they did not compute: they waited, or copied."""
+        """Share of the devices' time in which they do not compute, because they wait or copy."""
         return 1.0 - self.utilisation
 
 
@@ -111,7 +111,7 @@ def simulate(
     staleness: int = 0,
     cursor: int = 0,
 ) -> Simulation:
-    """Simulate a schedule on a model of a machine.
+    """Simulate a schedule of stages on a model of a machine with devices and connections.
 
     A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds at
     most two stages. The link copies activations between the pieces of parameters, so activations cost their own time

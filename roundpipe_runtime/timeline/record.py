@@ -97,7 +97,7 @@ class Timeline:
             self._token = None
 
     def add(self, kind: str, stage: int, microbatch: int, device: str, start: float, end: float, layer: int) -> None:
-        """Add a record. Threads may call it at the same time.
+        """Add a record to the timeline; several threads may add records at the same time.
 
         Args:
             kind: kind of work, see :class:`Record`.
@@ -111,7 +111,7 @@ class Timeline:
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Add the bytes of parameters that a run copied.
+        """Add to the timeline the bytes of parameters that a run copied to devices.
 
         Args:
             uploaded: bytes that were copied to devices.
@@ -121,7 +121,7 @@ class Timeline:
         self.skipped += skipped
 
     def draw(self, width: int = 72) -> str:
-        """Draw the records: a row per device, time to the right, a letter per kind of work.
+        """Draw the timeline as text: a row per device, time to the right, a letter per kind of work.
 
         ``F`` forward, ``R`` recompute, ``L`` loss, ``B`` backward, ``u`` upload, ``d`` download, ``.`` nothing.
 
@@ -153,7 +153,7 @@ class Timeline:
         return "\n".join(lines) + f"  {1000 * (last - first):.1f} ms"
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return the records in the format of ``chrome://tracing``: a row per device, times in microseconds.
+        """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
         ``otherData`` has the bytes of parameters, and the time of day of the first record, in seconds, by which
         timelines of several processes are aligned; it is not there where there was no ``with`` block.
@@ -182,7 +182,7 @@ class Timeline:
         return {"traceEvents": names + events, "displayTimeUnit": "ms", **other}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_chrome_trace` as JSON."""
+        """Write the timeline as JSON, in the format of :meth:`to_chrome_trace`."""
         write_text(path, json.dumps(self.to_chrome_trace()))
 
 

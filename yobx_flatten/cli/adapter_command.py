@@ -18,7 +18,7 @@ def adapter(
     folder: Folder,
     added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="One or more PEFT adapters.")],
     model: Annotated[
-        str | None, typer.Option(help="The exported model (default: the base model that the adapter names).")
+        str | None, typer.Option(help="Model that DIR was exported from (default: the adapter's base model).")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -22,12 +22,12 @@ from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Th
 def chat(
     folder: Folder,
     message: Annotated[
-        list[str] | None, typer.Option(help="Your messages, one per turn (default: lines of stdin).")
+        list[str] | None, typer.Option(help="A message to send; one option per turn (default: lines of stdin).")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt, before the first turn.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Sample or not (default: as in generation_config.json).")
+        bool | None, typer.Option("--sample/--greedy", help="Sample tokens (default: as in generation_config.json).")
     ] = None,
     temperature: Temperature = 1.0,
     top_k: TopK = None,

@@ -23,7 +23,7 @@ def check(
         str,
         typer.Argument(
             metavar="CALL_OR_MODEL",
-            help="MODULE:NAME of a function that returns (module, kwargs) or (module, args, kwargs); or a model. "
+            help="MODULE:NAME of a function that returns (module, kwargs) or (module, args, kwargs); or else a model: "
             + MODEL_NAMES,
         ),
     ],

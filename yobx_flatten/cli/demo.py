@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": WINDOW}),
     "t5": ("T5Config", "T5ForConditionalGeneration", {**_TOKENS, **_T5}),
 }
-"""Name on the command line, configuration class, model class, configuration."""
+"""By name on the command line: a demo model's configuration class, its model class, and configuration arguments."""
 
 EXAMPLE = DecodeSizes(batch=2, past=5, new=3)
 CASES = {
@@ -218,7 +218,7 @@ def _layers(cache: Any) -> str:
 
 
 _LEGEND = (
-    f"Cache layers: D keeps every token, W{WINDOW} the last {WINDOW} tokens, cross the encoder's keys; 2x is two such "
+    f"Cache layers: D keeps all tokens, W{WINDOW} the last {WINDOW} tokens, cross the encoder's tokens; 2x: two such "
     "layers.\nDifferences are the largest of all outputs"
 )
 

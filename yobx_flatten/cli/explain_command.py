@@ -26,13 +26,13 @@ def explain(
         str,
         typer.Argument(
             metavar="FILE_OR_CALL",
-            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of such files or of recorded calls, "
-            "or MODULE:NAME of an object or a function that returns one (its kwargs, if it returns (module, kwargs)).",
+            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of such files or of recorded calls, or "
+            "MODULE:NAME of an object or a function. If a function returns (module, kwargs), kwargs are drawn.",
         ),
     ],
-    plain: Annotated[bool, typer.Option(help="Show what torch flattens without this package.")] = False,
+    plain: Annotated[bool, typer.Option(help="Draw how torch alone flattens the object.")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Load files that may run code (pickles). Only if you trust their author.")
+        bool, typer.Option("--trust", help="Load pickles, which may run code; use only if you trust their author.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -50,7 +50,7 @@ def export(
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> int:
-    """Export a transformers model to a folder that generates text, and check it against the model.
+    """Export a Hugging Face model to a folder of files that generate text, and compare the files with the model.
 
     Files have the names and inputs that generation tools expect. Each file runs next to the model. Then 40 generated
     tokens (8 from 1 GB of weights on) are compared with model.generate (--proof). DIR is created only if all checks
@@ -142,67 +142,67 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES)]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-    typer.Option(help="Target runtime (default: onnxruntime, or torch.export with --to program)."),
+    typer.Option(help="Runtime that will run the files (default: onnxruntime; torch with --to program)."),
 ]
 Task = Annotated[str, typer.Option(metavar="TASK", help=f"Task of the model, one of {_TASKS}.")]
 To = Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"],
-    typer.Option(help="Data type of the weights; bfloat16 only for programs, or with --proof none."),
+    typer.Option(help="Data type of the weights. bfloat16 needs --to program or --proof none."),
 ]
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
-Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Dynamic sizes: batch and lengths, or lengths only.")]
+Dynamic = Annotated[Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=1, help="Largest number of tokens in the cache; ExecuTorch plans memory for it.")
+    int | None, typer.Option(min=1, help="Largest number of cached tokens, for which ExecuTorch plans memory.")
 ]
 Proof = Annotated[
     Literal["auto", "full", "standard", "sample", "none"],
-    typer.Option(help="How much is checked; auto: full below 100 MB of weights, standard below 1 GB, sample above."),
+    typer.Option(help="How many checks run. auto: full below 100 MB of weights, standard below 1 GB, sample above."),
 ]
 Quantize = Annotated[
     Literal["int8", "int4", "keep"] | None,
     typer.Option(
-        help="Quantize the projections to 8 or 4 bits, and compare scores, greedy tokens and perplexity with the "
-        "model; keep: store the integers of a quantized model."
+        help="Quantize linear layers to 8 or 4 bits, and compare logits, greedy tokens and perplexity with the "
+        "model's. keep: store the integers of a model that is quantized already."
     ),
 ]
 PerplexityRatio = Annotated[
     float | None,
-    typer.Option(help="With --quantize: largest allowed perplexity relative to the model (int8: 1.01, int4: 1.1)."),
+    typer.Option(help="With --quantize: allowed perplexity, as a multiple of the model's (int8: 1.01, int4: 1.1)."),
 ]
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
-        help="With --quantize: precision of the activations. int8 is faster than float; split is also faster, "
-        "with large channels in float; token is fastest for encoders."
+        help="With --quantize: precision of the activations. int8 is faster than float; so is split, which keeps "
+        "channels of large values in float; token (one scale per token) is fastest for encoders."
     ),
 ]
 Calibration = Annotated[
     pathlib.Path | None,
-    typer.Option(metavar="FILE", help="With --quantize: a file with one prompt per line, to measure the quality on."),
+    typer.Option(metavar="FILE", help="With --quantize: file with one prompt per line, used to measure the quality."),
 ]
 Optimize = Annotated[
     Literal["onnxruntime"] | None,
-    typer.Option(help="Use onnxruntime's fused attention, which updates the cache in place."),
+    typer.Option(help="Use onnxruntime's fused attention, which updates cached keys and values in place."),
 ]
 Logits = Annotated[
     Literal["all", "last"],
-    typer.Option(help="Return the logits of all tokens, or of the last one only, which is enough to generate."),
+    typer.Option(help="Return the logits of all tokens, or only of the last token, which is enough to generate."),
 ]
 Weights = Annotated[
     Literal["auto", "memory", "stream"],
-    typer.Option(help="Load all weights at once, or read them layer by layer; auto: by free memory."),
+    typer.Option(help="Load all weights at once, or layer by layer to save memory; auto: by free memory."),
 ]
 UnmatchedWeights = Annotated[
     Literal["refuse", "unused", "random"],
-    typer.Option(help="Weights that do not match the model class: refuse, drop unused ones, or use random ones."),
+    typer.Option(help="If weights do not match the model class: fail, drop extra ones, or also draw missing ones."),
 ]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Run the Python files of MODEL (auto_map). Only if you trust their author."
+        "--trust-remote-code", help="Run the Python files of MODEL (auto_map); use only if you trust their author."
     ),
 ]
 WordTimes = Annotated[
@@ -212,8 +212,8 @@ WordTimes = Annotated[
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
     typer.Option(
-        help="File layout. transformers.js: the file names that it expects (onnx/model_q4.onnx); genai: the files that "
-        "onnxruntime-genai needs for Whisper and pictures."
+        help="Names of the files. transformers.js: as that library expects (onnx/model_q4.onnx); genai: files that "
+        "onnxruntime-genai needs for Whisper and for models that read images."
     ),
 ]
 Adapters = Annotated[
@@ -221,12 +221,12 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="NAME=FOLDER",
-        help="A LoRA adapter to include, for generate --adapter NAME; may be repeated.",
+        help="LoRA adapter to include, which generate --adapter NAME selects; may be repeated.",
     ),
 ]
 RoomForAdapters = Annotated[
     bool,
-    typer.Option("--room-for-adapters", help="Add inputs to all linear layers, for adapters that are added later."),
+    typer.Option("--room-for-adapters", help="Add inputs for LoRA matrices, so that adapters can be added later."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

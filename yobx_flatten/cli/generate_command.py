@@ -42,7 +42,7 @@ def generate(
     adapter: AdapterName = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
-    """Generate text from an exported folder, token by token.
+    """Generate text with the model of an exported folder, token by token.
 
     A single prompt is printed while its text is generated. Several prompts, and the results of a beam search, are
     printed at the end.

@@ -20,7 +20,7 @@ def list_classes(
     kind: Annotated[str, typer.Option(metavar="KIND", help=f"Only one of {', '.join(_KINDS)}.")] = "",
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import a module first, so that its classes are listed."),
+        typer.Option("--import", metavar="MODULE", help="Import a module that registers further classes first."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

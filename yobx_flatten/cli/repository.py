@@ -46,7 +46,7 @@ def matrix(arguments: typer.Context) -> int:
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Benchmark; without it, all are listed.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Benchmark to run (default: list all).")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the names as JSON.")] = False,
 ) -> int:
     """Run a benchmark, and print a table that compares this package with its alternatives.

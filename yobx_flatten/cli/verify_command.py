@@ -20,7 +20,7 @@ from .options import Device, Trust
 def verify(
     folder: Annotated[
         pathlib.Path,
-        typer.Argument(metavar="PATH", help="A folder that export wrote; with --model any file or folder."),
+        typer.Argument(metavar="PATH", help="A folder that export wrote; with --model, any model file or folder."),
     ],
     trust: Trust = False,
     device: Device = None,
@@ -34,11 +34,11 @@ def verify(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="THEIRS=OURS", help="With --model: our name of an input or output (repeatable)."),
+        typer.Option("--map", metavar="THEIRS=OURS", help="With --model: rename an input or output (repeatable)."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check an exported folder: run its stored inputs, generate tokens, and compare both with the model's results.
+    """Check an exported folder: run its stored inputs, generate tokens, and compare all results with the model's.
 
     The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
     result differs. With --explain, the model is exported again, and its values are compared with those of the files.

@@ -36,7 +36,7 @@ from ..private_names.of_torch import pytree
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
-"""Dtypes of weights for which an exported file's tolerance is known."""
+"""Dtypes of weights for which we know how far the outputs of an exported file may be from the model's."""
 
 _NUMBERS = (bool, int, float, complex)
 

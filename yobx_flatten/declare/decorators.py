@@ -45,7 +45,7 @@ def register(
     static: Iterable[str] = (),
     backends: Backends = "all",
 ) -> bool:
-    """Register a class by its fields, its methods, or the names of its attributes.
+    """Register a class so that torch flattens it, by its fields, by its methods, or by names of attributes.
 
     Args:
         cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read; any class at all
@@ -94,7 +94,7 @@ def register_pytree_node(
     *,
     backends: Backends = "all",
 ) -> bool:
-    """Register a class by functions in the order of JAX.
+    """Register a class by its flatten and unflatten functions, which have arguments and results in the order of JAX.
 
     Args:
         cls: the class; subclasses need their own registration.
@@ -139,7 +139,7 @@ def register_pytree_with_keys(
     *,
     backends: Backends = "all",
 ) -> bool:
-    """Register a class whose children have keys, by functions in the order of JAX.
+    """Register a class, whose children have keys, by flatten and unflatten functions in the form that JAX expects.
 
     Args:
         cls: the class; subclasses need their own registration.
@@ -178,7 +178,7 @@ def register_pytree_node_class(cls: C, *, backends: Backends = "all") -> C: ...
 @overload
 def register_pytree_node_class(cls: None = None, *, backends: Backends = "all") -> Callable[[C], C]: ...
 def register_pytree_node_class(cls: C | None = None, *, backends: Backends = "all") -> C | Callable[[C], C]:
-    """Decorate a class that has ``tree_flatten`` and ``tree_unflatten``.
+    """Register the decorated class, which has the methods ``tree_flatten`` and ``tree_unflatten`` of JAX.
 
     Args:
         cls: a class with ``tree_flatten(self) -> (children, static)`` and the class method
@@ -217,7 +217,7 @@ def register_pytree_with_keys_class(cls: C, *, backends: Backends = "all") -> C:
 @overload
 def register_pytree_with_keys_class(cls: None = None, *, backends: Backends = "all") -> Callable[[C], C]: ...
 def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends = "all") -> C | Callable[[C], C]:
-    """Decorate a class that has ``tree_flatten_with_keys`` and ``tree_unflatten``.
+    """Register the decorated class, which has JAX's methods ``tree_flatten_with_keys`` and ``tree_unflatten``.
 
     Args:
         cls: a class with ``tree_flatten_with_keys(self) -> ([(key, child), ...], static)`` with keys of JAX or torch,
@@ -254,7 +254,7 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 
 
 def static_field(**options: Any) -> Any:
-    """Declare a field of a :func:`pytree_dataclass` as static data.
+    """Declare that a field of a :func:`pytree_dataclass` is static: part of the spec, and not flattened into leaves.
 
     Static data is compared and, by JAX, hashed at every call; a program is exported for one value and refuses others.
     Static data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
@@ -283,7 +283,7 @@ def pytree_dataclass(cls: C, *, backends: Backends = "all", **options: Any) -> C
 def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options: Any) -> Callable[[C], C]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
-    """Make a class a dataclass and a pytree node: fields are children, except those of :func:`static_field`.
+    """Make a class a dataclass and a pytree node: its fields are flattened, except those of :func:`static_field`.
 
     An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; a
     value that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).

@@ -43,7 +43,7 @@ class FlatteningRow:
 
 
 def flattening_list() -> list[FlatteningRow]:
-    """List the classes that ``register_flattening_functions(patch_transformers=True)`` knows.
+    """List the classes that ``register_flattening_functions(patch_transformers=True)`` can register.
 
     Layers and caches are those of the installed ``transformers.cache_utils``; classes of model modules are listed if
     the module is imported.

@@ -32,7 +32,7 @@ def mirror(
     namespace: str = "",
     f_check: Callable[[], Any] | None = None,
 ) -> bool:
-    """Copy the registration of a class from one library to others.
+    """Copy the flatten functions that are registered for a class with one library to other libraries.
 
     Args:
         cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.

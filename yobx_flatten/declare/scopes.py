@@ -114,7 +114,7 @@ def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], A
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
-    """Undo :func:`register_class_flattening`, and restore every table.
+    """Undo :func:`register_class_flattening`: restore all of torch's tables of registered classes.
 
     JAX cannot unregister a class: it continues to use the last functions.
 
@@ -144,7 +144,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 
 
 def make_flattening_function_for_dataclass(cls: type, supported_classes: set[type]) -> FlattenFunctions:
-    """Make the three functions of :func:`register_class_flattening` for a class that is described by its fields.
+    """Make the three functions that :func:`register_class_flattening` needs for a class with named fields.
 
     Args:
         cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
@@ -277,7 +277,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
 
 
 def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
-    """Undo one :func:`register_cache_flattening`. A second call does nothing.
+    """Undo one call of :func:`register_cache_flattening`; to undo the same call again does nothing.
 
     Args:
         undo: what :func:`register_cache_flattening` returned.

@@ -10,7 +10,7 @@ from ..registry.claims import REGISTRY
 
 
 def check_recipe(cls: type, sample: object) -> None:
-    """Check how a class is registered with torch, by this package or by another library.
+    """Check the flatten functions that this package or another library registered with torch for a class.
 
     Args:
         cls: the class.

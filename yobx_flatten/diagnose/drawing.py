@@ -45,7 +45,7 @@ class DrawingRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawing:
-    """The result of :func:`explain`. Its ``str`` is the drawing of the tree.
+    """The result of :func:`explain`: a tree, which ``print`` shows as text.
 
     Attributes:
         rows: the rows from top to bottom.

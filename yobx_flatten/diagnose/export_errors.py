@@ -210,7 +210,7 @@ def explain_error(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: DynamicShapes = None,
 ) -> Explanation:
-    """Explain an error of ``torch.export``, of an exported program, or of a tool that the program is passed to.
+    """Explain an error of ``torch.export``, of an exported program, or of a tool that reads exported programs.
 
     Args:
         error: the exception that was raised, or its text, as a log has it.

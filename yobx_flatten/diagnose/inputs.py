@@ -34,7 +34,7 @@ from .opaque import find_unregistered, remedy_for
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One error or warning before an export.
+    """One error or warning that :func:`check_inputs` reports before an export.
 
     Attributes:
         severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
@@ -53,7 +53,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The message of the finding, with the line to type."""
+        """The message of the error or warning, with the line of code that repairs the cause."""
         remedy = self.remedy.replace("\n", "\n    ")
         return f"{self.message}\n    {remedy}" if remedy else self.message
 
@@ -62,17 +62,17 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """The findings of :func:`check_inputs`. Their ``str`` is the text to read; without findings they are false."""
+    """The errors and warnings of :func:`check_inputs`: ``print`` shows them, ``bool`` is false if there are none."""
 
     __slots__ = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that make the export fail or return wrong values."""
+        """The errors among the findings: they make the export fail or return wrong values."""
         return tuple(finding for finding in self if finding.severity == "error")
 
     def raise_errors(self) -> None:
-        """Raise if there are errors; warnings do not count.
+        """Raise an exception if :func:`check_inputs` found errors; warnings alone raise nothing.
 
         Raises:
             FlattenError: the one that fits the first error: ``InvalidArgumentError``, ``NotRegisteredError`` or

@@ -68,7 +68,7 @@ class Unregistered:
 
 
 def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]:
-    """Find every object that holds tensors and that torch does not flatten, in the order of the tree.
+    """Find every object in nested inputs that holds tensors and that torch does not flatten, in order.
 
     Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
     items of built-in containers are read where Python keeps them. Only the flatten functions of registered classes

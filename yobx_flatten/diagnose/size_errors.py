@@ -177,7 +177,7 @@ def place_of(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """The explanation of an error. Its ``str`` is the text to read.
+    """The explanation of an export error, which ``print`` shows as text.
 
     Attributes:
         text: the meaning of the error.
@@ -213,7 +213,7 @@ class Failure:
 
 
 Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
-"""A pattern that finds one kind of torch message in all versions, and a function that explains this kind."""
+"""A pattern that matches one kind of error message in all versions of torch, and a function that explains the error."""
 
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:

@@ -22,7 +22,7 @@ from ..recipe.mappings import is_mapping_like
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One position where two structures differ.
+    """One position at which the structures of two nested objects differ.
 
     Attributes:
         path: key path of the place, as Python.
@@ -45,7 +45,7 @@ class Difference:
 def compare_specs(
     first: object, second: object, *, name: str = "tree", names: tuple[str, str] = ("first", "second")
 ) -> list[Difference]:
-    """List the places where two structures differ.
+    """List the positions at which the structures (specs) of two nested objects differ.
 
     Args:
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any

@@ -42,14 +42,14 @@ class FlattenError(Exception):
 
 
 class ReplacedFunctionWarning(UserWarning):
-    """A function that traces replace has unexpected parameters, so the original is traced.
+    """A library function that is replaced during a trace has unexpected parameters, so the original is traced.
 
     The exported program is compared with the model as always, which shows whether this matters.
     """
 
 
 class InvalidArgumentError(FlattenError, TypeError):
-    """A function was given an argument that it cannot use."""
+    """A function was called with an argument that the function cannot use."""
 
 
 class InvalidRegistrationError(FlattenError, TypeError):
@@ -73,15 +73,15 @@ class RoundTripError(VersionDependentError, FlattenError, ValueError):
 
 
 class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
-    """An object does not have the structure that a program was exported with."""
+    """An object has a different nested structure than the example that a program was exported with."""
 
 
 class StaticDataError(VersionDependentError, FlattenError, TypeError):
-    """The static part of a node (torch: *context*) cannot be stored."""
+    """The static part of a registered object (torch: *context*) is of a type that cannot be stored."""
 
 
 class UnsetFieldError(VersionDependentError, FlattenError, AttributeError):
-    """An object lacks a field that is a child or static data: a slot was never set."""
+    """An object lacks an attribute that its flatten function reads, such as a slot that was never set."""
 
 
 class CacheStructureError(VersionDependentError, FlattenError, ValueError):
@@ -97,7 +97,7 @@ class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
 
 
 class ReplayError(VersionDependentError, FlattenError, ValueError):
-    """An exported program returns different values than the eager model. Its ``report`` lists every checked case.
+    """An exported program returns different values than the eager model; ``error.report`` lists every checked case.
 
     Attributes:
         report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export, or ``None``.
@@ -117,7 +117,7 @@ class StoredFileError(FlattenError, ValueError):
 
 
 class DamagedFileError(StoredFileError):
-    """A file of nested values is truncated, or its contents do not fit together."""
+    """A file of nested values is truncated, or parts of the file do not fit together."""
 
 
 class ForeignFileError(StoredFileError):
@@ -133,7 +133,7 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
-    """A file cannot be used for generation: it is missing, has other inputs or outputs, or fails while it runs."""
+    """An exported file cannot generate text: it is missing, has other inputs or outputs, or fails while it runs."""
 
 
 class NoRoomError(FlattenError, OSError):

@@ -27,7 +27,7 @@ from ..trees.shapes import shapes_of_leaves
 from ..trees.walk import key_name, node_of
 
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
-"""Inputs that contain the new tokens of one call, not the cached tokens."""
+"""Names of inputs that contain the new tokens of a call, not the cached tokens."""
 
 _POSITIONS = ("max_position_embeddings", "max_target_positions")
 

@@ -62,7 +62,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     adapters: Sequence[Adapter] = (),
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module to an ONNX file, and compare both over several calls in onnxruntime.
+    """Export a module to an ONNX file, and compare the file in onnxruntime with the module over several calls.
 
     Inputs have the names that tools for generation know. The guide lists :ref:`each option <options-of-export-onnx>`.
 
@@ -141,7 +141,7 @@ def export_program(
     proof: Proof = "auto",
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module with ``torch.export`` and compare the program with the module.
+    """Export a module with ``torch.export``, and compare the program's outputs with the module's.
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
@@ -209,7 +209,7 @@ def prove_program(
     tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
-    """Check a ``torch.export`` program against its module; return the same as ``export_program``.
+    """Compare a ``torch.export`` program with its module, and return an ``ExportedModel`` as ``export_program`` does.
 
     ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
     ``register_flattening_functions``, where every cache has this package's registration.

@@ -38,7 +38,7 @@ def _about_arrays(inputs: Mapping[str, Any]) -> NotRegisteredError | None:
 
 @dataclasses.dataclass
 class ExportedModel:
-    """An exported program with its report. It can be called outside of the ``with`` block that exported it.
+    """An exported program with its report, which can be called outside of the ``with`` block that exported it.
 
     Attributes:
         program: the ``torch.export.ExportedProgram``.
@@ -121,7 +121,7 @@ class ExportedModel:
         optimize: Literal["onnxruntime"] | None = None,
         translations: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> ExportReport:
-        """Write the program as an ONNX file, and check the cases of this export in onnxruntime.
+        """Write the program as an ONNX file, and check the file in onnxruntime on the test inputs of this export.
 
         Args:
             path: the file to write, with the suffix ``.onnx``. It takes its name when the replay has passed.
@@ -150,7 +150,7 @@ class ExportedModel:
         )
 
     def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
-        """Compile the program with AOTInductor for this machine, and check the cases of this export.
+        """Compile the program with AOTInductor for this machine, and check the result on this export's test inputs.
 
         The file holds machine code, which runs when it is loaded: load only what you know the author of.
 
@@ -178,7 +178,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Lower the program to an ExecuTorch file, and check the cases of this export in ExecuTorch.
+        """Lower the program to an ExecuTorch file, and check the file on the test inputs of this export.
 
         ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
@@ -214,7 +214,7 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Write the program as OpenVINO files, and check the cases of this export in OpenVINO, in float32.
+        """Write the program as OpenVINO files, and check them in float32 on the test inputs of this export.
 
         OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
         ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.

@@ -23,16 +23,16 @@ Activations = Literal["auto", "float", "int8", "split", "token"]
 """Precision of activations that are multiplied with quantized weights."""
 
 PERPLEXITY_RATIOS: Mapping[str, float] = {"int8": 1.01, "int4": 1.1, "keep": 1.01}
-"""Largest allowed perplexity ratio by the type of the weights. The ratio of a small untrained model is close to 1."""
+"""Largest allowed perplexity of a file divided by the model's, by weight type; near 1 in small untrained models."""
 
 TOKEN_SHARES: Mapping[str, float] = {"int8": 0.8, "int4": 0.4, "keep": 0.8}
-"""By the type of the weights: share of the model's own greedy tokens that a folder has to choose after the same text.
+"""By weight type: smallest share of greedy tokens in which an exported folder and the model agree after the same text.
 
 Prompts of random tokens leave scores close to each other: small models without training keep 0.92 and 0.55.
 """
 
 CHAT_SHARES: Mapping[str, float] = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
-"""By the type of the weights: share of the model's own greedy tokens that a folder has to choose in conversations."""
+"""By weight type: smallest share of greedy tokens in which an exported folder and the model agree in conversations."""
 
 _BLOCKS = (16, 32, 64, 128, 256)
 
@@ -45,7 +45,7 @@ _WIDE_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How weights of linear layers are quantized, and how far results may then be from the model's.
+    """How weights of linear layers are quantized, and how far the outputs may then be from the model's.
 
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
@@ -130,7 +130,7 @@ class Quantization:
         return is_open and self.tokens is None and self.calibration is not None
 
     def block_for(self, bits: int, rows: int) -> int:
-        """Return how many weights share a scale in one matrix.
+        """Return how many weights of one matrix share a scale.
 
         Args:
             bits: bits of the matrix, 4 or 8.

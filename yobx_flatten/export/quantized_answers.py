@@ -26,7 +26,7 @@ from .quantization import Quantization
 from .source import Source
 
 _SCORES = 2**25
-"""Largest number of scores that are kept to compute the divergence."""
+"""Largest number of logits that are kept to compute the divergence from the model."""
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -196,7 +196,7 @@ def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch
 
 
 Bits = Mapping[str, int]
-"""Bits of the matrices of each role; 32 means unchanged."""
+"""Bits of the weights, by the role of the matrix in the model; 32 means not quantized."""
 
 _WIDER = {4: 8, 8: 32}
 

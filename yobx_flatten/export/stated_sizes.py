@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import sympy
 
 Place = tuple[str, int | None]
-"""An axis of an input, as (input name, axis); ``None`` if the input itself is a number."""
+"""An axis of an input, as (name of the input, axis); the axis is ``None`` if the input itself is a number."""
 
 Relation = tuple[Expression, Mapping[str, Place]]
-"""A comparison of sizes, and for each name in the comparison an input and its axis."""
+"""A constraint that compares sizes, and for each name of a size the input and axis that have this size."""
 
 
 def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:

@@ -42,13 +42,13 @@ _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.m
 _Leaves = Mapping[str, torch.Tensor]
 
 INFINITIES = "infinities"
-"""A case with rare values: if a file differs there, the report has a note, and the export does not fail."""
+"""Name of the case with infinite inputs: if a file differs there, the report has a note, but the export succeeds."""
 
 _SMALL = 64
-"""Inputs with fewer elements grow more, so that each kind of value meets each kind of value of another input."""
+"""Axes of inputs with fewer elements are doubled in larger cases, so that there is room for all kinds of values."""
 
 _SECONDS = (0.3, 1.0)
-"""Longest time of a call, in seconds, for which a module gets all cases, and for which it gets two."""
+"""Seconds per call: modules below the first limit are checked on all varied inputs, below the second on two."""
 
 
 @dataclasses.dataclass(frozen=True)

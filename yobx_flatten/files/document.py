@@ -138,7 +138,7 @@ def _untagged(entries: dict[str, Any]) -> Any:
 
 
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
-    """Return the path of a file that a document names; refuse paths outside of the document's folder."""
+    """Return the path of a file that a JSON document names; refuse paths outside of the folder of the document."""
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
     # a backslash or a drive leads elsewhere on Windows, and no file name contains a zero byte
     if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):

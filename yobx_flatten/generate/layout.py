@@ -18,10 +18,10 @@ from ..errors import GenerationError
 from ..files.scratch import is_folder
 
 MANIFEST = "yobx_flatten.json"
-"""The description of a folder that :func:`export_folder` wrote."""
+"""Name of the JSON file that describes a folder that :func:`export_folder` wrote."""
 
 SUBFOLDER = "onnx"
-"""The subfolder in which transformers.js looks for the files."""
+"""The subfolder in which transformers.js looks for ONNX files."""
 
 # what transformers.js adds to a name, by the type of the weights
 _TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
@@ -33,7 +33,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "frame_decoder", "encoder": "encoder_model", "postnet": "postnet"},
     {"decoder": "model"},
 )
-"""Names of the files without suffix, by part of a model; a folder contains the files of one of these entries."""
+"""By part of a model: the name of its file without suffix; a folder contains the files of one of these entries."""
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:

@@ -174,7 +174,7 @@ TILED: Mapping[str, str] = {
     "llava_next_video": "LlavaNextVideo",
     "llava_onevision": "LlavaOnevision",
 }
-"""The prefix of a model's class names, by model type."""
+"""By type of a model that splits images into tiles: the prefix of the names of its transformers classes."""
 
 _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 

@@ -18,7 +18,7 @@ _TOP_K = 50  # transformers' default, also in a file that does not state it
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The defaults take the likeliest one.
+    """How each new token is chosen; by default, the likeliest token.
 
     Attributes:
         do_sample: whether to draw a token instead of taking the likeliest; ``False`` by default.
@@ -143,7 +143,7 @@ def _untypical(shares: torch.Tensor, mass: float) -> torch.Tensor:
 
 
 ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes the tokens so far, of shape (batch, length), and scores of shape (batch, vocabulary); returns scores."""
+"""Function of the tokens so far, of shape (batch, length), and of logits (batch, vocabulary); it returns new logits."""
 
 # entries that change scores, with the value that does nothing; none, an empty list and `False` do nothing either
 _OF_SCORES: Mapping[str, float | None] = {

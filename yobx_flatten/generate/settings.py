@@ -66,7 +66,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
-    """Special tokens of a model, and rules for its scores.
+    """Special tokens of a model, and the model's rules that change logits during generation.
 
     Attributes:
         eos_token_ids: tokens that end a row; empty for none.
@@ -118,7 +118,7 @@ class GenerationSettings:
 
     @property
     def is_speech(self) -> bool:
-        """Whether Whisper's own loop detects language, task and timestamps."""
+        """Whether the model is Whisper, whose own loop detects language, task and timestamps."""
         return self.documents is not None and self.documents.is_speech
 
     def images(
@@ -128,7 +128,7 @@ class GenerationSettings:
         sizes: torch.Tensor | None = None,
         together: torch.Tensor | None = None,
     ) -> Pictures:
-        """Return the pictures of a call.
+        """Return the images among the inputs of a ``generate`` call.
 
         Args:
             pixel_values: their pixels or patches; ``None`` for none.
@@ -153,7 +153,7 @@ class GenerationSettings:
         sizes: torch.Tensor | None,
         seconds: Sequence[Any] | torch.Tensor | None,
     ) -> Pictures:
-        """Return the videos of a call.
+        """Return the videos among the inputs of a ``generate`` call.
 
         Args:
             pixel_values: their patches; ``None`` for none.
@@ -181,7 +181,7 @@ class GenerationSettings:
 
     @property
     def generated_type(self) -> int:
-        """The ``token_type_id`` of generated tokens, which are causal."""
+        """The ``token_type_id`` of generated tokens, which use causal attention."""
         return int(self.sees_prompt)
 
 

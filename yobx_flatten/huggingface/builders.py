@@ -67,7 +67,7 @@ def make_static_cache(
     *,
     length: int | None = None,
 ) -> TransformersCache:
-    """Make a ``StaticCache`` that holds the given tokens.
+    """Make a ``StaticCache`` that contains the given keys and values.
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
@@ -122,7 +122,7 @@ def make_static_cache(
 def make_encoder_decoder_cache(
     self_attention_cache: TransformersCache, cross_attention_cache: TransformersCache
 ) -> TransformersCache:
-    """Make an ``EncoderDecoderCache`` of two caches.
+    """Make an ``EncoderDecoderCache`` of a self-attention cache and a cross-attention cache.
 
     Args:
         self_attention_cache: the decoder's own keys and values.

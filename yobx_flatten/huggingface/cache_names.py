@@ -26,10 +26,10 @@ from ..errors.failures import result_or
 from ..recipe.aliases import CacheLayer, ModelOutput, TransformersCache, TransformersModel
 
 CACHE = "past_key_values"
-"""Prefix of the names of a file's cache inputs."""
+"""Prefix of the names of an exported file's inputs that are cached keys and values."""
 
 PRESENT = "present"
-"""Prefix of the names of a file's cache outputs, the cache inputs of the next call."""
+"""Prefix of the names of an exported file's cache outputs, which are the cache inputs of the next call."""
 
 # Newest first. The first is a common word, so it counts only if the type or the value is a cache.
 _USUAL = "cache"

@@ -22,12 +22,12 @@ _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
 _LONGEST = 1024
-"""Largest number of tokens of a case, because longer cases take minutes."""
+"""Largest number of tokens in a test input, because longer inputs take minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of one decode call.
+    """Sizes of one decoder call: batch, cached tokens, new tokens, padding, encoder tokens.
 
     Attributes:
         batch: batch size; 2 by default.
@@ -63,7 +63,7 @@ class DecodeSizes:
 
     @property
     def without_cache(self) -> str:
-        """The sizes of a call without a cache, as text."""
+        """The sizes of a call without a cache, as text for a report."""
         return self._named(f"length {self.past + self.new}")
 
     def _named(self, tokens: str) -> str:

@@ -20,7 +20,7 @@ import torch
 _Hook: TypeAlias = Any  # ``accelerate.hooks.ModelHook``: accelerate counts as untyped
 
 Reader = Callable[[], torch.Tensor]
-"""Function that reads and returns one weight. The names of a tied weight share one such function."""
+"""Function that reads and returns one weight; all names of a tied weight have the same function."""
 
 
 class _LayerWeights:

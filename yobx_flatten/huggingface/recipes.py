@@ -208,8 +208,8 @@ WRONG_REGISTRATIONS = _ByClass(
         "transformers.modeling_outputs.BaseModelOutput": "transformers before 5.17 registers it without keys",
     }
 )
-"""Registrations of other libraries that are known not to work for exports, by class. ``register_flattening_functions``
-replaces them by ours, and restores them on exit."""
+"""By class: registrations of other libraries with which an export is known to fail. ``register_flattening_functions``
+replaces these registrations, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:

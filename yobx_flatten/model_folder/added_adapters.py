@@ -31,7 +31,7 @@ from .verify import FolderCheck, check_adapter
 
 @dataclasses.dataclass(frozen=True)
 class AddedAdapter:
-    """The result of :func:`add_adapter`.
+    """The result of :func:`add_adapter`: the name of the adapter, and the comparisons with PEFT.
 
     Attributes:
         path: the folder.

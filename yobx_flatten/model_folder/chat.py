@@ -98,10 +98,10 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 
 
 CHATS = "cases/generate-chats.case"
-"""The file of a folder that contains the original model's answers to chat questions."""
+"""Name of the file of an exported folder that contains the original model's answers to chat questions."""
 
 CHAT_TOKENS = 50
-"""Largest number of new tokens of each chat answer."""
+"""Largest number of new tokens in an answer to a chat question."""
 
 _QUESTIONS = (
     "What is the capital of France?",

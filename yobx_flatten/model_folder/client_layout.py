@@ -147,7 +147,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 MERGED = "decoder_model_merged"
-"""Name of the file that joins the prefill file and the decoder file, without suffix."""
+"""Name, without suffix, of the file that joins the decoder for the prompt and the decoder for later tokens."""
 
 _BRANCHES = ("first", "later")
 

@@ -33,7 +33,7 @@ from .source.find import find_model
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:
-    """The first place where the files of a folder differ from the model; ``print`` shows it.
+    """The first node at which the files of a folder compute a different value than the model; ``print`` shows the node.
 
     Attributes:
         path: the folder.
@@ -45,7 +45,7 @@ class FolderExplanation:
 
     @property
     def ok(self) -> bool:
-        """Whether no value differs."""
+        """Whether all values in the folder's files equal the model's."""
         return all(one.first is None for one in self.files.values())
 
     def __bool__(self) -> bool:

@@ -31,7 +31,7 @@ class StoredAdapter:
 
 @dataclasses.dataclass(frozen=True)
 class FolderManifest:
-    """The contents of an exported folder.
+    """A description of an exported folder: the model, its files, the stored cases, and how they were checked.
 
     Attributes:
         model: name of the exported class.

@@ -130,7 +130,7 @@ class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
     folder: pathlib.Path
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the reply to a conversation, by the chat template of the folder's tokenizer.
+        """Return the reply to a conversation, which the chat template of the folder's tokenizer formats.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and others, in order.
@@ -176,7 +176,7 @@ class OnnxForMultipleChoice(FolderModel, tasks=("multiple-choice",)):
 
 
 class OnnxForFeatureExtraction(FolderModel, tasks=("feature-extraction",)):
-    """Return features, like ``AutoModel``."""
+    """Return features of texts or other inputs, like ``AutoModel``."""
 
 
 class OnnxForCTC(FolderModel, tasks=("ctc",)):
@@ -204,7 +204,7 @@ class OnnxForDepthEstimation(FolderModel, tasks=("depth-estimation",)):
 
 
 class OnnxForTextToSpectrogram(FolderModel, tasks=SPEAKS):
-    """Convert text or speech to a spectrogram, like ``AutoModelForTextToSpectrogram``: ``generate_speech``."""
+    """Convert text or speech to a spectrogram with ``generate_speech``, like ``AutoModelForTextToSpectrogram``."""
 
 
 class OnnxForVideoClassification(FolderModel, tasks=("video-classification",)):

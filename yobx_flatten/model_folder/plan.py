@@ -36,13 +36,13 @@ from .source.open import OpenedModel
 from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
 
 _CHATS = 10
-"""Number of the model's answers to prompts with which a quantized file is compared."""
+"""Number of prompts for which the answers of a quantized file are compared with the model's."""
 
 _ROWS = {"full": 8, "standard": 4}
-"""Number of text rows for measuring a file; 2 for larger models, whose chat answers are not compared."""
+"""Number of text rows on which a quantized file is measured; 2 for larger models, for which no answers are compared."""
 
 _ROUNDING = 24
-"""Number of text rows for the rounding to 4 bits; they follow the rows that measure the file."""
+"""Number of text rows by which weights are rounded to 4 bits; they follow the rows on which the file is measured."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,16 +28,16 @@ from .pieces.text import Piece, encoder_input, input_name, random_values
 from .texts import plain_loop
 
 CASES = "cases"
-"""The subfolder of an exported folder in which the cases are stored."""
+"""The subfolder of an exported folder that contains test inputs and expected outputs."""
 
 TOKENS = 40
-"""Number of generated tokens in the stored generation: with the prompt, more than a small sliding window."""
+"""Number of tokens generated in the stored test: with the prompt, more than a small sliding window."""
 
 PROMPT = 9
 """Tokens of a prompt."""
 
 SAMPLED_TOKENS = 8
-"""Number of generated tokens with ``proof="sample"``, because a token of a large model can take a second."""
+"""Number of tokens generated with ``proof="sample"``, because a large model can take a second per token."""
 
 
 def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,10 +232,10 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
 
 
 FRAMES = 12
-"""Number of decoder calls in the case of a SpeechT5 folder."""
+"""Number of decoder calls in the stored test of a SpeechT5 folder."""
 
 SAMPLED_FRAMES = 3
-"""Number of decoder calls in the case of a SpeechT5 folder with ``proof="sample"``."""
+"""Number of decoder calls in the stored test of a SpeechT5 folder with ``proof="sample"``."""
 
 _LENGTH = 9  # tokens of the text
 _NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides

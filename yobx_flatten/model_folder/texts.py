@@ -21,7 +21,7 @@ from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
 
 LENGTH = 128
-"""Number of tokens in each row of a text that measures a quantized file."""
+"""Number of tokens in each row of the text on which a quantized file is measured."""
 
 _LARGEST = 2**24  # bytes of a file of prompts
 
@@ -86,10 +86,10 @@ def python_source() -> str:
 
 
 _ROWS, _LENGTH = 128, 64
-"""Number of rows, and of tokens per row, in the text for rounding. Sentences are short, so each row has few tokens."""
+"""Number of rows, and of tokens per row, of the text by which weights are rounded; its sentences are short."""
 
 _LETTERS = 12
-"""Number of letters of a text that are taken per token of a row: enough to fill the row, which is then truncated."""
+"""Number of letters of a text for each token of a row: enough to fill the row, which is then truncated."""
 
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",
@@ -153,7 +153,7 @@ def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:
 logger = logging.getLogger("yobx_flatten")
 
 _ANSWERS = 2
-"""Number of sampled answers per prompt."""
+"""Number of answers that are sampled for each prompt."""
 
 _NEW = 64
 """Largest number of tokens of a sampled answer."""

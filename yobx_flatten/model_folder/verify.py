@@ -47,15 +47,15 @@ from .pieces.tasks import SPEAKS
 from .stored_cases import difference_of_speech
 
 _MOST_OF_TOLERANCE = 10
-"""Highest tolerance for near ties of scores that a folder may set, as a multiple of its dtype's tolerance."""
+"""Highest tolerance that a folder may state for near ties of logits, as a multiple of the tolerance of its dtype."""
 
 _OF_DEVICES = 10
-"""Factor on the tolerance for providers of onnxruntime other than the CPU's."""
+"""Factor on the tolerance for onnxruntime's providers other than the CPU provider."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderCheck:
-    """The result of one stored case of an exported folder.
+    """How far the files of an exported folder are from the model on one stored test.
 
     Attributes:
         file: name of the exported file; ``"generate"`` for the loop over all of them.
@@ -82,7 +82,7 @@ class FolderCheck:
     adapter: str = ""
 
     def cells(self) -> list[str]:
-        """Return the row of a table: mark and file, case, and what was found."""
+        """Return the row of a report: whether the check passed, the file, the case, and the difference or error."""
         found = self.quality if self.quality is not None else self.tokens
         what = "its frames" if self.file == "generate" else "its first call"
         shown = f"{self.difference:.1e} max difference of {what}" if found is None else str(found)
@@ -114,7 +114,7 @@ class FolderReport(Report):
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield how much of each output was NaN in the model, in every call of every file."""
+        """Yield the share of NaN values in each output of the model, for every call of every file."""
         return ({f"{check.file}: {name}": share for name, share in check.nan.items()} for check in self.checks)
 
     @property
@@ -141,7 +141,7 @@ def verify_folder(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> FolderReport:
-    """Run every stored case through the files of a folder, and generate with them.
+    """Run the files of a folder on every stored input, generate tokens, and compare with the stored results.
 
     Args:
         folder: a folder as :func:`export_folder` writes it.

@@ -67,14 +67,14 @@ from .verify import FolderReport, TokenCount, verify_folder
 logger = logging.getLogger("yobx_flatten")
 
 _LONGEST = 1024
-"""Largest number of tokens generated to check a model whose rotary angles change at some length; more take minutes."""
+"""Largest number of tokens generated to check a model whose rotary angles change at some length; more take too long."""
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFolder:
-    """The result of :func:`export_folder`.
+    """The result of :func:`export_folder`: the path, the reports of the exports, and the checks of the files.
 
     Attributes:
         path: the folder.
@@ -429,7 +429,7 @@ def write_card(
 
 
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""Names of tensors that a tokenizer may return for a text or a pair of texts."""
+"""Names of the tensors that a tokenizer may return for a text or a pair of texts."""
 _OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
 # an adapter is merged: next to the file it would be read as one that is not
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}

@@ -46,7 +46,7 @@ def snake_case(name: str) -> str:
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> FlattenFunctions:
-    """Make the flatten, keyed flatten and unflatten functions of a class that is described by its attributes.
+    """Make functions that flatten (without and with keys) and unflatten a class described by its attributes.
 
     Args:
         cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither

@@ -27,7 +27,7 @@ from ..trees.shapes import dynamic_shapes
 from .call import Call, Fact, same_value
 
 Place = tuple[str, int | None]
-"""The path of a leaf, and an axis of it; ``None`` for an integer."""
+"""An axis of a recorded input: the path of the tensor, and the axis, which is ``None`` for an integer."""
 
 _Sizes = dict[int, int]  # by the index of the call
 

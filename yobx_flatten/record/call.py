@@ -22,7 +22,7 @@ from ..trees.walk import Place, check_no_cycles, key_name, leaf_places, own_chil
 
 
 class Call:
-    """One recorded call. Inputs and outputs are returned as new copies: changing them does not change the record.
+    """One recorded call, which returns its inputs and outputs as new copies: changing these does not change the record.
 
     Attributes:
         index: number of the call, in the order in which the calls began.
@@ -48,12 +48,12 @@ class Call:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """All arguments by parameter name."""
+        """All arguments of the recorded call, by parameter name."""
         return self._parts["inputs"].restore()  # type: ignore[no-any-return] # a dict, as it was
 
     @property
     def outputs(self) -> Any:
-        """The outputs of the call.
+        """The outputs of the recorded call.
 
         Raises:
             RecordError: when outputs were not recorded, or the call raised.
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The arguments that can only be passed by position."""
+        """The arguments of the recorded call that can only be passed by position."""
         return self._callee.split(self.inputs)[0]
 
     @property
@@ -75,7 +75,7 @@ class Call:
         return self._callee.split(self.inputs)[1]
 
     def facts(self, part: str = "inputs") -> tuple[Fact, ...]:
-        """Path, dtype and shape of each leaf of ``"inputs"`` or ``"outputs"``, without reading a tensor.
+        """Path, dtype and shape of each tensor in ``"inputs"`` or ``"outputs"``, without reading the data.
 
         Args:
             part: one of ``"inputs"``, the default, and ``"outputs"``.
@@ -87,7 +87,7 @@ class Call:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The stored inputs, without a copy."""
+        """The stored inputs of the recorded call, not copied."""
         return self._parts["inputs"]
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ from .files import call_files, read_call
 
 
 class RecordedCalls(Sequence[Call]):
-    """The calls that :func:`~yobx_flatten.record_calls` saw, in order: all of them, or those of one phase.
+    """The calls that :func:`~yobx_flatten.record_calls` recorded, in order: all, or those with one structure.
 
     ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
 
@@ -111,7 +111,7 @@ class RecordedCalls(Sequence[Call]):
     # -- phases and axes # -------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
-        """The calls by phase: calls of one phase have one structure, and one program serves them.
+        """The recorded calls, grouped by the structure of their inputs: one program serves all calls of a group.
 
         ``prefill`` has an empty cache or none, ``decode`` one that holds tokens, ``forward`` is a call without cache.
         Where arguments also differ, the name states it: ``prefill+pixel_values``.
@@ -120,11 +120,11 @@ class RecordedCalls(Sequence[Call]):
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
 
     def axes(self) -> Axes:
-        """The axes that vary, their names, and the relations of the names, read from all calls of all phases."""
+        """The axes of inputs whose sizes vary between recorded calls, their names, and relations between the sizes."""
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
-        """Return a table of the arguments, the sizes that vary, and the sizes that vary together."""
+        """Return a table of the recorded arguments, of the sizes that vary, and of those that vary together."""
         return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
 
     __str__ = report
@@ -136,7 +136,7 @@ class RecordedCalls(Sequence[Call]):
     # -- inputs of an export ------------------------------------------------------------------------------------------
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
-        """The arguments without tensors that never changed. :attr:`module` passes them; a program has no such inputs.
+        """The arguments without tensors that are equal in all recorded calls; :attr:`module` passes them itself.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -150,7 +150,7 @@ class RecordedCalls(Sequence[Call]):
         return constants_of(self._one(phase)._calls)
 
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """The inputs of a recorded call without the constants, to export :meth:`module` with.
+        """The inputs of one recorded call, without :attr:`constants`, to export :meth:`module` with.
 
         Of the calls of the phase, the smallest call is chosen in which the most varying sizes are 2 or more, since
         ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
@@ -185,7 +185,7 @@ class RecordedCalls(Sequence[Call]):
         return shapes_of(part._calls, self.axes(), sizes)
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
-        """The module to export: it takes what :meth:`example` returns, and passes the constants.
+        """The module to export: it takes what :meth:`example` returns, and passes :attr:`constants` in addition.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -427,11 +427,11 @@ class RecordReplay(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every call, infinite for one that failed."""
+        """Yield the largest difference of every call, infinite for a call that failed."""
         return (call.max_difference for call in self.calls)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield how much of each output is NaN in every call."""
+        """Yield the share of NaN values in each recorded output, for every call."""
         return (call.nan for call in self.calls)
 
     def __bool__(self) -> bool:

@@ -35,7 +35,7 @@ def record_calls(
     device: torch.device | str | None = "cpu",
     to: str | os.PathLike[str] | None = None,
 ) -> Iterator[RecordedCalls]:
-    """Context manager that records the calls of a module, or of a method: copies of the inputs and the outputs.
+    """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
     Inputs are copied before the call, which can fill its cache; outputs are copied after the call.
     :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards

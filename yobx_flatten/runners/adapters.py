@@ -16,10 +16,10 @@ from ..files.tensors import read_tensors
 from .ports import Port
 
 ADAPTERS = "adapters"
-"""The subfolder for adapters in an exported folder."""
+"""The subfolder of an exported folder that contains LoRA adapters."""
 
 FIRST, SECOND = "lora_A", "lora_B"
-"""Name endings of a LoRA adapter's two inputs, after a dot: matrix (rows, rank), then matrix (rank, columns)."""
+"""Endings, after a dot, of the names of a LoRA adapter's inputs: matrix (rows, rank), then matrix (rank, columns)."""
 
 _SUFFIX = ".safetensors"
 

@@ -20,7 +20,7 @@ from .onnx_session import in_huge_pages
 from .signature import KEY, Signature
 
 IN_PLACE = "yobx_flatten.in_place"
-"""Key of a package's metadata; the value names the inputs of the cache that it writes in place, with commas."""
+"""Metadata key of a package; the value lists, separated by commas, the cache inputs that it updates in place."""
 
 _INSIDE = "/data/aotinductor/"
 _LARGEST = 2**20  # bytes of metadata

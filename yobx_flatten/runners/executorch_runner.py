@@ -24,13 +24,13 @@ from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .signature import KEY, Signature
 
 METHOD = "forward"
-"""Name of the method that runs the model."""
+"""Name of the method of an ExecuTorch file that runs the model."""
 
 SIGNATURE = KEY.replace(".", "_")
-"""Name of the method that returns the signature."""
+"""Name of the method of an ExecuTorch file that returns the names, dtypes and sizes of inputs and outputs."""
 
 ROWS = "yobx_flatten_rows"
-"""Name of a method of files that write their cache in place; the method returns a :class:`Rows` as text."""
+"""Name of the method, in ExecuTorch files that update their cache in place, that returns a :class:`Rows` as text."""
 
 _TYPES = {0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16}
 _TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}  # by torch's number of the type; 6 is float32

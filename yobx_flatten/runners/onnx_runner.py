@@ -101,7 +101,7 @@ def from_value(value: Any) -> Any:
 _COUNT = value_type("tensor(int64)")
 
 _LONG = 256
-"""Steps after which a loop is long enough for the cost of huge pages."""
+"""Number of calls after which a loop counts as long enough to be worth the cost of huge memory pages."""
 
 
 class OnnxRunner:
@@ -268,7 +268,7 @@ def _size(size: Any) -> int | None:
 
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
-"""Key of a file's metadata; its value names the inputs that may share memory with their outputs, with commas."""
+"""Metadata key of an ONNX file; the value lists, separated by commas, the inputs that may share memory with outputs."""
 
 
 class BufferedCache(TensorBuffers):

@@ -137,7 +137,7 @@ _ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLL
 
 
 _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
-"""The ranges of memory that were allocated while a session was opened."""
+"""By onnxruntime session: the address ranges of memory that was allocated while the session was opened."""
 
 
 def use_huge_pages(session: Any) -> None:
@@ -211,7 +211,7 @@ DEVICES = {
     "xnnpack": ("XnnpackExecutionProvider", "", "onnxruntime"),
     "qnn": ("QNNExecutionProvider", "", "onnxruntime-qnn"),
 }
-"""For each device name: the provider, the option set by the part after a colon, and the package with the provider."""
+"""By device name: the onnxruntime provider, the provider's option for the text after a colon, and the pip package."""
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:

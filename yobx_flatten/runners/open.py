@@ -30,7 +30,7 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "executorch": (".pte",),
     "openvino": (".xml", ".onnx"),
 }
-"""Suffixes of the files that each runtime runs, its own format first."""
+"""Suffixes of the files that each runtime runs, the runtime's own format first."""
 
 
 def check_runtime(runtime: str) -> None:

@@ -134,7 +134,7 @@ def _signature(model: Any, path: pathlib.Path) -> Signature:
 
 
 BEAMS = "beam_idx"
-"""The input that selects, for each row, which row of the cache to continue; OpenVINO's tools use this name."""
+"""Name of the input that selects, for each row, which row of the cache to continue; OpenVINO's tools use this name."""
 
 
 def variable_of(name: str, present: str) -> str:

@@ -23,7 +23,7 @@ from ..errors.dependencies import require
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 KEPT_SCORES = "num_logits_to_keep"
-"""Optional input of an ONNX file: the number of last tokens whose logits it returns."""
+"""Name of an optional input of ONNX files: for how many of the last tokens logits are returned."""
 
 _NAMES = (
     "Export it again with these names, which export_onnx gives by itself:\n"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Expression = int | str | tuple[Any, ...]
-"""An expression of sizes: a number, the name of a size, or an operator and its operands."""
+"""An expression of tensor sizes: a number, the name of a size, or an operator and its operands."""
 
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
@@ -32,7 +32,7 @@ FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {
     "//": lambda values: values[0] // values[1],
     "%": lambda values: values[0] % values[1],
 }
-"""Operators whose result is a number."""
+"""The operators in expressions of sizes whose result is a number, not true or false."""
 
 _OF_TWO = (*COMPARISONS, "//", "%")
 

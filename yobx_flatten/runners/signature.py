@@ -24,15 +24,15 @@ from .ports import Port
 from .relations import Expression, format_expression, from_lists, holds, names_in
 
 KEY = "yobx_flatten.signature"
-"""Key of a file's metadata under which the signature is stored."""
+"""Metadata key under which an exported file stores the names, dtypes and sizes of its inputs and outputs."""
 
 MISFIT = "The sizes of the inputs do not fit each other"
-"""Start of the error for a relation between sizes that does not hold."""
+"""Start of the error message for inputs whose sizes break a relation, such as two lengths that must be equal."""
 
 _FORMAT = 1
 
 Size = int | Mapping[str, int] | None
-"""A fixed size; a sum: factors by names of dynamic sizes, and a constant under ``""``; or ``None`` for any size."""
+"""A size: a number; a sum, as factors by names of dynamic sizes, a constant under ``""``; or ``None`` for any size."""
 
 
 @dataclasses.dataclass(frozen=True)

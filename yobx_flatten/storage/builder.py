@@ -29,7 +29,7 @@ _FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and
 
 
 class MiniOnnxBuilder:
-    """Builds an ONNX model without inputs that returns the values put into it, by name.
+    """Builds an ONNX model that has no inputs and returns stored values by name.
 
     Args:
         target_opset: version of ONNX's operators. It is raised where an element type needs a newer one: 19 for 8-bit
@@ -53,7 +53,7 @@ class MiniOnnxBuilder:
         self._entries: dict[str, tuple[str, Any]] = {}
 
     def append_output_initializer(self, name: str, tensor: Any, randomize: bool = False) -> None:
-        """Add one tensor as an output with that name.
+        """Add a tensor that the model returns as the output with the given name.
 
         Args:
             name: name of the output.
@@ -67,7 +67,7 @@ class MiniOnnxBuilder:
         self._put(name, "random" if randomize else "one", tensor)
 
     def append_output_sequence(self, name: str, tensors: Sequence[Any]) -> None:
-        """Add a list of tensors of one type as an output that is a sequence.
+        """Add a list of tensors of one dtype, which the model returns as one sequence output.
 
         Args:
             name: name of the output.
@@ -80,7 +80,7 @@ class MiniOnnxBuilder:
         self._put(name, "sequence", list(tensors))
 
     def append_output_dict(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Add a dict of tensors of one type as two outputs: its keys, and the sequence of its values.
+        """Add a dict of tensors of one dtype as two outputs: the keys, and the sequence of the values.
 
         They are called ``<name>___keys`` and ``<name>___values``.
 

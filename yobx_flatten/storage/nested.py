@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: bool | None = None) -> int:
-    """Store nested values in an ONNX file, with their structure, static data and types.
+    """Store a nested object in an ONNX file, with its structure, static data and types.
 
     onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
     pickled. Tensors are written one at a time, without a copy of all values; a tensor that is not contiguous, or not on
@@ -69,7 +69,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 
 
 def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[Any] | None = None) -> Any:
-    """Read a value that :func:`save_nested` stored.
+    """Read a nested object that :func:`save_nested` stored.
 
     Classes must be registered, and their modules imported, before: a file can cause an import only of modules of torch,
     NumPy, transformers and diffusers. onnxruntime is not needed.
@@ -129,7 +129,7 @@ _KNOWN_VERSION = 1
 
 
 def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
-    """Read an ONNX file without its external data; return a model in memory unchanged."""
+    """Load an ONNX file without its external data, or return the given model if it is already in memory."""
     onnx = require_onnx(function)
     from google.protobuf.message import DecodeError  # a dependency of onnx
 
@@ -273,7 +273,7 @@ def _read(file: BinaryIO, view: memoryview) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCase:
-    """Inputs and their expected outputs.
+    """Inputs of a model and the expected outputs, as :func:`load_case` returns them.
 
     Attributes:
         inputs: nested inputs: keyword arguments by name, or positional ones.

@@ -170,7 +170,7 @@ def save(
     content: str = "values",
     external_data: bool | None = None,
 ) -> int:
-    """Write a structure to a file; large tensors go to a second file next to it.
+    """Write a nested object to an ONNX file; large tensors go to a second file next to it.
 
     Both are written in a hidden folder, and moved when they are complete.
     """

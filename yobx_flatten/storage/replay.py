@@ -68,11 +68,11 @@ class CaseReport(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield the difference of every output."""
+        """Yield the difference between every computed output and the stored output."""
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield how much of each expected output is NaN."""
+        """Yield the share of NaN values in each stored output."""
         yield {output.name: output.nan for output in self.outputs if output.nan is not None}
 
     def __str__(self) -> str:

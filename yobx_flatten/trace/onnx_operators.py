@@ -254,7 +254,7 @@ class TraceSupport(Protocol):
 
 
 OPEN: list[TraceSupport | None] = []
-"""Trace support of each open block and library; ``None`` for blocks without it. Read and changed under the lock."""
+"""Tracing helpers of each library in each open ``with`` block, or ``None``; read and changed under the lock."""
 
 
 def open_supports() -> list[TraceSupport]:

@@ -17,7 +17,7 @@ from ..recipe.aliases import OnnxValue
 
 _INT64, _BOOL, _FLOAT16 = 7, 9, 10
 _DIRECT = 16
-"""Up to this vector length ``cdist`` computes all differences; for longer vectors it uses products."""
+"""Longest vectors for which ``cdist`` computes all differences; for longer vectors it uses matrix products."""
 
 
 def _operators() -> Any:
@@ -505,4 +505,4 @@ def _repairs() -> dict[Any, Callable[..., Any]]:
 
 
 REPAIRS = _repairs()
-"""Functions that translate an operator to ONNX operators, by operator."""
+"""By torch operator: the function that translates the operator to ONNX operators correctly."""

@@ -198,7 +198,7 @@ def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Seque
 
 
 def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
-    """Return the node that appends new tokens to an input, if the program returns it; ``None`` for any other input."""
+    """Return the graph node that appends new tokens to a cache input if the program returns that node, or ``None``."""
     value = past.meta.get("val")
     if value is None or value.ndim != 4:
         return None

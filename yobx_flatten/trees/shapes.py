@@ -27,7 +27,7 @@ _Path = tuple[str, ...]
 def dynamic_shapes(
     inputs: PyTree, overrides: Mapping[str, Any] | None = None, *, bounds: Mapping[str, int] | None = None
 ) -> DynamicShapes:
-    """Write the ``dynamic_shapes`` of nested inputs.
+    """Make the ``dynamic_shapes`` argument of ``torch.export.export`` for nested inputs.
 
     Args:
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
@@ -79,7 +79,7 @@ def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
-    """Write the ``dynamic_shapes`` of one cache whose keys and values all vary along the same axes.
+    """Make the ``dynamic_shapes`` of one cache whose keys and values all vary along the same axes.
 
     Args:
         cache: a cache of a class that is registered with axes.

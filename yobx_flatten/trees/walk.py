@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
-"""Takes an object and the keys to it; returns its children with their keys, ``None`` for a leaf."""
+"""Function of an object and the keys that lead to it: it returns the children with their keys, ``None`` for a leaf."""
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
@@ -139,7 +139,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
-    """List the leaves of a nested object, as torch's pytree sees them now and in its order.
+    """List the leaves of a nested object as torch's pytree flattens it now, in the same order.
 
     Args:
         tree: anything. An object of an unregistered class is one leaf, however many tensors it contains.

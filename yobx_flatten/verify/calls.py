@@ -24,10 +24,10 @@ from .file_side import BRANCH, DERIVED, WINDOW, Call
 from .names import ALIASES, matched, place_of
 
 _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
-"""Inputs that a file may lack: the module is then called without them."""
+"""Inputs that an exported file may lack: the module is then called without them."""
 
 _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one of ones"}
-"""Inputs of the module that the file computes itself, and that the module needs."""
+"""By name of an input that the module needs and a file lacks: a description of what the module is given."""
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:

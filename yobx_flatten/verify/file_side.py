@@ -19,19 +19,19 @@ from ..runners.ports import Port, Runner
 from .names import place_of
 
 BRANCH = "use_cache_branch"
-"""The input of a merged decoder file that selects whether the file reads its cache inputs."""
+"""Name of the input of a merged decoder file that selects whether the file reads its cache inputs."""
 
 DERIVED = (
     *(BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
     *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
 )
-"""Inputs that are computed from other inputs if the module's call has no input of that name."""
+"""Names of inputs of a file that are computed from other inputs if the module has no input of that name."""
 WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a layer, with transformers' exporters
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the module that a file was exported from."""
+    """One call of the module from which a file was exported."""
 
     what: str  # in words, for the report
     module: torch.nn.Module

@@ -37,7 +37,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return this result, extended by the checked cases of another result for the same file."""
+        """Return this result and the checked cases of another result for the same file, as one result."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases

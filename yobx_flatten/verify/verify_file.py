@@ -62,7 +62,7 @@ def verify_file(
     explain: bool = True,
     on_file: Callable[[str], None] | None = None,
 ) -> FileReport:
-    """Compare a file from any exporter with its model, at different sizes, with a cache, with padding, in a loop.
+    """Compare a file from any exporter with its model: at other sizes, with a cache, with padding, and in a loop.
 
     Inputs and outputs are found by name, as optimum, onnxruntime-genai, transformers.js, transformers' exporters and
     ``torch.onnx.export`` give them. The model is called with what the file takes; sizes that the file fixes are kept.

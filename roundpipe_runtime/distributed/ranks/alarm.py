@@ -46,7 +46,7 @@ class Alarm:
     # store: store of the job, `None` for a process alone
 
     patience = 120.0
-    """Seconds for which a process may be stopped before the others kill it or close their connections to it."""
+    """Seconds for which a process may be stopped before other processes kill it or close their connections to it."""
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size = store, rank, size

@@ -24,7 +24,7 @@ from .reduction import rows_of_rank
 
 
 class ReplicaBatchSampler(Sampler[list[int]]):
-    """Give each rank its rows of each global batch, for the ``batch_sampler`` of a ``DataLoader``.
+    """Give each rank its share of the rows of each batch, as the ``batch_sampler`` of a ``DataLoader``.
 
     A global batch is cut into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g`` is a
     part of rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes, do
@@ -78,7 +78,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """Number of groups; read from the pipeline, where loading a checkpoint can change it."""
+        """Number of groups that a batch is split into, from the pipeline; loading a checkpoint can change it."""
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas
 
@@ -94,7 +94,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.batches)  # type: ignore[arg-type] # a TypeError of its own where they have no length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch number to the sampler, if it accepts one."""
+        """Pass the epoch number to the wrapped sampler, if that sampler accepts one."""
         for drawn in (self.batches, getattr(self.batches, "sampler", None)):
             if callable(getattr(drawn, "set_epoch", None)):
                 drawn.set_epoch(epoch)  # type: ignore[union-attr] # it was looked up

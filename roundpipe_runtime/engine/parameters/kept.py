@@ -27,7 +27,7 @@ from .partial_table import bytes_present
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterTraffic:
-    """Bytes of parameters that a pipeline has copied to devices since it was made.
+    """Bytes of parameters that a pipeline has copied to devices since the pipeline was created.
 
     Attributes:
         uploaded: bytes that were copied.

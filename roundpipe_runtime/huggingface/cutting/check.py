@@ -239,7 +239,7 @@ def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """Differences between the split model and the original on the example; all errors are relative, by norm.
+    """Relative differences, by norm, between the split model and the original model on the example.
 
     Attributes:
         outputs: largest error of the tensors that the model returns, including the loss.
@@ -294,12 +294,12 @@ class CutReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model stayed in one piece."""
+        """Whether the model was not split and stayed in one piece."""
         return not self.lists
 
     @property
     def phases(self) -> int:
-        """The number of phases in which the model's own code runs: 2 means before and after the layers."""
+        """How many parts of the model's own code run around the layers: 2 means before and after all layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

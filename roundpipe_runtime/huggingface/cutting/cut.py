@@ -31,7 +31,7 @@ from .stub import copy_with_stubs, sync
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
-    """A model that was split into pieces, which a pipeline runs one after the other.
+    """A model that was split into pieces, each run by a pipeline after the previous one.
 
     Attributes:
         model: Original model, whose parameters the pieces share.
@@ -58,7 +58,7 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Split a model in its present state.
+        """Split a model as it is now: its mode, parameters and attributes.
 
         Args:
             model: The model to read.
@@ -75,7 +75,7 @@ class Cut:
 
     @property
     def program(self) -> CutPlan | None:
-        """Plan of the split; ``None`` for a model in one piece."""
+        """The plan of the split: which code runs in which piece; ``None`` if the model was not split."""
         first = self.pieces[0]
         return first.program if isinstance(first, Phase) else None
 
@@ -87,7 +87,7 @@ class Cut:
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def current(self) -> Cut:
-        """Return the split of the current model: this one if nothing was changed.
+        """Return a split of the model as it is now: this split if the model was not changed.
 
         Raises:
             StageError: layers were removed, added, replaced or moved.

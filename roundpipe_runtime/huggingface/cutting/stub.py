@@ -48,7 +48,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Context manager in which a session answers the stubs that this thread calls."""
+    """Context manager in which a session answers the calls of stubs from this thread."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield

@@ -347,7 +347,7 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 
 
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
-    """A ``transformers.Trainer`` that trains a model larger than the device.
+    """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
     It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
@@ -452,7 +452,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Accumulate the gradient of a batch, and return its loss.
+        """Add the gradient of a batch to the accumulated gradient, and return the loss of the batch.
 
         The model's own loss is computed stage by stage, also with label smoothing. A ``compute_loss`` of a subclass
         and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the

@@ -44,7 +44,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 _SHOWN = 4
-"""Largest number of size comparisons that a note of the report lists; models with image windows have very long ones."""
+"""Largest number of size constraints that a note of a report lists; models with image windows have very many."""
 
 _SEVERAL_ROWS = (
     "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With several rows, "
@@ -296,7 +296,7 @@ def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
 # Opset 23 has Attention, RMSNormalization and RotaryEmbedding. Of 24, torch 2.13's exporter writes Attention only: what
 # recognises the other two is bound to 23, and the file is slower.
 ATTENTION_OPSET = 23
-"""The opset of ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding`` that torch's exporter writes."""
+"""Opset in which torch's exporter writes the operators ``Attention``, ``RMSNormalization``, ``RotaryEmbedding``."""
 
 _TORCH = os.path.dirname(torch.__file__)
 

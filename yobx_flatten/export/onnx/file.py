@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 LARGE = 2**28
-"""From this number of bytes, weights are written to a second file next to the model."""
+"""Weights of at least this many bytes in total are written to a second file next to the ONNX file."""
 
 
 def check_opset(opset_version: int | None) -> None:

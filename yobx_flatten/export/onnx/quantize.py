@@ -333,8 +333,8 @@ def _rounded(
 
 
 _FLOATS, _INTEGERS = 1, 4
-"""The ``accuracy_level`` of onnxruntime. At level 4 it also rounds the inputs to 8 bits, and multiplies integers.
-At level 1, a token takes a third longer with 4-bit weights, and 15 times as long with 8-bit weights (no kernel)."""
+"""The ``accuracy_level`` of onnxruntime: 1 multiplies floats; 4 rounds inputs to 8 bits and multiplies integers. Level
+1 takes a third longer than 4 with 4-bit weights, and 15 times as long with 8-bit weights (no kernel)."""
 
 
 class Products:
@@ -476,7 +476,7 @@ _MOST = 127
 _MIDDLE = 128
 
 _TABLE_BLOCKS = (128, 64, 32, 16)
-"""Block sizes of an embedding table: its rows are read and not summed, so large blocks cause no measurable error."""
+"""Block sizes that an embedding table may have: table rows are read, not summed, so large blocks add no error."""
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:

@@ -41,17 +41,17 @@ _NEAR = 0.1
 """Largest relative difference of outputs (root mean square) that one scale per token may cause."""
 
 _CLOSE = 2e-3
-"""Largest divergence, in nats, of a file with activations in two parts, including the rounding of the weights."""
+"""Largest divergence, in nats, of a file with rounded weights and with activations rounded in two parts."""
 
 _LEFT = 16
-"""Two parts are tried for weights in 4 bits if inputs in one part cost at most so many times as much as the weights."""
+"""Two parts are tried for 4-bit weights if activations in one part lose at most 16 times what weights lose."""
 
 _FLOATS = {
     "auto": 'the activations are not quantized: activations="split" (--activations split) and "int8" are faster, and '
     "less exact.",
     "split": "the activations are not quantized: the file cannot read a text from its first token.",
 }
-"""Why the activations of a file stay in float, by what was asked for."""
+"""The reason why the activations of a file stay in float, by the value of the option ``activations``."""
 
 
 def quantize_file(
@@ -224,7 +224,7 @@ def _loss(quality: Quality) -> float:
 _BITS = 7
 
 _ALPHA = 0.6
-"""The exponent alpha of SmoothQuant. For all-MiniLM-L6-v2, results with alpha from 0.5 to 0.7 differ by 1e-4."""
+"""The exponent alpha of SmoothQuant; values from 0.5 to 0.7 change results of all-MiniLM-L6-v2 by 1e-4."""
 
 _LEAST = 1e-12  # what a token of zeros is divided by
 

@@ -37,10 +37,10 @@ from .weights import WeightGrid, unmap
 
 _MANY = 1.0, 0.97, 0.94
 _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}
-"""Shares of a block's range that are tried: clipping a few outliers costs less than a coarse step for all weights."""
+"""Fractions of a block's range at which weights are clipped on trial: a smaller range has finer steps for most."""
 
 _SAMPLE = 64
-"""Number of outputs of a matrix whose weights are rounded on trial, to choose how to store the matrix."""
+"""Number of output rows of a matrix that are rounded on trial, to choose how to store the whole matrix."""
 
 _CHUNK = 32
 """Number of columns whose rounding errors are added to later columns in one matrix product (block size of GPTQ)."""
@@ -191,7 +191,7 @@ def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, to
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
-"""Quantized matrices, by the name of the weight and whether it is transposed."""
+"""Quantized matrices by name of the weight, and by whether the matrix is transposed."""
 
 
 def round_by_text(
@@ -246,10 +246,10 @@ def _rounded(
 
 
 _LEAST = 2**29
-"""Bytes of second moments in memory at a time, unless the weights are larger; the file runs once per such part."""
+"""Least bytes of second moments of inputs that are kept in memory at once; the file runs again for all others."""
 
 _SMALLEST = 1e-30
-"""Tokens are ignored if the mean square of their inputs is below this, because some tokens have only zeros."""
+"""Lower bound of the mean square by which a token's inputs are divided, because the inputs of some tokens are zero."""
 
 
 # Run a file on a text, and sum the second moments of the inputs of its matrix products.
@@ -349,22 +349,22 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
 
 
 _TEXTS, _LENGTH = 4, 64
-"""Number of texts, and of tokens per text, that the model reads to measure how inputs are split."""
+"""Number of texts, and of tokens per text, on which the model runs to choose how activations are split in two."""
 
 _ROWS = 64
 """Number of tokens on which the ways to quantize an activation are compared."""
 
 _PARTS = (0.5, 0.65, 0.8, 0.87, 0.92, 0.95, 0.965, 0.975, 0.985, 0.99, 0.995)
-"""Shares of the activations that are tried as the part with small values."""
+"""Fractions of activations that are tried as the part with small values, when activations are split in two parts."""
 
 _WORTH = 0.25
-"""Activations are split in two parts only if the error is then below this share of the error with one part."""
+"""Activations are split in two parts only if the error is below this fraction of the error without a split."""
 
 _NEAR = 3.0
-"""Large channels are multiplied in float if the error is below this multiple of that with two rows (twice as slow)."""
+"""Channels with large values stay in float if the error is below this multiple of that of two 8-bit parts (slower)."""
 
 _SHARE, _MOST = 48, 32
-"""One of 48 channels, and at most 32, may be multiplied in float: this reads an eighth more bytes than the weights."""
+"""At most one of 48 channels, and at most 32, stay in float, which reads an eighth more bytes of weights."""
 
 
 def input_splits(

@@ -207,7 +207,7 @@ class InputSplit:
 
 
 InputSplits: TypeAlias = Mapping[str, InputSplit]
-"""How an activation is split in two parts, by its name in the ONNX graph."""
+"""By the name of an activation in the ONNX graph: how the activation is split in two parts."""
 
 _LEAST = 1e-30  # added to scales, since a block of zeros has none
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("yobx_flatten")
 
 _IN_MODEL = 256
-"""Weights with fewer bytes are stored in the ONNX file itself, not in its data file."""
+"""Weights of fewer bytes are stored in the ONNX file itself, not in the data file next to it."""
 
 _PAGE = 4096
 
@@ -135,10 +135,10 @@ _BLOCKS = (256, 128, 64, 32, 16)
 """Block sizes that onnxruntime's operators support: how many weights share a scale."""
 
 _SAMPLE = 8
-"""Number of blocks that are tried first: if the weights are not integers with scales, none of these blocks fits."""
+"""Number of blocks that are tested first: a matrix that is not made of integers and scales fails on each of them."""
 
 _CHUNK = 2**12
-"""Number of blocks that are fitted at once, so that the values stay in the CPU cache."""
+"""Number of blocks whose scales are computed at once, so that the values stay in the CPU cache."""
 
 
 # Find the integers and scales that the weights of a matrix were computed from, where there are any.

@@ -26,7 +26,7 @@ from .left import Left, returning_left, with_present, written_parameters
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26
-"""Largest size in bytes of a case's inputs and outputs that are kept for the next runtime; a larger case runs again."""
+"""Inputs and outputs of a case are kept for the next runtime up to this many bytes; a larger case is computed again."""
 
 
 # Numbers of threads before the blocks that are running: those of the first one, as the others begin with one thread.
@@ -51,7 +51,7 @@ def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """One call of the module."""
+    """One call of the module: arguments, outputs, and whether the call reads the cache of the call before."""
 
     given: Mapping[str, Any]
     outputs: Any
@@ -137,7 +137,7 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
 
 
 Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
-"""The arguments of a call on a text, the text, the model's losses, and the model's scores if they fit in memory."""
+"""Arguments of a call on a text, the text, losses of the model, and its logits (``None`` if too large for memory)."""
 
 
 class EagerRuns:
@@ -249,11 +249,11 @@ def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
 
 
 Proof = Literal["auto", "full", "standard", "sample", "none"]
-"""``"full"`` checks all cases; ``"standard"`` all cases, of files only, with less text; ``"sample"`` the example and
-the largest case; ``"none"`` nothing."""
+"""``"full"`` checks program and file on all cases; ``"standard"`` only the file, on less text; ``"sample"`` the example
+and the largest case; ``"none"`` nothing."""
 
 STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
-"""Bytes of weights above which ``"auto"`` means ``"standard"`` and ``"sample"``."""
+"""Bytes of weights: from the first number, ``proof="auto"`` means ``"standard"``; from the second, ``"sample"``."""
 
 UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
 

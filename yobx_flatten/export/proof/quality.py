@@ -13,25 +13,25 @@ SCORES = "logits"
 """The only output that is compared, if a file has an output of this name; otherwise all outputs are compared."""
 
 EMBEDDING = "sentence_embedding"
-"""The output that sentence-transformers reads; its rows are compared with the model's by their cosine."""
+"""The output that sentence-transformers reads; its rows are compared with the model's by cosine similarity."""
 
 _COSINES = {"int4": 0.97}
 _COSINE = 0.995
-"""Smallest cosine between an embedding and the model's, in 8 bits. In 4 bits the best known rounding reaches 0.98."""
+"""Smallest cosine of embeddings with 8-bit weights and the model's; the best known rounding to 4 bits reaches 0.98."""
 
 _LARGEST = 0.5
-"""Largest allowed relative difference of outputs that are not scores; two unrelated outputs differ by 1.4."""
+"""Largest allowed relative difference of outputs that are not logits; two unrelated outputs differ by 1.4."""
 
 _AGREED = 0.95
 """If more than this share of greedy tokens equal the model's, weights with more bits make no visible difference."""
 
 _TOGETHER = 64
-"""Number of tokens whose scores are computed at once: 1,000 tokens take 200 MB with a vocabulary of 50,000."""
+"""Number of tokens whose logits are computed at once: 1,000 tokens take 200 MB with a vocabulary of 50,000."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """The error of a file with quantised weights, compared with its model.
+    """How far the outputs of a file with quantised weights are from the model's.
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
@@ -69,7 +69,7 @@ class Quality:
 
     @property
     def perplexity_ratio(self) -> float | None:
-        """Perplexity of the file, relative to the model's; ``None`` without scores.
+        """Perplexity of the file, divided by the model's; ``None`` if the file returns no logits.
 
         Without a text it is the ratio on what the model itself would write: the exponential of the divergence.
         """
@@ -79,7 +79,7 @@ class Quality:
 
     @property
     def allowed_cosine(self) -> float:
-        """The smallest accepted cosine between an embedding and the model's."""
+        """The smallest accepted cosine similarity of the embeddings that the file and the model compute."""
         return _COSINES.get(self.weights, _COSINE)
 
     @property
@@ -103,7 +103,7 @@ class Quality:
         return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes and properties for JSON."""
+        """Return all attributes and properties as a dict that JSON can store."""
         return {**dataclasses.asdict(self), "perplexity_ratio": self.perplexity_ratio, "ok": self.ok}
 
     def __str__(self) -> str:

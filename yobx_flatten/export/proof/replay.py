@@ -30,7 +30,7 @@ from .left import Left
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """How an export compares with the eager model at one case.
+    """How the outputs of an export differ from the eager model's on one set of inputs (a case).
 
     Attributes:
         case: name of the case.
@@ -58,7 +58,7 @@ class CaseResult:
     cause: str = ""
 
     def worst(self, tolerance: float) -> tuple[str, float, float]:
-        """Return the worst output relative to its tolerance, its difference, and the tolerance.
+        """Return the name of the output that differs most relative to its tolerance, the difference, and the tolerance.
 
         Args:
             tolerance: what an output may differ by that was not measured.
@@ -70,7 +70,7 @@ class CaseResult:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the case ran, and all outputs are within their tolerances.
+        """Return whether the case ran without an error, and all outputs are within their tolerances.
 
         Args:
             tolerance: what an output may differ by that was not measured.
@@ -84,7 +84,7 @@ class CaseResult:
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
-        """Return the last cells of the case's table row: the largest difference and its output, or the failure."""
+        """Return the last cells of a report's row: the largest difference and the output that has it, or the error."""
         if self.error is not None:
             return [self.error]
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
@@ -157,7 +157,7 @@ def replay(
     left: Left | None = None,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
-    """Run one case with the eager model and the exported one, and compare every output of every step."""
+    """Run the eager model and the exported model on one case, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`; none by default
     # left: changed arguments that are returned, see `left`; none by default
     # allowed: measured tolerances of outputs; none by default
@@ -196,7 +196,7 @@ def replay(
 
 
 _FAR = 1e-3
-"""Allowed difference, relative to the largest score: products of one row are summed in a different order."""
+"""Allowed relative difference of the last token's logits: computed alone, their sums are in another order."""
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
@@ -228,7 +228,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
 
 
 _LARGEST = 2**28
-"""Limit in bytes: intermediate values of larger files are not read, because all would be in memory at once."""
+"""Limit in bytes: intermediate values of larger ONNX files are not read, because all would be in memory at once."""
 
 
 def first_difference(

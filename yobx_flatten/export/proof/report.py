@@ -23,7 +23,7 @@ from .quality import Quality
 from .replay import CaseResult
 
 _PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
-"""Steps of an export that only check the files."""
+"""Names of the steps of an export that only check the files."""
 
 _SHOWN = 20.0
 """CPU seconds above which the report shows how much of the time the checks took."""
@@ -116,11 +116,11 @@ class ExportReport(Report):
         return self.seconds.get("convert")
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every case; infinite for a case that failed."""
+        """Yield the largest output difference of every checked case; infinite for a case that failed."""
         return (case.max_difference for case in self.cases)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield how much of each output is NaN in the eager model, in every case."""
+        """Yield, for every case, the share of NaN values in each output of the eager model."""
         return (case.nan for case in self.cases)
 
     @property
@@ -165,7 +165,7 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Measure a ``with`` block: add its time and its growth of peak memory to a step of the export.
+        """Measure a ``with`` block: add its duration and the growth of peak memory to those of one export step.
 
         Args:
             step: its name.
@@ -180,7 +180,7 @@ class ExportReport(Report):
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def explained(self, case: Case) -> Mapping[str, float] | None:
-        """Return the largest explained difference of each output; ``None`` if it was not measured.
+        """Return the largest difference of each output that rounding explains; ``None`` if it was not measured.
 
         Args:
             case: the case, of which the type of the weights costs so much.
@@ -203,7 +203,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result that allows float32's rounding where outputs exceed the tolerance.
+        """Return a result in which outputs that exceed the tolerance may differ by the rounding error of float32.
 
         Args:
             found: result of a case.
@@ -214,7 +214,7 @@ class ExportReport(Report):
         return dataclasses.replace(found, allowed=self.explained_by_float64(case) or found.allowed)
 
     def remark(self, *texts: str) -> None:
-        """Add notes to the report, each only once.
+        """Add notes to the report, unless the report contains them already.
 
         Args:
             *texts: the notes.
@@ -284,10 +284,10 @@ _HALF = (torch.float16, torch.bfloat16)
 logger = logging.getLogger("yobx_flatten")
 
 _TIMES = 5.0
-"""Factor on a measured rounding error: a file rounds in different places, and the largest of many errors is random."""
+"""Factor by which differences may exceed the model's measured rounding error, since files round in other places."""
 
 _IN_FLOAT32 = 1e-4
-"""Allowed difference of float32 outputs for any type of weights, also without a measurement."""
+"""Allowed difference of float32 outputs for all weight dtypes, if the rounding error of the model was not measured."""
 
 _PART = 0.1
 """Largest allowed difference as a share of an output's range, for any dtype."""

@@ -26,7 +26,7 @@ from ..traced import Traced
 from .executorch_cache import attended_in_place, with_row_buffers
 
 Backend = Literal["auto", "xnnpack", "portable"]
-"""Kernels of ExecuTorch: XNNPACK's where available, or portable ones; ``"auto"`` takes the first that pass."""
+"""Kernels of ExecuTorch: ``"auto"`` takes XNNPACK's if the file passes its checks with them, else portable ones."""
 
 
 def check_backend(backend: str) -> None:

@@ -148,7 +148,7 @@ def check_room(
 
 
 _WITH_KERNELS = ("float32", "float16", "float64")
-"""Types of weights that onnxruntime multiplies on the CPU; bfloat16 is not among them."""
+"""Weight dtypes for which onnxruntime has matrix products on the CPU; there are none for bfloat16."""
 
 
 def has_kernels(dtype: str) -> bool:

@@ -44,7 +44,7 @@ def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str
 
 
 def flatten_with_keys_dynamic_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten a ``DynamicCache``, each leaf with its key: ``[key_0]``, ``[value_W8_1]``.
+    """Flatten a ``DynamicCache`` into leaves with names of layers: ``[key_0]``, ``[value_W8_1]``.
 
     Args:
         cache: see :func:`flatten_dynamic_cache`.
@@ -62,7 +62,7 @@ def flatten_with_keys_dynamic_cache(cache: TransformersCache) -> tuple[list[tupl
 def unflatten_dynamic_cache(
     values: Iterable[Any], context: list[str], output_type: type | None = None
 ) -> TransformersCache:
-    """Unflatten a ``DynamicCache``: put the given leaves into it, without copying them.
+    """Make a ``DynamicCache`` that contains the given leaves, without copying them.
 
     Args:
         values: the leaves, as :func:`flatten_dynamic_cache` returned them, or placeholders for them.
@@ -104,7 +104,7 @@ def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]
 
 
 def flatten_with_keys_static_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten a ``StaticCache``, each leaf with its key: ``[key_S16_0]``, ``[position_S16_0]``.
+    """Flatten a ``StaticCache`` into leaves with names of layers: ``[key_S16_0]``, ``[position_S16_0]``.
 
     Args:
         cache: see :func:`flatten_static_cache`.
@@ -122,7 +122,7 @@ def flatten_with_keys_static_cache(cache: TransformersCache) -> tuple[list[tuple
 def unflatten_static_cache(
     values: Iterable[Any], context: list[str], output_type: type | None = None
 ) -> TransformersCache:
-    """Unflatten a ``StaticCache``: put the given leaves into it, without copying them.
+    """Make a ``StaticCache`` that contains the given leaves, without copying them.
 
     Args:
         values: the leaves, as :func:`flatten_static_cache` returned them, or placeholders for them.
@@ -175,7 +175,7 @@ def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], 
 
 
 def flatten_with_keys_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten an ``EncoderDecoderCache`` into its two caches, each with its key.
+    """Flatten an ``EncoderDecoderCache`` into its two caches, each with a key.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -190,7 +190,7 @@ def flatten_with_keys_encoder_decoder_cache(cache: TransformersCache) -> tuple[l
 def unflatten_encoder_decoder_cache(
     values: Iterable[Any], context: list[str], output_type: type | None = None
 ) -> TransformersCache:
-    """Unflatten an ``EncoderDecoderCache``: put the two caches into it.
+    """Make an ``EncoderDecoderCache`` from its two flattened caches.
 
     Args:
         values: the self-attention and the cross-attention cache, or placeholders for them.

@@ -35,7 +35,7 @@ from .text import (
 from .vision_language import vision_language_pieces
 
 EMBEDDING = "embedding"
-"""Name of the file that takes tokens and features, without its suffix."""
+"""Name, without suffix, of the file that computes input embeddings from tokens and image features."""
 
 _OTHERS = (
     (
@@ -115,10 +115,10 @@ def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list
 
 
 FRAMES = 3000
-"""Number of audio frames that onnxruntime-genai passes to an encoder: 30 seconds."""
+"""Number of audio frames that onnxruntime-genai passes to an audio encoder: 30 seconds."""
 
 ALLOWED = "allowed_logits"
-"""Output with the logits in which the tokens that the configuration suppresses are the least likely."""
+"""Name of the output whose logits are lowest for the tokens that the configuration suppresses."""
 
 _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 

@@ -41,14 +41,14 @@ TASKS: Mapping[str, Cut] = {
     "audio-to-audio": spoken_pieces,
     "vocoder": plain_pieces,
 }
-"""Task names of the Hugging Face hub, and the function that makes the files of such a model. ``ctc`` is speech
-recognition frame by frame, without a decoder."""
+"""By task name of the Hugging Face hub: the function that splits such a model into the parts that become files. ``ctc``
+is speech recognition frame by frame, without a decoder."""
 
 _FOR_GENAI: Mapping[Cut, Cut] = {
     encoder_decoder_pieces: genai_sound_pieces,
     vision_language_pieces: genai_picture_pieces,
 }
-"""The functions for models that onnxruntime-genai runs in other files."""
+"""For onnxruntime-genai, which needs other files: the function to use instead of the usual one."""
 
 GENERATES = (
     "text-generation",

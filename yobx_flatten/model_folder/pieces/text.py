@@ -75,7 +75,7 @@ class Split:
 
 
 EVERY = Split()
-"""Files of all sizes and cases."""
+"""The default way to split a model: files for all batch sizes, with all test inputs."""
 
 # A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
@@ -398,7 +398,7 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
 
 
 Head = tuple[int, int]
-"""The index of a decoder layer, and the index of a head of its cross-attention."""
+"""A cross-attention head: the index of the decoder layer, and the index of the head in this layer."""
 
 
 def heads_of(model: TransformersModel) -> list[Head]:

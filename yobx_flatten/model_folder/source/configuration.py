@@ -19,7 +19,7 @@ from ...files.document import check_regular, inside, read_configuration, read_do
 from ...recipe.static_codec import objection_to
 
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments for every ``from_pretrained``: without ``False``, transformers asks on the terminal whether to run code."""
+"""Arguments for every ``from_pretrained``; without ``False``, transformers asks on the terminal whether to run code."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000
@@ -125,7 +125,7 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
 
 
 ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-code)."
-"""What to type, in Python and on the command line of an export."""
+"""End of an error message: what to type, in Python and on the command line, to run the Python files of a model."""
 
 
 def own_code(stated: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ MODEL_NAMES = (
     "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
     "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
 )
-"""Help text of both command lines: the ways to name a model."""
+"""Help text of the argument MODEL of both command lines: how to name a model."""
 
 _FIX = 'In adapter_config.json, set "base_model_name_or_path" to a folder with weights.'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -275,7 +275,7 @@ def _why_not(error: BaseException) -> str:
 
 
 READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
-"""Files of which a folder with a tokenizer or a processor holds at least one."""
+"""Names of files, of which a folder with a tokenizer or a processor contains at least one."""
 
 
 def reader_of(folder: pathlib.Path) -> str:

@@ -31,7 +31,7 @@ WeightsIn = Literal["auto", "memory", "stream"]
 """``"memory"`` loads all weights, ``"stream"`` reads the weights of a layer when the layer is called."""
 
 _PART = 4
-"""``"auto"`` streams weights larger than the free memory divided by this, because an export needs weights twice."""
+"""An export needs weights twice: ``"auto"`` streams weights larger than the free memory divided by this number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class NotStreamableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Weights in safetensors files."""
+    """The weights of a model, in safetensors files."""
 
     files: Mapping[str, pathlib.Path]  # the file of each weight, by its name there
     shapes: Mapping[str, Sequence[int]]  # the shape of each weight
@@ -137,11 +137,11 @@ class Checkpoint:
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def is_mapped_as(self, dtype: torch.dtype) -> bool:
-        """Return whether the weights already have a dtype, so that no weight is converted."""
+        """Return whether all weights already have a dtype, so that none is converted."""
         return set(self.types.values()) <= {_TYPES.get(dtype)}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one weight in a dtype; without a cast it is memory-mapped."""
+        """Return one weight in a dtype; without a conversion, the file is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

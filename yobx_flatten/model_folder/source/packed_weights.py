@@ -109,7 +109,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Order of the eight columns that are packed into one integer, chosen for AWQ's kernels."""
+"""Order in which AWQ packs eight columns into one integer, chosen for the kernels of AWQ."""
 
 
 def _awq(stated: Mapping[str, Any]) -> Packing | str:
@@ -183,8 +183,8 @@ def _configs(stated: Any) -> Iterator[str]:
 
 
 UnmatchedWeights = Literal["refuse", "unused", "random"]
-"""What to do if the weights of a folder do not match the model's class. ``"refuse"`` raises, with their names;
-``"unused"`` ignores weights that the class lacks; ``"random"`` also draws weights that the folder lacks."""
+"""If the weights of a folder do not match the model class, ``"refuse"`` raises an error that names the weights,
+``"unused"`` ignores weights that the class lacks, and ``"random"`` also draws weights that the folder lacks."""
 
 _NAMED = 5  # of many weights, so many are named
 

@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Files of which a folder with a tokenizer holds at least one."""
+"""Names of files, of which a folder with a tokenizer contains at least one."""
 
 _CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
 _MOST_GROWTH = 1000  # times as long as a text may be after all replacements in it

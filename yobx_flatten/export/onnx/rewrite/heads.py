@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 SWAP = (0, 2, 1, 3)
-"""Order of axes from (batch, tokens, heads, size) to (batch, heads, tokens, size), and back."""
+"""Permutation of axes from (batch, tokens, heads, size) to (batch, heads, tokens, size), and in reverse."""
 
 
 def put_tokens_first(model: ir.Model) -> None:

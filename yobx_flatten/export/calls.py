@@ -340,11 +340,12 @@ def _in_our_words(error: Exception, example: Example) -> Exception:
     """Replace a long error of torch by a short one; errors of the model's code are unchanged."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_of_trace = frame.f_globals.get("__name__", "").startswith("torch._export")
-    is_long = is_of_trace or type(error).__module__.startswith(("torch.", "onnx_ir."))
-    if isinstance(error, FlattenError) or not is_long:
+    found = explain_error(error, example.module) if is_of_trace else None
+    is_known = found is not None and found.known
+    is_long = type(error).__module__.startswith(("torch.", "onnx_ir."))
+    if isinstance(error, FlattenError) or not (is_long or is_known):
         return error
-    raised = f": torch raises {type(error).__name__}: {first_line(error)[:300]}"
-    text = f". {explain_error(error, example.module)}" if is_of_trace else raised
+    text = f". {found}" if is_known else f": torch raises {type(error).__name__}: {first_line(error)[:300]}"
     explained = InvalidArgumentError(f"{type(example.module).__qualname__} cannot be exported{text}")
     explained.__cause__ = error
     return explained

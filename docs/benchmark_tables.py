@@ -50,9 +50,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _made_with(name: str, data: Mapping[str, Any]) -> str:
     versions = data.get("versions", {"torch": data.get("torch")})
     shown = ", ".join(f"{library} {version}" for library, version in versions.items())
-    load = f", load {data['load'][0]:.1f}" if "load" in data and "load" not in data["machine"] else ""
+    load = f", system load {data['load'][0]:.1f}" if "load" in data and "load" not in data["machine"] else ""
     made_by, numbers = f"`python benchmarks/bench_{name}.py`", f"`docs/data/bench-{name}.json`"
-    return f"{made_by}; {data['machine']}{load}; {shown}. All numbers: {numbers}."
+    return f"Measured by {made_by} on {data['machine']}{load}, with {shown}. All numbers are in {numbers}."
 
 
 # --- files of several exporters ---------------------------------------------------------------------------------------
@@ -68,7 +68,10 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         lines += ["", f"### {family}, {found['layers']} layers, {weights / 4e6:.0f} million parameters", ""]
         lines += [f"![milliseconds per token by tokens in the cache]({picture.name})", ""]
         if "openings" in found:
-            lines += [f"Each file was opened {found['openings']} times, with its weights in huge pages.", ""]
+            lines += [
+                f"Each ONNX file was loaded {found['openings']} times, with the weights in huge memory pages.",
+                "",
+            ]
 
         def cells(entry: str, form: str, made: Any = made, sides: Any = sides, scale: float = 1) -> list[str]:
             return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
@@ -171,7 +174,8 @@ def _pipeline(data: Mapping[str, Any], _: Path) -> list[str]:
     return [
         *_table(["a step", "ms", "pipeline / this row", "CPU ms"], rows),
         "",
-        f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of CPU time per layer and microbatch.",
+        f"The pipeline takes {per_layer['overhead, processor']:.0f} µs more CPU time per layer and microbatch than "
+        "the layers alone.",
     ]
 
 
@@ -275,7 +279,7 @@ def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:
         for fewer, more in itertools.pairwise(sizes)
     ]
     text = (
-        f"Memory grows linearly: each further token takes {further[-2]:.1f} kB between {sizes[-3]:,} and {sizes[-2]:,} "
+        f"Memory grows linearly: each more token takes {further[-2]:.1f} kB between {sizes[-3]:,} and {sizes[-2]:,} "
         f"tokens, and {further[-1]:.1f} kB between {sizes[-2]:,} and {sizes[-1]:,}. Time grows faster, because each "
         "token attends to all earlier tokens."
     )
@@ -317,7 +321,8 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
             read, whole = disk["bytes read"] / 1e9, disk["file bytes"] / 1e9
             lines += [
                 "",
-                f"{way}, if no weight of the file stays in memory: a step reads {read:.2f} GB from the file of "
+                f"{way}, if no weight of the file stays in memory: a training step reads {read:.2f} GB from the file "
+                "of "
                 f"{whole:.2f} GB, with {disk['page faults']:,} page faults that wait for the disk, in "
                 f"{disk['seconds']:.0f} s. Each weight is read in forward and in backward; the rest is "
                 "read-ahead of the system.",
@@ -396,11 +401,11 @@ def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
     host, again = data["host"]["overhead"], data["host"]["with torch's checkpoints"] - data["host"]["layers alone"]
     least, most = data["delay"].values()
     text = (
-        f"On a busy machine, a layer call costs {host:.0f} µs of CPU time in torch and Python on top of the layer; "
-        f"torch's activation checkpointing costs {again:.0f} µs. The time of the reference accelerator for copies, "
-        "events and waits is not included. Layers of one millisecond do not wait for the host: a step with 32 such "
-        f"layers and 4 microbatches takes {least:.1f} ms if the host takes no time, and {most:.1f} ms if the host "
-        "takes 1,000 µs per layer and microbatch."
+        f"On a busy machine, the pipeline adds {host:.0f} µs of CPU time to each layer call; torch's activation "
+        f"checkpointing adds {again:.0f} µs. The time of the simulated device for copies, events and waits is not "
+        "included. If a layer takes a millisecond, the device hardly waits for the host: a step with 32 such layers "
+        f"and 4 microbatches takes {least:.1f} ms if the host takes no time, and {most:.1f} ms if the host takes "
+        "1,000 µs per layer and microbatch."
     )
     return [*_table(head, rows), "", text]
 
@@ -431,8 +436,9 @@ def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
             [[name, f"{one:.6f}", f"{other:.6f}", f"{abs(one - other) / one:.4%}"] for name, one, other in shown],
         ),
         "",
-        f"On one, two and three devices, losses and weights of the pipeline are {'' if is_equal else 'not '}bitwise "
-        f"identical. The largest difference of a step is {data['largest relative difference of a step']:.3%}.",
+        f"The pipeline's losses and weights are {'' if is_equal else 'not '}bitwise identical on one, two and three "
+        "devices. The losses of pipeline and plain training differ in a step by at most "
+        f"{data['largest relative difference of a step']:.3%}.",
     ]
 
 

@@ -24,7 +24,7 @@ from rich.progress import track
 
 from .command import ROOT
 from .operators_cases import Operator, Values, operators
-from .page import cleaned, row, rule
+from .page import cleaned, row, rule, stated
 from .results import Results, installed_versions, library_state
 
 __all__ = ["main", "measured", "page_of"]
@@ -40,17 +40,19 @@ _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 _PAGE = """# Operators
 
-`export_onnx` exports each operator with an ordinary example. onnxruntime then runs the file with different values:
-zeros of both signs, negative and large numbers, infinities, NaN, ties, the smallest and largest integers, and masks
-with a fully masked row. The results are compared with eager PyTorch (relative tolerance 1e-4). Values for which eager
-PyTorch raises an error are left out. `make operators` runs all operators, and continues where it stopped. This page is
-written from `data/{file}`, with {versions}.
+`export_onnx` exports each PyTorch operator with ordinary example values. onnxruntime then runs the ONNX file with
+values that differ from the example: zeros of both signs, negative and large numbers, infinities, NaN, equal values, the
+smallest and largest integers, and attention masks with a fully masked row. The outputs of onnxruntime are compared with
+those of eager PyTorch (relative tolerance 1e-4). Input values for which eager PyTorch raises an error are left out.
+`make operators` checks each operator that has no recorded result. The results come from `data/{file}`, measured with
+{versions}.
 
 {counts}
 
-`yobx_flatten/trace/onnx_repairs.py` contains the corrected translations. Operators in the table of wrong operators are
-also wrong in files of `torch.onnx.export`, mostly for infinities and NaN; the checks of an export do not use such
-values. If your program uses one of these operators with such values, pass your own translation:
+`yobx_flatten/trace/onnx_repairs.py` contains corrected translations of operators that `torch.onnx.export` translates
+wrongly. The operators that are marked wrong below also return wrong values in files of `torch.onnx.export`, mostly for
+infinities and NaN. `export_onnx` does not check files with infinities or NaN. If your program uses one of these
+operators with such values, pass your own translation:
 `export_onnx(..., translations={{torch.ops.aten.NAME.default: function}})`.
 
 ## What is not correct
@@ -157,7 +159,7 @@ def page_of(results: Results, file: str) -> str:
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name in held if kinds.get(name) == kind and held[name]["ok"]]
         table.append(row([kind, ", ".join(names)]))
-    versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
+    versions = stated(results.versions)
     parts = {"counts": "\n".join(summary), "failures": "\n".join(failures), "table": "\n".join(table)}
     return _PAGE.format(file=file, versions=versions, **parts)
 

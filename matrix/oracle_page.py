@@ -8,7 +8,7 @@ from typing import Any
 
 from .oracle_cases import RANKS, TYPES
 from .oracle_exporters import EXPORTERS
-from .page import cleaned, row, rule
+from .page import cleaned, row, rule, stated
 from .results import Results
 
 __all__ = ["NOT_RUN", "page_of", "small_table", "verdict_of"]
@@ -17,11 +17,12 @@ NOT_RUN = "not run"
 
 _PAGE = """# Files of every exporter
 
-This table shows whether exported files compute the same as their model. {types} model types are built from small
-configurations with random weights, and with a sliding window of eight tokens if the type has a window. Each exporter
-exports the same checkpoint, in a separate process, as its documentation describes. `verify_file` then compares the
-files with the eager model: other batch sizes and lengths, lengths past the window, padding, an empty cache, and three
-calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-files-of-other-exporters)).
+This page shows which exporters write ONNX files that compute the same values as the model. {types} model types are
+built from small configurations with random weights, and with a sliding window of eight tokens if the model type has a
+window. Each exporter exports the same checkpoint in a separate process, with the call that the exporter's documentation
+describes. `verify_file` then compares the ONNX files with the eager model at other batch sizes and lengths, at lengths
+past the window, with padding, with an empty cache, and in three calls that pass the cache on
+([how](guide/from_optimum.md#verify-files-of-other-exporters)).
 
 | verdict | meaning |
 |---|---|
@@ -34,15 +35,16 @@ calls in a loop over the cache of the file ([how](guide/from_optimum.md#verify-f
 | not judged | file inputs are unknown, float32 is too inexact for the model, or the export takes over 30 minutes |
 | not run | the cell was not tried |
 
-A file is called wrong only if it differs from the model in float32 and from the model in float64, each time by more
-than ten times the difference between the float32 and the float64 model. Some exporters announce that results may
-differ: mobius-onnx logs a warning that its portable files attend to all tokens where the model has a window. A file
-without the head of its checkpoint (BERT and RoBERTa of mobius-onnx) is compared with the model without its head. Files
-of onnxruntime-genai are also run in onnxruntime-genai itself, which allocates a cache of the largest length.
+A file counts as wrong only if its outputs differ from the float32 model and from the float64 model by more than ten
+times the difference between these two models. mobius-onnx warns that its portable files attend to all tokens even if
+the model has a sliding window. mobius-onnx exports BERT and RoBERTa without the head of the checkpoint, so these files
+are compared with the model without its head. Files of the onnxruntime-genai builder also run in onnxruntime-genai,
+which allocates the cache for the largest length.
 
-To test whether this comparison misses faults, sixteen faults were planted in files that five of these exporters wrote:
-a wrong axis, a lost window, permuted heads, a stale mask, a stale cache, a rounded weight. `verify_file` finds all
-sixteen faults (`tests/flatten/verify/test_peer_faults.py`), and reports the files without a fault as right.
+To test whether `verify_file` misses faults, we put sixteen faults into ONNX files of five of these exporters: for
+example a wrong axis, a missing sliding window, permuted heads, an old mask, an old cache, or a rounded weight.
+`verify_file` finds all sixteen faults (`tests/flatten/verify/test_peer_faults.py`), and reports the unchanged files as
+right.
 
 {small}
 
@@ -60,8 +62,8 @@ sixteen faults (`tests/flatten/verify/test_peer_faults.py`), and reports the fil
 make oracle MATRIX_ARGS="--only llama --columns 'torch.onnx' --redo all --output llama.json"
 ```
 
-`make oracle` runs all exporters for all types, and continues where it stopped (`python -m matrix.oracle --help` lists
-the options). This page is written from `data/{file}`, with {versions}. The exporters:
+`make oracle` repeats these checks (options: `python -m matrix.oracle --help`). The results come from `data/{file}`,
+measured with {versions}. The exporters:
 
 | exporter | call | versions |
 |---|---|---|
@@ -123,7 +125,7 @@ def page_of(results: Results, file: str) -> str:
             f"- {line}".replace("{}", ", ".join(names), 1) for line, names in reasons.items() if line[-2:] != ": "
         ),
         file=file,
-        versions=", ".join(f"{library} {version}" for library, version in results.versions.items()),
+        versions=stated(results.versions),
         exporters="\n".join(exporters),
     )
 

@@ -11,13 +11,13 @@ from typing import Any
 from .causes import CAUSES
 from .results import Results, passes, symbol_of, untried
 
-__all__ = ["cleaned", "codes", "in_two", "page_of", "row", "rule", "write_page"]
+__all__ = ["cleaned", "codes", "in_two", "page_of", "row", "rule", "stated", "write_page"]
 
 _INTRODUCTION = """# Supported models: export
 
-These tables list every model type in the installed transformers, and which steps of an export work for it. Each model
-is built from a small configuration with random weights. `make matrix` runs all types (`python -m matrix --help` lists
-the options to run fewer). This page is written from `{file}`, with {versions}.
+These tables list every model type in transformers, and show which steps of an export work for each model type. Each
+model is built from a small configuration with random weights. `make matrix` repeats these checks (options: `python -m
+matrix --help`). The results come from `{file}`, measured with {versions}.
 """
 
 _ASKED = """## What each column checks
@@ -40,7 +40,7 @@ _ASKED = """## What each column checks
 
 ✓ passed. ✓* passed with a second program that was exported from a call with one new token, because the program for
 three tokens contains an unrolled loop over them. ✗ failed. – does not apply, or an earlier column failed. Empty: not
-run. Types that fail a column come first.
+run. Model types that failed a check come first.
 """
 
 _FAMILIES = {
@@ -54,6 +54,8 @@ _UP_TO = {"round trip": "round trip", "save and load": "torch.export", "onnx": "
 
 # What people come for stands where a narrow window shows it.
 _SHOWN_FIRST = ("onnxruntime", "past the window", "left padding", "other batch and length", "export")
+
+_NOT_STATED = ("python", "onnx", "onnxscript")
 
 # Logits that hardly depend on the cache say little about it.
 _SENSITIVE = 1e-3
@@ -79,7 +81,7 @@ def in_two(name: str, page: str) -> tuple[str, str]:
     kept = [text for text in sections if text.splitlines()[0].removeprefix("## ") in _SUMMARIES[name]]
     rows = [text for text in sections if text not in kept]
     title = introduction.splitlines()[0]
-    link = f"## All rows\n\nA separate page lists [all rows, with the reasons for failures](rows/{name}.md).\n"
+    link = f"## All rows\n\nA separate page lists [every row of the tables, and why rows failed](rows/{name}.md).\n"
     summary = "\n".join(part.rstrip("\n") + "\n" for part in [introduction, *kept, link])
     return summary, "\n".join(
         part.rstrip("\n") + "\n" for part in [f"{title}: all rows\n\n[The summary](../{name}.md).", *rows]
@@ -105,7 +107,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
         peers: what others do, for the comparison.
         file: the name of the file the results are from.
     """
-    versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
+    versions = stated(results.versions)
     parts = [
         _INTRODUCTION.format(file=f"data/{file}", versions=versions),
         _at_a_glance(results, columns),
@@ -172,10 +174,12 @@ def _summary(results: Results, columns: list[str]) -> str:
         for entry in results.types.values()
         if entry["columns"].get("prefill", {}).get("ok")
     )
-    for title, counter in (("Caches", caches), ("Layers", layers)):
+    for title, counter in (("cache", caches), ("cache layer", layers)):
         if counter:
             lines.append(
-                f"\n{title} found: " + ", ".join(f"`{key}` {count}" for key, count in counter.most_common()) + "."
+                f"\nNumber of model types that use each class of {title}: "
+                + ", ".join(f"`{key}` {count}" for key, count in counter.most_common())
+                + "."
             )
     return "\n".join(lines) + "\n"
 
@@ -183,9 +187,9 @@ def _summary(results: Results, columns: list[str]) -> str:
 def _comparison(all_results: list[Results], columns: list[str]) -> str:
     shared = set.intersection(*(set(one.types) for one in all_results))
     lines = [
-        f"## Compared with transformers' exporter\n\nThe table has the {len(shared)} types that ran in all columns. "
-        "A cell shows how many types passed, of those that were tried. onnx-diagnostic is missing: it cannot be "
-        "imported with transformers 5.23.\n",
+        f"## Compared with transformers' exporter\n\nThis table has the {len(shared)} model types that were tried "
+        "with every exporter. A cell shows how many of the tried model types passed. onnx-diagnostic is missing, "
+        "because onnx-diagnostic cannot be imported with transformers 5.23.\n",
         row(["column", *(one.way for one in all_results)]),
         rule(1 + len(all_results)),
     ]
@@ -304,3 +308,8 @@ def row(cells: Iterable[str]) -> str:
 def rule(count: int) -> str:
     """Return the line under the head of a table of ``count`` columns."""
     return f"|{'---|' * count}"
+
+
+def stated(versions: dict[str, str]) -> str:
+    """Return the versions of the libraries that compute; the file of the results has those of all."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if name not in _NOT_STATED)

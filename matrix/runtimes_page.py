@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import runtimes_cases, runtimes_programs
-from .page import cleaned, codes, row, rule
+from .page import cleaned, codes, row, rule, stated
 from .results import Results, symbol_of, untried
 from .runtimes_causes import cause_of
 
@@ -14,20 +14,19 @@ __all__ = ["page_of"]
 
 _PAGE = """# Runtimes
 
-These tables list which Hugging Face causal language models run in OpenVINO, AOTInductor and ExecuTorch. The models are
-built from small configurations with random weights. `export_program` exports each model once. `to_openvino`,
-`to_aotinductor` and `to_executorch(backend="portable")` then write this program for each runtime. `make runtimes` runs
-all models, and continues where it stopped (`python -m matrix.runtimes --help` lists the options to run fewer). This
-page is written from `data/{file}`, with {versions}.
+These tables list which Hugging Face causal language models run in OpenVINO, AOTInductor and ExecuTorch. The models have
+small configurations and random weights. `export_program` exports each model once; `to_openvino`, `to_aotinductor` and
+`to_executorch(backend="portable")` convert the exported program for each runtime. `make runtimes` repeats these checks
+(options: `python -m matrix.runtimes --help`). The results come from `data/{file}`, measured with {versions}.
 
-Each file runs in its runtime on the example and on further cases, and its outputs are compared with the eager model.
-The cases have different batch sizes (including one) and lengths, one or several new tokens, more tokens than the
-sliding window, and a padded row. A case is three calls; each call uses the cache that the last call returned. Then
-each case runs again with inputs in a different memory layout: slices of larger tensors, and transposed tensors. Files
+Each file runs in its runtime on the example inputs and on further inputs (cases), and the outputs are compared with
+those of the eager model. The cases differ in batch size (one included), length and number of new tokens; one exceeds
+the sliding window, and one has a padded row. A case is three calls of the model; each call gets the cache that the call
+before returned. Then each case runs again with inputs that are slices of larger tensors or transposed tensors. Files
 for ExecuTorch accept at most {batch} rows and {length} tokens.
 
-✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number in a cell is the
-largest difference between an output and the output of the eager model.
+✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number in a table cell is the
+largest difference between an output of the file and the same output of the eager model.
 
 {counts}
 {failures}
@@ -54,7 +53,7 @@ def page_of(results: Results, file: str) -> str:
     found = [result for entry in results.types.values() for result in entry["columns"].values()]
     made_by = dict(result["library"] for result in found if "library" in result)
     made_by.pop("torch", None)
-    versions = ", ".join(f"{library} {version}" for library, version in {**results.versions, **made_by}.items())
+    versions = stated({**results.versions, **made_by})
     return _PAGE.format(
         **runtimes_cases.BOUNDS,
         file=file,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .models import split_name
-from .page import cleaned, codes, row, rule
+from .page import cleaned, codes, row, rule, stated
 from .results import Results, alike, untried
 from .trainings_cases import COLUMNS
 from .trainings_kinds import KINDS
@@ -15,11 +15,11 @@ __all__ = ["outcome_of", "page_of"]
 
 _PAGE = """# Trainings compared with the reference model
 
-Each row trains a small model with random weights through a pipeline on two simulated devices. The *reference model*
-is the same model without a pipeline, in a PyTorch loop or in the Hugging Face Trainer, on the same data. `make
-trainings` runs all rows, and continues where it stopped (`python -m matrix.trainings --help` lists the options to run
-fewer). This page is written from `data/{file}`, with {versions}. CI (`.ci/run`) runs one row of each task and kind
-again, and fails if a number is wrong or an unexpected error is raised.
+Each table row is one training of a small model with random weights, split over two simulated devices. The *reference
+model* is the same model, trained on the same data in a PyTorch loop or in the Hugging Face Trainer. `make trainings`
+repeats these checks (options: `python -m matrix.trainings --help`). The results come from `data/{file}`, measured with
+{versions}. CI (`.ci/run`) repeats one training of each task and kind, and fails if a result is wrong or an unexpected
+error is raised.
 
 | column | what is compared |
 |---|---|
@@ -30,20 +30,22 @@ again, and fails if a number is wrong or an unexpected error is raised.
 | no example | 3 microbatches through text models that were split without an example batch |
 | trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (Trainer options: six steps) |
 
-Each number is the largest relative difference from the reference model. Each row of a batch has a different number of
-ignored labels, and each microbatch a different number of rows. Trainings run in float64, and a difference may be at
-most {tolerance:.0e}. For models that do not run in float64 the limit is {single:.0e}, and they are marked "float32". A
-gradient that is zero apart from rounding errors is compared relative to the largest gradient of the model. Dropout and
-random masks are off.
+Each number in a table cell is the largest relative difference between a loss, gradient or weight of the pipeline and of
+the reference model. The rows of a batch have different numbers of ignored labels. Trainings run in float64, and a
+relative difference may be at most {tolerance:.0e}. Models that do not run in float64 are marked "float32", and their
+limit is {single:.0e}. If a gradient is zero apart from rounding errors, its difference is divided by the largest
+gradient of the model. Dropout and random masks are off.
 
-- `joined:` The losses of the microbatches did not add up to the loss of the batch. So the last layer and the loss
-  ran once for the whole batch.
-- `1:` The batch ran as one microbatch, because the model is not split into layers or draws random numbers after them.
-- **refused**: The package raised an error or a warning; the reasons are listed under "What is refused".
-- –: The reference model has no such case; the reasons are listed under "What is not compared". Empty: not run.
+- `joined:` means that the losses of the microbatches do not add up to the loss of the batch, so the last layer and the
+  loss ran once for the whole batch.
+- `1:` means that the batch ran as one microbatch, because the model is not split into layers or draws random numbers
+  after its layers.
+- **refused** means that `roundpipe_runtime` raised an error or a warning; reasons are listed under "What is refused".
+- – means that there is nothing to compare, for example because the model computes no loss; reasons are listed under
+  "What is not compared". An empty cell was not run.
 
-Models that collect statistics in training, such as batch norm, would collect statistics for each microbatch, as in
-gradient accumulation. These models train with one microbatch.
+Layers such as batch norm would compute their statistics per microbatch, as in gradient accumulation, so models with
+such layers are trained with one microbatch.
 
 {summary}
 {wrong}
@@ -96,7 +98,7 @@ def page_of(results: Results, file: str) -> str:
     """
     from .trainings_trial import TOLERANCE, TOLERANCE_SINGLE
 
-    versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
+    versions = stated(results.versions)
     return _PAGE.format(
         file=file,
         versions=versions,

@@ -338,14 +338,15 @@ def check_itself(example: Example, error: Exception) -> None:
 
 def _in_our_words(error: Exception, example: Example) -> Exception:
     """Replace a long error of torch by a short one; errors of the model's code are unchanged."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_of_trace = frame.f_globals.get("__name__", "").startswith("torch._export")
-    found = explain_error(error, example.module) if is_of_trace else None
-    is_known = found is not None and found.known
-    is_long = type(error).__module__.startswith(("torch.", "onnx_ir."))
-    if isinstance(error, FlattenError) or not (is_long or is_known):
+    if isinstance(error, FlattenError):
         return error
-    text = f". {found}" if is_known else f": torch raises {type(error).__name__}: {first_line(error)[:300]}"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    found = explain_error(error, example.module)
+    is_of_trace = found.known and frame.f_globals.get("__name__", "").startswith("torch._export")
+    if not (is_of_trace or type(error).__module__.startswith(("torch.", "onnx_ir."))):
+        return error
+    raised = f": torch raises {type(error).__name__}: {first_line(error)[:300]}\nFor an explanation:\n"
+    text = f". {found}" if is_of_trace else f"{raised}    explain_error(error.__cause__, module, args, kwargs)"
     explained = InvalidArgumentError(f"{type(example.module).__qualname__} cannot be exported{text}")
     explained.__cause__ = error
     return explained

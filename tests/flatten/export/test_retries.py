@@ -293,5 +293,6 @@ def test_an_error_of_torch_is_one_line_and_a_line_to_type():
     with pytest.raises(InvalidArgumentError, match=known) as caught:
         export_program(Differentiated(), kwargs={"x": torch.randn(2, 4)})
     assert len(str(caught.value).splitlines()) <= 5
+    assert "torch raises" not in str(caught.value) or "\n    explain_error(error.__cause__, " in str(caught.value)
     *_, (innermost, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
     assert innermost.f_globals["__name__"].startswith("torch.")

@@ -183,10 +183,10 @@ def choose_quantization(
             f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has "
             f"{others[0]} weights. Convert them first: model.float()"
         )
-    if chosen.activations == "token" and "float16" in facts.matrix_types:
+    if chosen.activations in ("split", "token") and "float16" in facts.matrix_types:
         raise InvalidArgumentError(
-            f'{caller}: activations="token" needs float32 weights, but {facts.name} has float16 weights. Leave '
-            "activations= out, or convert the weights: model.float()"
+            f'{caller}: activations="{chosen.activations}" needs float32 weights, but {facts.name} has float16 '
+            "weights. Leave activations= out, or convert the weights: model.float()"
         )
     if runtime != "onnxruntime":
         _check_tool(chosen, runtime, caller)

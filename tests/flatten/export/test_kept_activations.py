@@ -145,3 +145,20 @@ def test_another_word_is_refused():
         InvalidArgumentError, match='activations must be "auto", "float", "int8", "split" or "token", found \'int4\''
     ):
         Quantization("int8", activations="int4")
+
+
+@pytest.mark.parametrize("activations", ["split", "token"])
+def test_float16_has_one_kernel_which_rounds_activations(tmp_path, activations):
+    """A promise that the file would not keep is refused; the line that is named works."""
+    model, how = _weights(8).half(), Quantization("int8", activations=activations)
+    with pytest.raises(InvalidArgumentError, match=rf'"{activations}" needs float32 weights, but Linear has float16'):
+        export_onnx(model, (_inputs(4, COLUMNS).half(),), path=tmp_path / "m.onnx", cases=[], quantize=how)
+    export_onnx(model.float(), (_inputs(4, COLUMNS),), path=tmp_path / "m.onnx", cases=[], quantize=how)
+
+
+def test_a_split_without_a_text_keeps_floats_and_names_the_argument(tmp_path):
+    """What channels are large is read from a text."""
+    how = Quantization("keep", activations="split")
+    done = export_onnx(_weights(4), (_inputs(4, COLUMNS),), path=tmp_path / "m.onnx", cases=[], quantize=how)
+    assert [remark for remark in done.report.remarks if "Quantization(calibration=tokens)" in remark]
+    assert _kinds(tmp_path / "m.onnx")[0]["accuracy_level"] == 1

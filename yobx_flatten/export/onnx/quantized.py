@@ -49,7 +49,8 @@ _LEFT = 16
 _FLOATS = {
     "auto": 'the activations are not quantized: activations="split" (--activations split) and "int8" are faster, and '
     "less exact.",
-    "split": "the activations are not quantized: the file cannot read a text from its first token.",
+    "split": "the activations are not quantized: there is no text that the file reads from its first token, to find "
+    "the large channels. For a file that can: Quantization(calibration=tokens)",
 }
 """The reason why the activations of a file stay in float, by the value of the option ``activations``."""
 

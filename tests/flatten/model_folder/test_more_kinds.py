@@ -9,7 +9,7 @@ pytest.importorskip("onnxscript")
 
 import transformers
 
-from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator
+from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
 from yobx_flatten.model_folder.source.classes import small_config, small_model
 
@@ -295,31 +295,61 @@ def test_a_model_with_a_decoder_that_does_not_generate_has_the_task_of_its_class
 
 
 def longformer(task):
-    sizes = {"vocab_size": 259, "num_hidden_layers": 1, "attention_window": [8], "pad_token_id": 1}
-    config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200)
+    sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
+    config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)
     return made(getattr(transformers, f"Longformer{task}"), config)
 
 
 def led():
     layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     places = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 8}
-    sizes = {"vocab_size": 259, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes = {"vocab_size": 259, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3}
     return made(transformers.LEDForConditionalGeneration, transformers.LEDConfig(**sizes, **layers, **places))
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda: longformer("ForSequenceClassification"), r"cannot be traced.* _chunk, .*modeling_longformer\.py:\d+"),
-        (lambda: longformer("ForMaskedLM"), r"cannot be traced.* _chunk, .*modeling_longformer\.py:\d+"),
-        (led, r"cannot be traced.* _chunk, .*modeling_led\.py:\d+"),
-    ],
-    ids=["longformer classifier", "longformer masked", "led"],
-)
-def test_a_model_that_torch_cannot_export_is_refused_with_the_line_of_its_code(tmp_path, model, words):
-    """Longformer's branches ended in 17 lines of torch; the cause is kept."""
-    with pytest.raises(InvalidArgumentError, match=words) as raised:
-        export_folder(model(), tmp_path / "out")
+def text_and_mask(length):
+    mask = torch.ones(3, length, dtype=torch.int64)
+    mask[0, max(1, length - 2) :] = 0
+    return torch.randint(3, 259, mask.shape), mask
+
+
+@pytest.mark.parametrize("task", ["ForSequenceClassification", "ForMaskedLM"])
+def test_longformer_scores_texts_below_and_above_its_window(tmp_path, task):
+    """Its lengths were divided as tensors, which torch cannot trace; a classifier marks its first token."""
+    model = longformer(task)
+    export_folder(model, tmp_path / "out", to="program", proof="sample")
+    scores = open_model(tmp_path / "out", trust=True)
+    for length in (2, 7, 8, 9, 16, 61):
+        ids, mask = text_and_mask(length)
+        expected = model(ids, attention_mask=mask).logits
+        found = scores(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(found[-2:], expected[-2:], rtol=0, atol=1e-4)
+
+
+def test_led_generates_from_texts_below_and_above_its_window(tmp_path):
+    """The files of the encoder-decoder with Longformer's attention generate the tokens of the model."""
+    model = led()
+    export_folder(model, tmp_path / "out", proof="sample")
+    generator = open_generator(tmp_path / "out")
+    for length in (2, 8, 9, 61):
+        ids, mask = text_and_mask(length)
+        options = {"attention_mask": mask, "max_new_tokens": 12}
+        expected = model.generate(ids, **options, do_sample=False, num_beams=1)
+        assert torch.equal(generator.generate(ids, **options), expected)
+
+
+class BranchingForMaskedLM(transformers.BertForMaskedLM):
+    def forward(self, input_ids, attention_mask=None, **others):
+        if input_ids.sum() > 0:
+            return super().forward(input_ids, attention_mask, **others)
+        return super().forward(input_ids + 1, attention_mask, **others)
+
+
+def test_a_model_that_torch_cannot_export_is_refused_with_the_line_of_its_code(tmp_path):
+    """A branch on a value ended in 17 lines of torch; the cause is kept."""
+    model = made(BranchingForMaskedLM, transformers.BertConfig(**SIZES, vocab_size=96))
+    with pytest.raises(InvalidArgumentError, match=r"cannot be traced.* forward, .*test_more_kinds\.py:\d+") as raised:
+        export_folder(model, tmp_path / "out")
     assert len(str(raised.value).splitlines()) <= 4
     assert raised.value.__cause__ is not None
     assert not (tmp_path / "out").exists()

@@ -1,17 +1,19 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
-DeepSeek V4 compresses a window of keys when it is full, and Qwen 4 selects blocks of visible keys per query. Their own
-code branches on the number of windows or blocks; here the number may be zero.
+DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
+LED attend to a window. Their own code branches on the number of windows or blocks, or fixes it.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from ...recipe.aliases import CacheLayer, Size, TransformersCache
 from .replacement import Function, Make, replacement
@@ -241,8 +243,104 @@ def _qsa_indexer(original: Function) -> Function:
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
         block = (number // ratio).unsqueeze(1).expand(-1, queries, -1)  # of each key; the last one may be incomplete
-        chosen = torch.nn.functional.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
+        chosen = F.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
         return (visible & (chosen | (block >= complete))).unsqueeze(1)
+
+    return forward
+
+
+# -- longformer, led -------------------------------------------------------------------------------------------------
+
+
+class _Marked(threading.local):
+    """Whether the traced call marks tokens that attend to all others and that all others see."""
+
+    now = False
+
+
+_MARKED = _Marked()
+
+
+@replacement
+def _whole_windows(original: Function) -> Function:
+    # upstream pads and unpads if tokens are missing for a whole window: branches on the length
+    def forward(again: Function, self: Any, global_attention_mask: torch.Tensor | None = None, **others: Any) -> Any:
+        ids, rows = others.get("input_ids"), {**others, "global_attention_mask": global_attention_mask}
+        tokens = others["inputs_embeds"] if ids is None else ids
+        if rows.get("attention_mask") is None:
+            rows["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        length, window = tokens.shape[1], self.config.attention_window
+        window = window if isinstance(window, int) else max(window)
+        place = torch.arange((length + window - 1) // window * window, device=tokens.device)
+        inside, changes = place < length, {}
+        for name in ("input_ids", "inputs_embeds", *_ROWS):
+            if (row := rows.get(name)) is not None:
+                torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")  # type: ignore[misc]
+                row = row.index_select(1, place.clamp(max=length - 1))
+                filler = self.config.pad_token_id if name == "input_ids" else 0
+                changes[name] = row if name == "inputs_embeds" else torch.where(inside, row, filler)
+        before, _MARKED.now = _MARKED.now, global_attention_mask is not None
+        try:
+            outputs = again(**changes)
+        finally:
+            _MARKED.now = before
+        cut = outputs[0].index_select(1, torch.arange(length, device=tokens.device))
+        if isinstance(outputs, tuple):
+            return (cut, *outputs[1:])
+        outputs["last_hidden_state"] = cut
+        return outputs
+
+    return forward
+
+
+_ROWS = ("attention_mask", "global_attention_mask", "position_ids", "token_type_ids")
+
+
+@replacement
+def _attention_in_blocks(original: Function) -> Function:
+    # A block of half a window attends to itself and to both neighbors, in memory that is linear in the length. Only
+    # where a call marks tokens, as a classifier marks the first one, every token is compared with every other one, too.
+    def forward(
+        again: Function,
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        is_index_masked: torch.Tensor,
+        is_index_global_attn: torch.Tensor,
+        output_attentions: bool = False,
+        **others: Any,
+    ) -> Any:
+        if output_attentions:
+            return again()
+        batch, length, width = hidden_states.shape
+        half, least = self.one_sided_attn_window_size, torch.finfo(hidden_states.dtype).min
+
+        def heads(layer: Function) -> Any:
+            return layer(hidden_states).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+
+        def around(rows: torch.Tensor, filler: float) -> torch.Tensor:  # rows of three blocks, for each block
+            rows = F.pad(rows, (0, 0, half, half), value=filler)
+            parts = [rows.narrow(2, start, length).unflatten(2, (-1, half)) for start in (0, half, 2 * half)]
+            return torch.cat(parts, dim=3)
+
+        query, key, value = heads(self.query) / math.sqrt(self.head_dim), heads(self.key), heads(self.value)
+        hidden = attention_mask.ne(0).to(query.dtype).mul(least)[:, None, :, None]
+        place = torch.arange(3 * half, device=query.device) - torch.arange(half, device=query.device)[:, None]
+        scores = query.unflatten(2, (-1, half)).matmul(around(key, 0.0).mT) + around(hidden, -math.inf).mT
+        scores = scores.masked_fill((place < 0) | (place > 2 * half), -math.inf).flatten(2, 3)
+        if _MARKED.now:
+            to_marked = query.matmul(key.mT).masked_fill(~is_index_global_attn[:, None, None], -math.inf)
+            scores = torch.cat([scores, to_marked], dim=-1)
+        shares = scores.softmax(dim=-1, dtype=torch.float32).masked_fill(is_index_masked[:, None, :, None], 0.0)
+        shares = shares.to(query.dtype)
+        output = shares[..., : 3 * half].unflatten(2, (-1, half)).matmul(around(value, 0.0)).flatten(2, 3)
+        if _MARKED.now:
+            of_marked = (heads(self.query_global) / math.sqrt(self.head_dim)).matmul(heads(self.key_global).mT)
+            of_marked = of_marked.masked_fill(is_index_masked[:, None, None], least).softmax(-1, dtype=torch.float32)
+            of_marked = of_marked.to(query.dtype).matmul(heads(self.value_global))
+            output = output + shares[..., 3 * half :].matmul(value)
+            output = torch.where(is_index_global_attn[:, None, :, None], of_marked, output)
+        return (output.transpose(1, 2).reshape(batch, length, width),)
 
     return forward
 
@@ -254,4 +352,8 @@ SPARSE = [
     (("deepseek_v4",), "DeepseekV4CSACompressor", "forward", _going_on("compressor", _chosen_windows)),
     (("deepseek_v4",), "DeepseekV4Indexer", "forward", _going_on("indexer", _choice)),
     (("qwen4_exp",), "Qwen4ExpTextQSAIndexer", "forward", _qsa_indexer),
+    (("led",), "LEDEncoder", "forward", _whole_windows),
+    (("longformer",), "LongformerModel", "forward", _whole_windows),
+    (("led",), "LEDEncoderSelfAttention", "forward", _attention_in_blocks),
+    (("longformer",), "LongformerSelfAttention", "forward", _attention_in_blocks),
 ]

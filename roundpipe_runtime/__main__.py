@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from yobx_flatten.terminal.running import starting
+from yobx_flatten.terminal import ended_by_ctrl_c
 
 __all__ = ["main"]
 
@@ -18,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .cli.app import run  # torch
 
         return run
+
+    with ended_by_ctrl_c("roundpipe"):
+        from yobx_flatten.terminal.running import starting
 
     return starting("roundpipe", start, argv)
 

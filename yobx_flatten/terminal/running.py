@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import FlattenError
 from ..errors.dependencies import install_line, is_installed
+from . import ended_by_ctrl_c
 from .failures import explain_failure, interruption_behind, terminable
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def starting(
         return 2
     with terminable():
         try:
-            run = start()
+            with ended_by_ctrl_c(program):
+                run = start()
         except (ImportError, RuntimeError, KeyboardInterrupt) as error:
             if interruption_behind(error) is None:
                 raise

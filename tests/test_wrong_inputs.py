@@ -86,6 +86,8 @@ def here(tmp_path, monkeypatch):
             lambda: export_folder(Doubles, "out"),
             "or its folder or name; found .*Doubles",
         ),
+        (lambda: export_folder(transformers.LlamaForCausalLM, "out"), r"LlamaForCausalLM\.from_pretrained\(FOLDER\)"),
+        (lambda: export_folder("out", Doubles()), r"folder: expected a path.*\n    export_folder\(model, FOLDER\)"),
         (lambda: export_folder(None, "out"), "takes a Hugging Face model, or its folder or name; found None"),
         (lambda: export_folder(transformers.LlamaConfig(), "out"), "found the LlamaConfig"),
         (lambda: export_folder("llama", "out", batch=0), "batch must be None or an int of 1 or more, found 0"),
@@ -108,6 +110,24 @@ def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):
     with pytest.raises(FlattenError, match=f"(?s){words}"):
         call()
     assert sorted(os.listdir()) == ["a.txt", "empty"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda program: program([[1.0, 2.0, 3.0]]), r"x: expected T1s2x3 .*found the list.*\n    torch\.tensor\(x\)"),
+        (lambda program: program([X, [X]]), r"x: expected T1s2x3 .*found the list .*\.$"),
+        (lambda program: program([[1], [2, 3]]), r"found the list \[\[1\], \[2, 3\]\]\.$"),
+        (lambda program: program(None), "x: expected T1s2x3 .*found None"),
+        (lambda program: program(), "x is missing.*example's arguments: x"),
+    ],
+)
+def test_a_program_refuses_arguments_of_another_kind(call, words):
+    """torch printed two specs of trees, or a missing attribute; the line of the message is what works."""
+    program = export_program(Doubles(), (X,))
+    with pytest.raises(InvalidArgumentError, match=f"(?s){words}"):
+        call(program)
+    assert torch.equal(program(torch.tensor([[1.0, 2.0, 3.0]] * 4)), torch.tensor([[2.0, 4.0, 6.0]] * 4))
 
 
 WRONG_SETTINGS = [

@@ -331,7 +331,8 @@ def _has_tokenizer(folder: pathlib.Path) -> bool:
 def _from_folder(folder: pathlib.Path) -> Tokenizer:
     is_gguf = folder.suffix == ".gguf" and folder.is_file()
     if not folder.is_dir() and not is_gguf:
-        raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
+        what = f"{folder} is a file" if folder.is_file() else f"There is no folder {folder}"
+        raise FineTuneError(f"{what}. Name a folder with a tokenizer, or: --tokenizer bytes")
     if not is_gguf and not _has_tokenizer(folder):
         raise FineTuneError(f"{folder} contains no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
     found = open_tokenizer(folder, failure=FineTuneError)

@@ -14,13 +14,14 @@ from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.opaque import CONVERSIONS, explain_leaf
-from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, ReplayError
-from ..errors.failures import raised_as
+from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, ReplayError, describe_class
+from ..errors.failures import raised_as, result_or
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import file_for_torch
 from ..private_names.of_torch import pytree
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import inputs_by_name
+from ..trees.describe import string_type
 from .example import Example
 from .proof.report import ExportReport
 from .quantization import Quantization, WeightBits
@@ -34,6 +35,30 @@ def _about_arrays(inputs: Mapping[str, Any]) -> NotRegisteredError | None:
     """An error that converts an array among the arguments of a call that failed; ``None`` without an array."""
     classes = {type(leaf) for leaf in pytree.tree_leaves(inputs)}
     return explain_leaf(inputs, "".join(str(cls) for cls in classes if cls.__module__.partition(".")[0] in CONVERSIONS))
+
+
+def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidArgumentError | None:
+    """An error that names the arguments that are not of the example's kind; ``None`` where they are."""
+    held = {} if example is None else example.inputs
+    for name in {**held, **given} if held else ():
+        if name not in given or name not in held:
+            what = "is missing" if name in held else "is no input of the program"
+            return InvalidArgumentError(
+                f"{name} {what}. Call the program with the example's arguments: {', '.join(held)}."
+            )
+        if _kinds(given[name]) != _kinds(held[name]):
+            wanted = string_type(held[name], with_shape=True)
+            found = f"expected {wanted} as in the example, found {describe_class(given[name])}"
+            # a ragged list, a text and nothing at all are no tensor
+            made = result_or(functools.partial(torch.tensor, given[name]), lambda error: None)
+            is_tensor = isinstance(held[name], torch.Tensor) and made is not None
+            return InvalidArgumentError(f"{name}: {found}." + f" Convert it:\n    torch.tensor({name})" * is_tensor)
+    return None
+
+
+def _kinds(value: Any) -> tuple[object, list[type]]:
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, [torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
 
 
 @dataclasses.dataclass
@@ -75,7 +100,9 @@ class ExportedModel:
         """
         source = self._source
         about = self.program if source is None else source.example.module
-        with raised_as(lambda error: _about_arrays(inputs_by_name(about, args, kwargs))):
+        example = None if source is None else source.example
+        given = functools.partial(inputs_by_name, about, args, kwargs)
+        with raised_as(lambda error: _about_arrays(given()) or _about_kinds(example, given())):
             found = self._runner.call(args, kwargs)
         if source is None or source.traced.left is None:
             return found

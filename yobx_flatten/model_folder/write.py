@@ -34,6 +34,7 @@ from ..files.document import TEXTS, own_files, read_document
 from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, leave_room
+from ..trees.arguments import instance_hint
 from .added_adapters import write_matrices
 from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
@@ -150,11 +151,18 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     require_transformers("export_folder")
     given = {name: value for name, value in locals().items() if name not in ("model", "folder", "overwrite")}
     options = FolderOptions(**given)
-    place = pathlib.Path(folder)
+    place = _place(folder)
     check_target(place, overwrite)
     if adapters is not None and weights == "stream":
         raise InvalidArgumentError('adapters= needs the model in memory, without weights="stream". Leave weights= out.')
     return _published(plan_folder(_open(model, options), place, options), place)
+
+
+def _place(folder: object) -> pathlib.Path:
+    if isinstance(folder, (str, os.PathLike)):
+        return pathlib.Path(folder)
+    line = "The model is the first argument:\n    export_folder(model, FOLDER)"
+    raise InvalidArgumentError(f"folder: expected a path, found {describe_class(folder)}. {line}")
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
@@ -377,8 +385,8 @@ def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, option
             )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InvalidArgumentError(
-            f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}. For "
-            "your own module:\n    export_onnx(module, args, path=...)"
+            f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}."
+            + (instance_hint(model) or " For your own module:\n    export_onnx(module, args, path=...)")
         )
     folder, no_folder = origin_of(without_peft(model))
     return OpenedModel(model, folder, no_folder=no_folder)

@@ -29,7 +29,7 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
             "    export_onnx(calls.module(), kwargs=calls.example(), path=...)"
         )
     if not isinstance(module, torch.nn.Module):
-        hint = f" Make an instance: {module.__qualname__}(...)." if isinstance(module, type) else ""
+        hint = instance_hint(module)
         if isinstance(module, str):
             hint = f" A model by its name or folder is for:\n    export_folder({module!r}, folder)"
         raise InvalidArgumentError(f"module: expected a torch.nn.Module, found {describe_class(module)}.{hint}")
@@ -69,6 +69,12 @@ def _check_dense(tree: PyTree, name: str) -> None:
         error = InvalidArgumentError(f"{path} is a {kind} tensor, which torch.export does not accept. Pass {cure}")
         error.path = path  # type: ignore[attr-defined] # for check_inputs
         raise error
+
+
+def instance_hint(given: object) -> str:
+    """A sentence that makes an instance of a class that was given in its place; empty for anything else."""
+    how = ".from_pretrained(FOLDER)" if hasattr(given, "from_pretrained") else "(...)"
+    return f" Make an instance: {given.__qualname__}{how}." if isinstance(given, type) else ""
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:

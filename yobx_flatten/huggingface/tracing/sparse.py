@@ -275,7 +275,7 @@ def _whole_windows(original: Function) -> Function:
         inside, changes = place < length, {}
         for name in ("input_ids", "inputs_embeds", *_ROWS):
             if (row := rows.get(name)) is not None:
-                torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")  # type: ignore[misc]
+                torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")
                 row = row.index_select(1, place.clamp(max=length - 1))
                 filler = self.config.pad_token_id if name == "input_ids" else 0
                 changes[name] = row if name == "inputs_embeds" else torch.where(inside, row, filler)

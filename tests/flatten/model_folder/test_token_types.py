@@ -101,6 +101,8 @@ def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_pat
         ("bert", {}, True),
         ("bert", {"type_vocab_size": 1}, False),
         ("roberta", {"type_vocab_size": 1}, False),
+        ("roberta", {"type_vocab_size": 2}, False),  # its tokenizer gives both texts the type 0
+        ("roberta", {"type_vocab_size": 2, "tokenizer_class": "BertTokenizer"}, True),
         ("deberta", {"type_vocab_size": 0}, False),
         ("deberta", {"type_vocab_size": 2}, True),
         ("distilbert", {}, False),

@@ -194,15 +194,16 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
     except IndexError:  # it has one type: the embedding has one row
         return False
     # without types, some read the tokens as of one text; others have no types then, and their tokenizers decide
-    return not _equal(alike, differing) and (_equal(without, alike) or _tokenizer_has_types(model))
+    kinds = _tokenizers(model)
+    has_none = any("Roberta" in kind.__name__ for kind in kinds)  # it gives both texts of a pair the type 0
+    returned = any(TYPES in getattr(kind, "model_input_names", ()) for kind in kinds)
+    return not _equal(alike, differing) and ((_equal(without, alike) and not has_none) or returned)
 
 
-def _tokenizer_has_types(model: TransformersModel) -> bool:
+def _tokenizers(model: TransformersModel) -> list[type]:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-    try:
-        kinds = TOKENIZER_MAPPING[type(model.config)]
-    except KeyError:
-        return False
-    found = kinds if isinstance(kinds, tuple) else (kinds,)  # slow and fast ones before transformers 5
-    return any(TYPES in getattr(kind, "model_input_names", ()) for kind in found if kind is not None)
+    if getattr(model.config, "tokenizer_class", None) is not None:  # another one than that of its type
+        return []
+    found = TOKENIZER_MAPPING.get(type(model.config), ())
+    return [kind for kind in (found if isinstance(found, tuple) else (found,)) if kind]  # slow, fast: transformers 4

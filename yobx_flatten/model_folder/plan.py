@@ -31,7 +31,7 @@ from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
 from .pieces.text import Piece, Split
 from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
 from .source.adapter import read_adapters, rooms_of
-from .source.classes import class_of_task, without_peft
+from .source.classes import class_of_task, classes_of_task, without_peft
 from .source.open import OpenedModel
 from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
 
@@ -173,7 +173,8 @@ def _check_class(model: TransformersModel, task: str) -> None:
         of_head = "returns the scores of its head."  # such as ForPreTraining, which no task is for
     elif task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
         return
-    if found == "feature-extraction" and class_of_task(model.config, task, kind) is kind:
+    is_own = not kind.__module__.startswith("transformers.")  # its caller knows what it returns
+    if found == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
         return
     has_base = task == "feature-extraction" and model.base_model is not model
     base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""

@@ -74,6 +74,7 @@ def test_a_base_with_tied_scores_writes_text_where_the_task_asks_for_it(tmp_path
         ("BertModel", "token-classification", "lacks .* of BertForTokenClassification, which would be random"),
         ("BertForMaskedLM", "text-generation", "is for fill-mask, not for text-generation"),
         ("BertForMaskedLM", "depth-estimation", "is for fill-mask, not for depth-estimation"),
+        ("BertModel", "image-classification", "is for feature-extraction, not for image-classification"),
     ],
 )
 def test_a_head_that_the_checkpoint_lacks_is_refused_by_name(tmp_path, kind, task, line):

@@ -53,10 +53,15 @@ def task_of_checkpoint(task: str, architectures: Sequence[str] | None) -> str:
     return "feature-extraction" if task == "auto" and stated.endswith("ForPreTraining") else task
 
 
+def classes_of_task(config: Any, task: str) -> list[Any]:
+    """Return the classes of transformers that read a configuration and are for a task."""
+    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
+    return [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
+
+
 def class_of_task(config: Any, task: str, own: Any) -> Any:
     """Return the class that a task asks for: a model's own class where it fits, or where transformers has no other."""
-    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
-    flat = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
+    flat = classes_of_task(config, task)
     # AutoModel of a class without a head, such as DPRContextEncoder, may be another part of the model. A head that was
     # trained for something else does not write text.
     stays = (task == "feature-extraction") != bool(_HEAD.search(own.__name__)) and task in _KEPT

@@ -15,10 +15,9 @@ Importing the package starts no thread and touches no accelerator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from yobx_flatten.errors.dependencies import require
 from yobx_flatten.lazy_names import lazy_names
+
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this file
 
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
@@ -106,11 +105,14 @@ _HOMES = (
 _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 
 
-def _trainer(name: str) -> Any:
+def _trainer(name: str) -> type:
+    from yobx_flatten.errors.dependencies import require
+
     require("transformers", "accelerate", purpose=name, extra="transformers,train")
     from .huggingface.trainer import classes as trainer
 
-    return getattr(trainer, name)
+    found: type = getattr(trainer, name)
+    return found
 
 
 if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt

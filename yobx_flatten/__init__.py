@@ -12,10 +12,9 @@ and of errors are in the folders of these functions: ``yobx_flatten.errors``, ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .lazy_names import lazy_names
 
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this file
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import pathlib
-import urllib.parse
-import urllib.request
 
 from . import MissingDependencyError
 
@@ -27,6 +24,10 @@ def is_installed(library: str) -> bool:
 
 def install_line(extra: str) -> str:
     """Return the command that adds an extra to the installed package, from its original source."""
+    import importlib.metadata  # these take longer to import than all else before a command line starts
+    import urllib.parse
+    import urllib.request
+
     checkout = pathlib.Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():  # the package runs from a checkout
         return f"pip install -e '{checkout}[{extra}]'"

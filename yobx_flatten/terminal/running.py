@@ -23,11 +23,11 @@ def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
 ) -> int:
     """Import a command line, which takes seconds, and run it."""
-    if not has_libraries(program):
-        return 2
     with terminable():
         try:
             with ended_by_ctrl_c(program):
+                if not has_libraries(program):
+                    return 2
                 run = start()
         except (ImportError, RuntimeError, KeyboardInterrupt) as error:
             if interruption_behind(error) is None:

@@ -54,7 +54,7 @@ def task_of_checkpoint(task: str, architectures: Sequence[str] | None) -> str:
 
 
 def classes_of_task(config: Any, task: str) -> list[Any]:
-    """Return the classes of transformers that read a configuration and are for a task."""
+    """Return the transformers classes that read a configuration and are for a task."""
     kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
     return [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
 

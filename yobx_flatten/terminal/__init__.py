@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(program: str) -> Iterator[None]:
-    """A block of imports that Ctrl-C ends at once with status 130: a library may catch the interruption and go on."""
+    """End the process with status 130 at Ctrl-C in the with block, where libraries may catch KeyboardInterrupt."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

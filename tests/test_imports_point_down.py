@@ -126,7 +126,7 @@ def test_packages_depend_in_one_direction(module):
     """
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
-    shared = ("yobx_flatten.terminal.", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
+    shared = ("yobx_flatten.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
     inner = (".errors.dependencies", ".errors.failures", ".errors.tried_versions")
     inner = (
         *inner,

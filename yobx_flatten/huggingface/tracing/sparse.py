@@ -299,7 +299,7 @@ _ROWS = ("attention_mask", "global_attention_mask", "position_ids", "token_type_
 @replacement
 def _attention_in_blocks(original: Function) -> Function:
     # A block of half a window attends to itself and to both neighbors, in memory that is linear in the length. Only
-    # where a call marks tokens, as a classifier marks the first one, every token is compared with every other one, too.
+    # where a call marks tokens, as a classifier marks the first one, every token is also compared with every other one.
     def forward(
         again: Function,
         self: Any,

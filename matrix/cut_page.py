@@ -14,9 +14,8 @@ _INTRODUCTION = """# Supported models: training through a pipeline
 
 These tables list every model type in the installed transformers, and whether the model trains through a pipeline of
 `roundpipe_runtime`. Each model is built from a small configuration with random weights, and split into layers.
-`make cut-matrix` runs all types (`python -m matrix.cut --help` lists the options to run fewer). This page is written
-from `data/{file}`, with
-{versions}.
+`make cut-matrix` runs all types (`python -m matrix.cut --help` lists the options to run fewer). The results come from
+`data/{file}`, measured with {versions}.
 
 CI (`.ci/run`) runs 25 model types again, at least one for each family and each special feature (experts, recurrent
 states, shared keys, several [phases](guide/words.md#pipelines)). CI fails if a model type that passed before fails now.

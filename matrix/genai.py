@@ -20,7 +20,7 @@ This table lists which exported models onnxruntime-genai {version} runs. `export
 configuration with random weights, and with a sliding window of eight tokens if the model type has a window. Models that
 accept audio or pictures ({split}) are written with `layout="genai"`. The 30 tokens that onnxruntime-genai generates
 after a prompt of nine tokens are compared with those of `model.generate`. `make genai` runs all models
-(`python -m matrix.genai --help` lists the options to run fewer). This page is written from `data/{file}`, with
+(`python -m matrix.genai --help` lists the options to run fewer). The results come from `data/{file}`, measured with
 {versions}.
 
 | column | what is checked |

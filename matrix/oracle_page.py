@@ -38,8 +38,8 @@ past the window, with padding, with an empty cache, and in three calls that pass
 A file counts as wrong only if its outputs differ from the float32 model and from the float64 model by more than ten
 times the difference between these two models. mobius-onnx warns that its portable files attend to all tokens even if
 the model has a sliding window. mobius-onnx exports BERT and RoBERTa without the head of the checkpoint, so these files
-are compared with the model without its head. Files of the onnxruntime-genai builder also run in onnxruntime-genai,
-which allocates the cache for the largest length.
+are compared with the model without its head. Files of the onnxruntime-genai builder are also tested in
+onnxruntime-genai itself, which allocates the cache for the largest length.
 
 To test whether `verify_file` misses faults, we put sixteen faults into ONNX files of five of these exporters: for
 example a wrong axis, a missing sliding window, permuted heads, an old mask, an old cache, or a rounded weight.

@@ -39,8 +39,8 @@ _ASKED = """## What each column checks
 | picture | the image encoder is exported with two pictures and run on two different ones (vision-language models) |
 
 ✓ passed. ✓* passed with a second program that was exported from a call with one new token, because the program for
-three tokens contains an unrolled loop over them. ✗ failed. – does not apply, or an earlier column failed. Empty: not
-run. Model types that failed a check come first.
+three tokens contains an unrolled loop over these tokens. ✗ failed. – does not apply, or an earlier column failed.
+Empty: not run. Model types that failed a check come first.
 """
 
 _FAMILIES = {
@@ -135,7 +135,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
 def _at_a_glance(results: Results, columns: list[str]) -> str:
     ends = [end for end in _UP_TO if end in columns]
     lines = [
-        "## At a glance\n\nEach row counts the types that pass all columns, as far as they apply, up to the named "
+        "## At a glance\n\nEach number counts the model types that pass all checks that apply to them, up to the named "
         "column:\n",
         row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
         rule(4 + len(ends)),
@@ -187,7 +187,7 @@ def _summary(results: Results, columns: list[str]) -> str:
 def _comparison(all_results: list[Results], columns: list[str]) -> str:
     shared = set.intersection(*(set(one.types) for one in all_results))
     lines = [
-        f"## Compared with transformers' exporter\n\nThis table has the {len(shared)} model types that were tried "
+        f"## Compared with transformers' exporter\n\nThis table covers the {len(shared)} model types that were tried "
         "with every exporter. A cell shows how many of the tried model types passed. onnx-diagnostic is missing, "
         "because onnx-diagnostic cannot be imported with transformers 5.23.\n",
         row(["column", *(one.way for one in all_results)]),

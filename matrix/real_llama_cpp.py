@@ -36,19 +36,20 @@ _BUILDS = {("Linux", "x86_64"): "linux-x64", ("Linux", "aarch64"): "linux-arm64"
 _ROUNDS = 2
 _SECTION = """## Compared with llama.cpp
 
-CPU milliseconds with one thread for the same GGUF: the ONNX file that keeps its integers, llama.cpp, and the ratio.
-Each runs in its own process; the processes take turns, and values are medians of {rounds} turns. llama.cpp is
-{release}, built
-for this processor ({processor}), from the npm package `node-llama-cpp` {package}. It rounds activations to 8 bits, and
-its times include choosing the most likely token. Recorded by `python -m matrix.real_llama_cpp`, with {versions}.
+The table shows CPU milliseconds with one thread for an ONNX file that keeps the integers of a GGUF file, for llama.cpp
+with this GGUF file, and the ratio. Each of the two runs in its own process; the processes take turns, and values are
+medians of {rounds} turns. llama.cpp is {release}, built for this processor ({processor}), from the npm package
+`node-llama-cpp` {package}. llama.cpp rounds activations to 8 bits, and its times include choosing the most likely
+token. Recorded by `python -m matrix.real_llama_cpp`, with {versions}.
 
 {rows}
 
 ## Time of a token, and tokens kept
 
-CPU time per token with 128 tokens in the cache, relative to the builder's int4 file, and the share of equal greedy
-tokens in ten chats, from the tables above (llama.cpp's time through our int4 file). The builder rounds the weights
-again. llama.cpp and our files keep the integers of the GGUF, Q4_1, for which onnxruntime reads a third more bytes.
+This table shows the CPU time per token with 128 tokens in the cache, relative to the builder's int4 file, and the share
+of equal greedy tokens in ten chats, both from the tables above (llama.cpp's time was measured relative to our int4
+file). The builder rounds the weights again; llama.cpp and our files keep the integers of the GGUF file (Q4_1), for
+which onnxruntime reads a third more bytes.
 
 {frontier}
 """

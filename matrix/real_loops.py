@@ -30,11 +30,11 @@ _PAST = (128, 1024, 4096)
 _ROUNDS, _ROOM = 8, 64
 _SECTION = """## Compared with onnxruntime-genai, each in its own loop
 
-The same folders, opened as a user opens them: ours by `open_generator(folder, threads=1)`, the builder's by
-`Generator` of onnxruntime-genai with one thread. CPU milliseconds for one more token: ours, the builder's, and the
-ratio. Each folder has its own process; the processes take turns, and values are medians of {rounds} turns. Our loop
-asks Linux for huge pages for its weights, which this machine grants. Recorded in `data/{file}` by `python -m
-matrix.real_loops`, with {versions}.
+The same folders are opened as users open them: our folder by `open_generator(folder, threads=1)`, the builder's by
+onnxruntime-genai's `Generator` with one thread. The table shows CPU milliseconds for one more token with our folder and
+with the builder's, and the ratio. Each folder has its own process; the processes take turns, and values are medians of
+{rounds} turns. Our loop asks Linux for huge pages for its weights, which this machine grants. Recorded in `data/{file}`
+by `python -m matrix.real_loops`, with {versions}.
 
 {rows}
 """

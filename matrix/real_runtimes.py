@@ -40,9 +40,9 @@ _PAST = (128, 1024, 4096)
 _ROUNDS, _TOKENS = 8, 3
 _SECTION = """## Other runtimes compared with onnxruntime
 
-CPU milliseconds with one thread for one more token with 128, 1,024 and 4,096 tokens in the cache, and the ratio to
-onnxruntime's fused float32 file. `open_generator(folder, threads=1, trust=True)` opens each folder in its own
-process. The processes take turns of {tokens} tokens on two cores shared with other work, and values are medians of
+The table shows CPU milliseconds with one thread for one more token with 128, 1,024 and 4,096 tokens in the cache, and
+the ratio to onnxruntime's fused float32 file. `open_generator(folder, threads=1, trust=True)` opens each folder in its
+own process. The processes take turns of {tokens} tokens on two cores shared with other work, and values are medians of
 {rounds} turns. AOTInductor uses torch's threads (`torch.set_num_threads(1)`). The ExecuTorch file is the one in the
 table above, which accepts up to 4,352 tokens. Recorded in `data/{file}` by `python -m matrix.real_runtimes`, with
 {versions}.

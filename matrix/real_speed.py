@@ -53,19 +53,20 @@ CALLS: dict[str, tuple[int, int, int]] = {
 _KEPT = "num_logits_to_keep"
 _SECTION = """## Compared with the files of onnxruntime-genai's builder
 
-CPU milliseconds with one thread for one call of a file: ours, the builder's, and the ratio. Both files run
-alternately in one process, through the same calls of onnxruntime, with keys and values written in place. Values are
-medians over both orders, on two cores shared with other work. A token is measured with 128, 1,024 and 4,096 tokens in
-the cache, and several rows with 128. For a prompt, our file computes the scores of the last token only; the builder's
-file computes the scores of all tokens. Recorded in `data/{file}` by `python -m matrix.real_speed`, with {versions}.
+The table shows CPU milliseconds with one thread for one call of our file, for one call of the builder's file, and the
+ratio. Both files run alternately in one process, through the same calls of onnxruntime, with keys and values written in
+place. Values are medians over both orders, on two cores shared with other work. One new token is measured with 128,
+1,024 and 4,096 tokens in the cache; for several rows, with 128. For a prompt, our file computes the scores of the last
+token only; the builder's file computes the scores of all tokens. Recorded in `data/{file}` by
+`python -m matrix.real_speed`, with {versions}.
 
-Our int4 file keeps the model's own integers and gives the model's tokens; the builder's file gives 66.8 % of them.
-Our file is slower per token, because it does not round activations to 8 bits, each block has its own minimum, and the
-head has 8 bits. In int8, our file keeps the model's integers, and the builder rounds them again. For "other weights"
-in 8 bits, onnxruntime has no kernel with float activations, so our file rounds the activations in two parts: channels
-that are large after a norm are multiplied in float, and other large values get a second row. `--activations split` does
-the same for int4. The last two rows are `--activations int8`, which rounds the activations once, as the builder does
-([quantize](guide/quantize.md)).
+Our int4 file keeps the model's own integers and generates the model's tokens; of the builder's tokens, 66.8 % equal the
+model's. Our file takes longer per token for three reasons: activations are not rounded to 8 bits, each block of weights
+has its own minimum, and the output head has 8 bits. In int8, our file keeps the model's integers; the builder rounds
+the weights again. For "other weights" in 8 bits, onnxruntime has no kernel with float activations, so our file rounds
+the activations in two parts: channels that are large after a norm are multiplied in float, and the part of any other
+value above a limit is rounded separately. `--activations split` does the same for int4. The last two rows are
+`--activations int8`, which rounds the activations once, as the builder does ([quantize](guide/quantize.md)).
 
 {rows}
 """

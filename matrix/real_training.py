@@ -21,12 +21,12 @@ _WAY = "real weights, trained"
 
 _SECTION = """## Fine-tuned by one command
 
-`roundpipe train` on a simulated device with limited memory, compared with the Hugging Face `Trainer` (text) and TRL's
-`SFTTrainer` (conversations) without a pipeline. Both train {steps} steps of 4 rows with at most 128 tokens, from the
-same weights, in the same order, in float32 with AdamW and one thread. The text is Python's help topics; the
-conversations ask for the first paragraph of each topic. Adapters are LoRA with rank 8. With `--quantize-aware int4` and
-`--quantize keep`, 500 of 500 greedy tokens are equal ([measured](benchmarks.md#training-in-the-integers-that-ship)).
-Recorded in `data/{file}`, with {versions}.
+`roundpipe train` on a simulated device with limited memory is compared with the Hugging Face `Trainer` (text) and TRL's
+`SFTTrainer` (conversations) without a pipeline. Each of them trains {steps} steps of 4 rows with at most 128 tokens,
+from the same weights, in the same order, in float32 with AdamW and one thread. The text consists of Python's help
+topics; the conversations ask for the first paragraph of each topic. Adapters are LoRA with rank 8. With
+`--quantize-aware int4` and `--quantize keep`, 500 of 500 greedy tokens are equal
+([measured](benchmarks.md#training-in-the-integers-that-ship)). Recorded in `data/{file}`, with {versions}.
 
 | column | what is measured |
 |---|---|
@@ -40,17 +40,16 @@ Recorded in `data/{file}`, with {versions}.
 | int4 | MB after `export OUT --quantize int4 --optimize onnxruntime`; share of equal greedy tokens in one answer |
 
 {rows} These devices have just enough memory for the embedding table as a whole: 226 MB with its gradients, or 113 MB
-when the table is frozen (adapters). One [stage](guide/words.md#pipelines)
-may take 3/10 of a device, because the next stage is loaded meanwhile
-and activations need the rest. So training all weights needs at least 755 MB (weights, gradients and moments take
-2,152 MB without a pipeline), and training adapters needs 378 MB. On a smaller device the table stays in CPU memory:
-rows of the table are sent to the embedding, and slices of it to the head ([devices](guide/runtime_devices.md)). The
-largest layer then sets the minimum: 94.4 MB for all weights, and 49.4 MB for adapters. On a device of 50 MB, the
-second task had losses within 2.7e-06 of the Trainer's. On a device of 95 MB, the first task had losses within
-1.8e-06, in 3 steps of 2 rows with 32 tokens. With `--large-tables whole` and a tenth of the weights as memory,
-`roundpipe train` stops with these errors:
+when the table is frozen (adapters). One [stage](guide/words.md#pipelines) may take 3/10 of a device, because the next
+stage is loaded meanwhile and activations need the rest. So training all weights needs at least 755 MB (weights,
+gradients and moments take 2,152 MB without a pipeline), and training adapters needs 378 MB. On a smaller device the
+table stays in CPU memory: rows of the table are sent to the embedding, and slices of it to the head
+([devices](guide/runtime_devices.md)). The largest layer then sets the minimum: 94.4 MB for all weights, and 49.4 MB for
+adapters. On a device of 50 MB, training adapters had losses within 2.7e-06 of the Trainer's. On a device of 95 MB,
+training all weights had losses within 1.8e-06, in 3 steps of 2 rows with 32 tokens. With `--large-tables whole` and a
+tenth of the weights as memory, `roundpipe train` stops with these errors:
 
-{tenth} Greedy answers to one prompt: before training, after training with the Trainer ("plain") and with the
+{tenth} These are greedy answers to one prompt: before training, after training with the Trainer ("plain") and with the
 pipeline, and by the exported int4 folder:
 
 {answers}

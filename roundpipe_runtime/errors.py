@@ -68,7 +68,7 @@ class RoundPipeWarning(UserWarning):
 
 
 class UnevenSplitWarning(RoundPipeWarning):
-    """Microbatches have different sizes, so a loss divided by their number is not the mean of the batch."""
+    """Microbatches have different sizes, so the average of their mean losses is not the mean loss of the batch."""
 
 
 _INSIDE = ("roundpipe_runtime", "torch")
@@ -106,15 +106,15 @@ class CheckpointWarning(RoundPipeWarning):
 
 
 class StoppedByRankError(DistributedError):
-    """Ends the work of this rank because another rank failed; it is replaced by the cause afterwards."""
+    """Stops the work of this rank because another rank failed, whose error is raised instead afterwards."""
 
 
 class RankStepError(DistributedError):
-    """The step of another rank failed, so this rank gives up its step."""
+    """The optimizer step of another rank failed, so this rank stops its own step."""
 
 
 def format_failure(error: BaseException) -> str:
-    """Return an exception in one text for the other ranks: class, message, and where it happened."""
+    """Return the class, message and notes of an exception as one text, which is sent to the other ranks."""
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     return "\n".join([f"{type(error).__name__}: {error}", *notes])
 
@@ -128,7 +128,7 @@ def rank_failed(rank: int, failure: str) -> DistributedError:
 
 
 def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
-    """Raise the error of this rank, or else the first one of another rank."""
+    """Raise the error of this rank, or otherwise the error of the first other rank that failed."""
     # said: what `format_failure` returned on each rank; `None` for one that is well
     if own is not None:
         raise own
@@ -138,7 +138,7 @@ def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
 
 
 def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
-    """Return the error of a rank whose step was given up, since that of another rank failed."""
+    """Return the error to raise on this rank when the optimizer step of another rank has failed."""
     return RankStepError(
         f"The step function failed on rank {rank}, and other ranks may have updated their parameters, so the models "
         "may differ. Load the newest checkpoint on all ranks. Its error:\n"
@@ -147,7 +147,7 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
 
 
 def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
-    """Return the error of a rank whose peers do not answer any more."""
+    """Return the error to raise on this rank when other ranks do not answer any more."""
     # stopped: for how many seconds they were stopped before
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
     what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
@@ -202,7 +202,7 @@ class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """A phase computes with an embedding that only phase 0 has."""
+    """A model uses an embedding after its layers for this batch, but not for the example that it was split with."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -220,7 +220,7 @@ class CutRefusedWarning(RoundPipeWarning):
 
 
 def changed_results(layer: str) -> str:
-    """Return the message for a batch for which layers return tensors that they do not return for the example."""
+    """Return the message for layers that return tensors for a batch where they returned ``None`` for the example."""
     return (
         f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
         "model was split with, or the reverse. Wrap it with an example like this batch:\n"
@@ -229,7 +229,7 @@ def changed_results(layer: str) -> str:
 
 
 def moved_away(device: str) -> ConfigError:
-    """Return the error for moving the parameters of a pipeline."""
+    """Return the error for a call of ``to()`` that would move the parameters of a pipeline to a device."""
     return ConfigError(
         f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave to() out, and "
         f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
@@ -269,7 +269,7 @@ def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
 
 
 def rows_are_mixed(title: str) -> SplitError:
-    """Return the error for layers that mix the rows of a batch of which each process has only its own."""
+    """Return the error for layers that mix rows, if the rows of a batch are distributed over several processes."""
     return SplitError(
         f"{title} computes different values or gradients for a whole batch than for its parts, and each process has "
         "its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
@@ -278,7 +278,7 @@ def rows_are_mixed(title: str) -> SplitError:
 
 
 def other_loss() -> LossError:
-    """Return the error for a function of a model's loss, which has other weights, in one of several processes."""
+    """Return the error for a ``loss_fn`` that is no multiple of the model's own loss, with several processes."""
     return LossError(
         "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or this "
         "process has too few rows to check it. Each process has its own rows, so the loss cannot be computed from all "

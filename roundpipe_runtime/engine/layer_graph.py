@@ -37,7 +37,7 @@ class LayerGraph:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] | None = None
     ) -> list[torch.Tensor | None]:
-        """Run the backward of the layer."""
+        """Run the backward of a layer from the gradients of its outputs, and return the gradients of its inputs."""
         # gradients: gradients of the outputs, `None` for an output without one
         # run: function that calls its argument, the backward; not called if no gradient flows at all. Default: the
         # backward is called directly.

@@ -53,7 +53,7 @@ from .stage.visit import CopyVisit, Visit, run_stage
 
 
 class RunLifecycle:
-    """Prepares, executes and commits runs of the layers of one model on its devices."""
+    """Prepares the runs of one model, executes their stages on its devices, and commits their results to the model."""
 
     # pinned: pinned memory of the model; `None` without pinning
     # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None`: dtype of the sums
@@ -116,7 +116,7 @@ class RunLifecycle:
     def prepare_forward(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
     ) -> tuple[Run, list[HostValue]]:
-        """Return a run of a forward that has not started, and its inputs."""
+        """Return a new run of the forward that has not started yet, and the inputs of its microbatches."""
         rows = [microbatch.rows for microbatch in microbatches]
         kind: RunType = "train" if config.requires_grad else "infer"
         run = self.prepare(kind, config, rows, size=_size_of(microbatches), **of_spec)
@@ -131,7 +131,7 @@ class RunLifecycle:
         loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
-        """Return a run of forward, loss and backward that has not started, and its inputs."""
+        """Return a new run of forward, loss and backward that has not started yet, and its microbatches' inputs."""
         pinned = self._pins()
         labels = [
             host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
@@ -152,7 +152,7 @@ class RunLifecycle:
         size: int = 0,
         **of_spec: Any,
     ) -> Run:
-        """Return a run that has not started."""
+        """Return a new run of this kind, whose stages have not started yet."""
         # kind: `"infer"`, `"train"` or `"fused"`
         # rows: rows of each microbatch, `None` if not known
         # contract: loss contract of a fused run. Default: these microbatches are the whole batch.
@@ -264,7 +264,7 @@ class RunLifecycle:
         return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end."""
+        """Run these stages of a run on the devices, and wait until all of them have ended."""
         self.check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
             self._execute(run, stages)
@@ -294,7 +294,7 @@ class RunLifecycle:
             self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
-        """Commit the results of a complete run to the model."""
+        """Write the buffers of a completed run to the model, and for a fused run also the gradients."""
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
@@ -306,7 +306,7 @@ class RunLifecycle:
             self.commit_backward(run)
 
     def commit_forward(self, run: Run) -> None:
-        """Commit the buffers that a run wrote to the model, and count the run."""
+        """Write the buffers that layers changed during a run to the model, and count the run."""
         with on_error(lambda error: run.discard()):
             run.collected.buffers.check()
         if self.steps.is_exact:
@@ -317,7 +317,7 @@ class RunLifecycle:
             self.step += self.groups.counts_forward
 
     def commit_backward(self, run: Run) -> None:
-        """Commit the gradients of a run whose forward was committed before."""
+        """Add the gradients of a run to the gradient buffers, after :meth:`commit_forward` of the same run."""
         self.wait_step(run)
         with Uninterrupted():
             self.steps.run_ended()
@@ -325,12 +325,12 @@ class RunLifecycle:
             self.store.end_run()
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a background step, so that its error is raised before this run writes anything."""
+        """Wait for a background optimizer step, so that its error is raised before this run writes anything."""
         with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 
     def check_can_run(self) -> None:
-        """Check that the pipeline is open, and not called from its own layers."""
+        """Check that the pipeline is not closed, and that it is not called from one of its own layers."""
         self.dispatch.check_open()
         check_not_transformed()
         self.steps.check_not_here()
@@ -339,23 +339,23 @@ class RunLifecycle:
     # -- state between runs --------------------------------------------------------------------------------------------
 
     def step_exact(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step layer by layer, in parallel with the next run, which waits for each layer."""
+        """Run an optimizer step layer by layer during the next run, which waits for the step of each layer."""
         self.steps.run_exact(step, self.lock)
 
     def synchronize(self) -> None:
-        """Wait for a background step; afterwards parameters and master weights agree."""
+        """Wait for the background optimizer step, and make parameters and master weights equal."""
         self.steps.synchronize()
         self.store.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear all gradients, after the background step that reads them; that step may also call this itself."""
+        """Clear all gradients, after waiting for a background optimizer step that may still read them."""
         self.groups.clear()
         if not self.steps.is_here():
             self.steps.wait_update()
         self.store.zero_grad(set_to_none)
 
     def progress(self) -> PipelineProgress:
-        """Return the training state besides parameters and buffers, after the last step."""
+        """Return the number of runs, the master weights and the gradients, after the background optimizer step."""
         self.synchronize()
         self.store.check_whole()
         masters = self.store.masters()  # before `named`, which creates those that no optimizer has requested
@@ -363,7 +363,7 @@ class RunLifecycle:
         return PipelineProgress(self.step, masters, gradients)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load what :meth:`progress` returned, after the parameters."""
+        """Load a result of :meth:`progress`, after the parameters of the model have been loaded."""
         self.synchronize()
         self.store.zero_grad()
         self.store.load_masters(progress.masters)
@@ -376,7 +376,7 @@ class RunLifecycle:
         return self.table.latest
 
     def close(self) -> None:
-        """Finish pending work and end the threads."""
+        """Finish a pending optimizer step, and end the threads of the pipeline."""
         try:
             self.steps.close()
         finally:
@@ -414,7 +414,7 @@ _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.W
 
 
 class Dispatch:
-    """The devices of one pipeline, which other pipelines may share."""
+    """Sends the stages of one pipeline's runs to its devices, which other pipelines may share."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = list(devices)
@@ -433,7 +433,7 @@ class Dispatch:
             )
 
     def check_outside(self) -> None:
-        """Check that the caller is not a device thread."""
+        """Check that the caller is not the thread of one of these devices."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "
@@ -441,7 +441,7 @@ class Dispatch:
             )
 
     def run(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end."""
+        """Run these stages of a run on the devices, and wait until all of them have ended."""
         with on_error(partial(self._settle, self.round_robin.cursor)):
             collect(run.mailbox, self._submitted(run, stages))
             for device in self.devices:
@@ -479,7 +479,7 @@ class Dispatch:
                     break
 
     def close(self) -> list[Device]:
-        """Stop running; return the devices that no other pipeline uses."""
+        """Refuse further runs, and return the devices that no other pipeline uses."""
         self._closed = True
         with _DISPATCH:
             return [device for device in self.devices if self._leaves(device)]

@@ -66,7 +66,7 @@ NONLINEAR = LossProof(
 
 
 class JoinedLossError(LossError):
-    """The loss cannot be computed from the losses of microbatches, so it is computed once from the joined outputs."""
+    """The loss of a batch cannot be computed from the losses of its microbatches, only from their joined outputs."""
 
     def __init__(self, proof: LossProof) -> None:
         self.proof = proof
@@ -85,7 +85,7 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The inputs of a loss for a few rows, whole and in parts, with each tensor stored once."""
+    """Outputs and labels of a few rows, for calling the loss function with all of these rows and with parts of them."""
 
     leaves: Sequence[Sequence[Any]]  # leaves of all rows, then of each part
     rows: Sequence[int]  # number of rows of each
@@ -95,7 +95,7 @@ class Sample:
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
-        """Return the inputs of a loss for some rows: outputs and labels."""
+        """Return a sample made of the outputs and the labels of the rows of a trial."""
         # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
@@ -117,7 +117,7 @@ class Sample:
         again: bool,
         as_stated: bool = False,
     ) -> Proof:
-        """Find the first weights for which the losses of parts add up to that of all rows, for all values."""
+        """Find the first of ``ways`` to weight the losses of parts so that they add up to the loss of all rows."""
         # called: object that the calls may change; the changes are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
@@ -159,7 +159,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the same rows in 32 bits: 16-bit rounding hides wrong weights, or looks like a difference."""
+        """Return the same sample in 32 bits: 16-bit rounding may hide wrong weights or look like a difference."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -167,7 +167,7 @@ class Sample:
 
     @functools.cached_property
     def axes(self) -> list[int | None]:
-        """The axis along which each leaf is split, whose sizes add up; ``None`` without one."""
+        """The axis along which each leaf is split into parts; ``None`` for a leaf that is not split."""
         return [_cut_axis(*column) for column in zip(*self.leaves, strict=True)]
 
 
@@ -180,7 +180,7 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo the effects of check calls on an object and on generators; the yielded function starts each call."""
+    """Undo what calls in the with block change in ``called`` and generators; yield a function to start each call."""
     # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are noise
     with (
         generator_alone(),
@@ -200,12 +200,12 @@ def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
 
 
 def on_host(value: Any) -> Any:
-    """Move a label to the host, where outputs of trials are; the caller's label may be on a device."""
+    """Return a label in CPU memory, where the compared outputs are, because the caller's label may be on a device."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def loss_code(function: Any) -> Hashable:
-    """Return a key of a loss function that is equal when a script creates the function anew in each step."""
+    """Return a key that stays the same when a script defines the same loss function again in each step."""
     function = inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
@@ -214,7 +214,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """The loss reductions found for one pipeline, by kind of call; checked again at calls 1, 2, 4, 8, ..."""
+    """Remembers how the microbatch losses of a pipeline add up, by kind of call; checks it at calls 1, 2, 4, 8, ..."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}
@@ -222,7 +222,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how the loss of a call is computed; checked again if an attribute of its code has changed."""
+        """Return how the loss of this kind of call is computed: the known result, or a new one if a check is due."""
         # show: function that makes a proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a less conclusive batch revokes nothing: a loss that was no weighted sum once never is
@@ -254,11 +254,11 @@ class LossChecks:
         return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
     def forget(self, failed: LossProof) -> None:
-        """Forget a check result whose way of computing the loss failed; the next call checks again."""
+        """Forget a check result after its way of computing the loss has failed, so that the next call checks again."""
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:
-        """Record the state of the code after a call, which the call may have changed."""
+        """Record the attributes of the loss function after a call, because the call itself may have changed them."""
         self._unclear = None
         self.repeats.end()
 
@@ -324,7 +324,7 @@ _STATED = {"mean": 'a mean over rows, as loss_reduction="mean" states'}
 
 
 def kind_of_value(value: Any) -> Hashable:
-    """Return the properties of an argument or a label that may decide which code runs."""
+    """Return the properties of an argument or label, such as its dtype, that may decide which code runs for it."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
     return (type(value), value) if isinstance(value, bool | str) else type(value).__qualname__

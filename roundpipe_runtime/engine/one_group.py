@@ -35,30 +35,30 @@ from .run import Run
 
 
 class GroupEngine(Protocol):
-    """The part of an engine that runs and commits one group."""
+    """The methods of an engine that :class:`OneGroup` calls to run one group of rows and commit the results."""
 
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run the rows of this process forward."""
+        """Run the forward for the rows of this process, and return the output."""
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a step in the background."""
+        """Wait for the optimizer step that runs in the background, before ``run`` writes anything."""
 
     def commit(self, run: Run) -> None:
-        """Commit the results of a complete run to the model."""
+        """Write the results of a completed run to the model."""
 
 
 AnyEngine = TypeVar("AnyEngine", bound=GroupEngine, contravariant=True)
 
 
 class OneGroup(Generic[AnyEngine]):
-    """A batch that one process runs as one group of rows."""
+    """Runs each batch of a pipeline in one process, as a single group of rows."""
 
     replicas: int = 1  # number of groups of the batch
     is_first: bool = True  # whether this process emits warnings
 
     @property
     def own_groups(self) -> int:
-        """The number of groups that this process runs."""
+        """The number of groups of rows that this process runs."""
         return 1
 
     # -- parts of the engine -------------------------------------------------------------------------------------------
@@ -70,44 +70,44 @@ class OneGroup(Generic[AnyEngine]):
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Return the runner of the optimizer's steps."""
+        """Return the object that runs the optimizer steps of the pipeline."""
         return StepRunner(store, table, scan)
 
     def begin(self, engine: AnyEngine, model: nn.Module) -> None:
-        """Agree with the other ranks on a new engine."""
+        """Check that all ranks create the same engine and model; one process has nothing to check."""
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call, up to :meth:`run_call`, in which other ranks may wait for this one."""
+        """Return a context manager for a call before :meth:`run_call`, when other ranks may wait for this rank."""
         return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which gradients accumulate locally on this rank; it does nothing with one process."""
+        """Return a context manager in which gradients accumulate on this rank only; no effect with one process."""
         return contextlib.nullcontext()
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which errors of other ranks stop a run."""
+        """Return a context manager in which an error of another rank stops ``run``; no effect with one process."""
         return contextlib.nullcontext()
 
     @property
     def counts_forward(self) -> bool:
-        """Whether a forward without a backward counts as a run; all ranks must agree."""
+        """Whether a forward without a backward increases the count of runs, which must be equal on all ranks."""
         return self.replicas == 1
 
     @property
     def moves_generators(self) -> bool:
-        """Whether the caller's generators advance with each run that draws; with groups they advance with each call."""
+        """Whether each run that draws advances the caller's random generators; with groups, each call advances them."""
         return self.replicas == 1
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the row count of the whole batch; ``rows`` is that of this process."""
+        """Return the number of rows of the whole batch, given the number of rows of this process."""
         return rows
 
     def forward(
         self, engine: AnyEngine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run the rows of this process forward; the caller's ``backward`` then covers the whole batch."""
+        """Run the forward for the rows of this process; the caller may run ``backward`` from the returned output."""
         return engine.forward_here(args, kwargs, config)
 
     def run_call(
@@ -118,7 +118,7 @@ class OneGroup(Generic[AnyEngine]):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward, and commit when all of it has succeeded."""
+        """Run forward, loss and backward of a batch, commit the results if all succeeded, and return the loss."""
         # cut: function that returns the microbatches of each group of this process
         parts, reduction = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
@@ -148,7 +148,7 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    """Join the outputs of the microbatches by the rule of the configuration."""
+    """Join the outputs of the microbatches into one output, as ``config.merge_output`` says."""
     # weights: weight of each microbatch in an average
     # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`
@@ -212,7 +212,7 @@ PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def host_value(
     leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
-    """Return leaves of a microbatch as a value on the host."""
+    """Return the leaves of a microbatch as a value whose tensors are in CPU memory."""
     # pinned: pinned copies of tensors that microbatches share; this one's are added. Default: no pinning.
     # returns: the value; it is complete, even if the caller computed it on an accelerator
     structure, tensors = separate(leaves, spec, what=what)
@@ -225,7 +225,7 @@ def host_value(
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue the backward from the inputs if they are part of a graph, such as that of another pipeline."""
+    """Continue the backward through the graph that computed the inputs, if there is one, such as another pipeline's."""
     # scale: factor for their gradients, known when all losses of the batch are
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):

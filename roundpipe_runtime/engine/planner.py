@@ -32,7 +32,7 @@ _STAGES_AT_ONCE = 2.1
 
 
 class Planner:
-    """Plans of one model on its devices."""
+    """Decides the stages, threads and resident parameters of one model's runs, from measured costs of the layers."""
 
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # large_tables: how large tables are copied. Default: whole.
@@ -62,11 +62,11 @@ class Planner:
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def measured(self, kind: RunType) -> MeasuredCosts:
-        """Return the costs measured in runs of a kind."""
+        """Return the costs of the layers measured in runs of this kind."""
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count a run of a kind; return whether it is measured on accelerators, where each time needs two events.
+        """Count a run of this kind; return whether its work on accelerators is timed, which takes two events per task.
 
         The first runs are measured, and the two before the next planning.
         """
@@ -75,7 +75,7 @@ class Planner:
         return number <= _MEASURED_FIRST or _is_power_of_two(number) or _is_power_of_two(number + 1)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return the measured cost of each layer in runs of a kind, or in other runs if there was none."""
+        """Return the measured cost of each layer in runs of this kind, or of another kind if there were none."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -112,7 +112,7 @@ class Planner:
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:
-        """Return whether short layers dominate the time; never on accelerators, where threads only launch."""
+        """Return whether one thread should run all devices, as short layers take most of the time; only on the CPU."""
         on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
@@ -129,7 +129,7 @@ class Planner:
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
-        """Return the bytes of each device for parameters that stay there between stages."""
+        """Return how many bytes of parameters may stay on each device between stages."""
         # wanted: GB, or `"auto"`: no limit if everything fits, else the part of the parameter memory that stages leave
         # largest_stage: bytes of the parameters and gradients of the largest stage
         if wanted != "auto":
@@ -139,7 +139,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that a plan allows for a stage: half of the memory, as the next stage is loaded meanwhile."""
+    """Return the bytes that one stage may take: half of the limit, as the next stage is loaded at the same time."""
     # memory_limit: GB for parameters and gradients; `None` if not known
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
@@ -149,7 +149,7 @@ def guessed_costs(
     rule: TableRule,
     gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> list[LayerCost]:
-    """Return estimated costs of the layers before they have run, with the bytes that their tables copy."""
+    """Return estimated costs of layers that have not run yet; of large tables, only the copied bytes count."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)
@@ -161,7 +161,7 @@ def guessed_costs(
 
 
 def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> float:
-    """Return the bytes of each device for parameters that stay there, for ``keep_parameters="auto"``.
+    """Return how many bytes of parameters may stay on each device with ``keep_parameters="auto"``.
 
     >>> bytes_to_keep(10e9, 4_000_000_000, fits=False), bytes_to_keep(10e9, 4_000_000_000, fits=True)
     (1600000000.0, inf)

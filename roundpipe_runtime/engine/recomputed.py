@@ -57,7 +57,7 @@ def run_seeded(
     traits: LayerTraits | None = None,
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
-    """Return ``call()``, run with this seed; the generators are restored afterwards."""
+    """Run ``call()`` with random generators seeded by ``seed()``, restore the generators, and return the result."""
     # seed: function that returns the seed of this call, called only if needed
     # generator: generator of the call's device; an accelerator has its own again: function that repeats the call, after
     # a first call that unexpectedly drew without its seed traits: record of the code. Default: it is looked up. place:
@@ -157,7 +157,7 @@ def _shared_keys() -> set[int]:
 
 
 class VisitGenerator:
-    """The generator of an accelerator during a stage: each call seeds it, and its state is restored at the end.
+    """The random generator of an accelerator during a stage: seeded for each call, and restored after the stage.
 
     Its state is not read and written around each call, because the device would have to wait for the host.
     """
@@ -175,7 +175,7 @@ class VisitGenerator:
         self.cpu_state: ProcessState | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
-        """Seed it for one call."""
+        """Seed the generator of the accelerator for one call; do nothing on the CPU."""
         # seed: function that returns the seed, called only if there is such a generator
         if self._outside is None:
             if self._device.type == "cpu":
@@ -188,7 +188,7 @@ class VisitGenerator:
             self._seeded = self._generator.get_state()
 
     def of_device(self) -> Any:
-        """Return the generator of the device; ``None`` for the CPU, which uses the host's."""
+        """Return the default generator of the device; ``None`` for the CPU."""
         return None if self._device.type == "cpu" else _generator_of(self._device)
 
     def _look(self) -> None:
@@ -198,7 +198,7 @@ class VisitGenerator:
         self._seeded = None
 
     def restore(self) -> None:
-        """Restore the state from before the first call."""
+        """Restore the state that the generator had before the first call of the stage."""
         if self._outside is not None:
             self._look()
             self._generator.set_state(self._outside)
@@ -231,7 +231,7 @@ class _ModuleGenerator:
 
 
 class CallState:
-    """The state of one layer call."""
+    """The kind of one layer call, such as a recomputation, and the data that the layer saves for its recomputation."""
 
     # kind: a first forward, a forward without recomputation, or a recomputation
     # data: data that the layer saves in its first forward, and gets in the recomputation
@@ -244,7 +244,7 @@ class CallState:
         self.kind, self.data = kind, data
 
     def restart_generators(self) -> None:
-        """Reset the generators of the call to the common start state of its microbatch."""
+        """Reset the generators of this call to the state in which all calls of its microbatch start."""
 
 
 class _Current(threading.local):
@@ -257,7 +257,7 @@ CURRENT = _Current()
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Save data of this layer call for its recomputation; called inside a layer's ``forward``, at most once.
+    """Save data in a layer's ``forward`` for the recomputation of the same call; use it at most once per call.
 
     It does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
 
@@ -297,7 +297,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def restart_generators() -> None:
-    """Reset NumPy, Python and the layer's generators to the start of the microbatch, for this layer call.
+    """Reset the generators of NumPy, Python and the current layer to the state in which the microbatch began.
 
     For layers whose code starts the same way, such as the phases of one forward.
     """

@@ -63,12 +63,12 @@ _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 class CannotTryError(Exception):
-    """Layers do not run on some rows of a batch; the message gives the reason."""
+    """A check cannot run the layers on a few rows of a batch; the message gives the reason."""
 
 
 @dataclasses.dataclass
 class RowTrial:
-    """Some rows of a batch."""
+    """A few rows of a batch, whole and in two parts, on which layers run to compare the results."""
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
@@ -80,7 +80,7 @@ class RowTrial:
         self.count = self.whole.rows or 0  # number of rows
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
-        """Return as many rows in another order, maybe with repeats."""
+        """Return a microbatch with the rows of this trial in the order ``order``, which may repeat rows."""
         inputs = [
             taken(one, rows_of(one, part, self.count), order)
             for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
@@ -89,20 +89,20 @@ class RowTrial:
 
 
 class Rows(Protocol):
-    """The part of an engine that runs some rows separately."""
+    """The methods of an engine that :class:`RowCheck` calls to run layers on a few rows of a batch."""
 
     layers: list[nn.Module]
 
     def wait_exact_step(self) -> None:
-        """Wait for an exact step in the background, and raise its error before a trial starts."""
+        """Wait for an optimizer step that runs in the background layer by layer, and raise its error before a trial."""
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        """Split arguments and labels into microbatches."""
+        """Split the arguments and labels of a batch into microbatches."""
 
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[Any]:
-        """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
+        """Run the layers of ``span`` as a trial, and return the output of the last of them for each microbatch."""
 
     def try_backward(
         self,
@@ -113,12 +113,12 @@ class Rows(Protocol):
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward, and give the gradients of each layer to a function; none reaches a parameter."""
+        """Run forward and backward as a trial; ``landed`` gets the gradients of each layer, and parameters get none."""
         # types: gets the dtypes in which layers compute
 
 
 class RowCheck:
-    """Whether the rows of a pipeline's batches were found to be independent, by kind of call and mode."""
+    """Checks that the layers of a pipeline treat rows independently, and remembers the result by kind of call."""
 
     def __init__(self) -> None:
         self._repeats = Repeats()
@@ -131,7 +131,7 @@ class RowCheck:
         self.is_nonlinear = False  # whether the layers of this call have gradients not proportional to those of outputs
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check at calls 1, 2, 4, ... of a kind, and after a change, that layers treat rows independently."""
+        """Check that layers treat rows independently, at calls 1, 2, 4, ... of a kind and after a layer has changed."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
@@ -178,7 +178,7 @@ class RowCheck:
             warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
-        """Record the state of the layers after a call, which may have changed it."""
+        """Record the attributes of the layers after a call, because the call itself may have changed them."""
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
@@ -225,7 +225,7 @@ def first_that_mixes(
 
 @dataclasses.dataclass(frozen=True)
 class GradientTrial:
-    """How the gradients of layers for some rows depend on other rows, and on the scale of the loss."""
+    """The result of :func:`compare_gradients`: which layer mixes rows, and whether gradients scale with the loss."""
 
     mixes: int | None = None  # last layer whose gradients for some rows are not the sum of those for parts
     is_nonlinear: bool = False  # whether gradients are not proportional to those of the outputs: a hook may clamp them
@@ -240,7 +240,7 @@ def compare_gradients(
     number: int,
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
-    """Compare the gradients for some rows with the sum of those for parts, computed at a larger scale."""
+    """Compare the gradients for a few rows with the summed gradients for parts of them, at a larger loss scale."""
     # tried: rows on which the layers have run; rows: numbers of rows of the microbatches
     # few: function that returns trials of at most so many rows
     equal = [trial for trial in tried if trial.is_equal]
@@ -340,7 +340,7 @@ class _Comparison:
         self.restart: Callable[[], None] = lambda: None
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
-        """The first layer that mixes these rows."""
+        """Return the first layer whose results for these rows depend on other rows; ``None`` if there is none."""
         trial.is_equal = not self._differs(trial, number, together=True)
         if trial.is_equal:
             return None
@@ -407,7 +407,7 @@ def few_rows(
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
-    """Yield a few rows at a time; none if they cannot be split again, as in packed data."""
+    """Yield trials with a few rows of the batch each; yield none if these rows cannot be split into two parts."""
     # split_again: function that returns the settings for splitting a few rows; those of the batch by default
     in_two = dataclasses.replace(config, num_microbatch=2)
     with contextlib.suppress(SplitError):
@@ -429,7 +429,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """The leaves of a part of some rows; leaves shared by all rows are unchanged."""
+    """Return the leaves ``cut`` of a part, with leaves that all rows share taken unchanged from ``some``."""
     shared = shared_by_rows(some, of_batch)
     return [one if kept else other for kept, one, other in zip(shared, some, cut, strict=True)] if any(shared) else cut
 
@@ -449,7 +449,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Disable batch norms, which normalise each microbatch as in a loop, and undo the effects of the caller's hooks."""
+    """Put batch norms in evaluation mode in the with block, and undo afterwards what layers and hooks changed."""
     # returns: a context manager; inside, a function that restores the attributes of the layers before each run
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
@@ -497,7 +497,7 @@ _CHOSEN = 0.02
 def mixes_rows(
     whole: Sequence[object], parts: Sequence[Sequence[object]], rows: Sequence[int], coarsest: torch.dtype | None = None
 ) -> bool:
-    """Report whether rows give different results together than in parts, by more than rounding.
+    """Report whether results for all rows together differ from results for parts of the rows by more than rounding.
 
     >>> x = torch.arange(6.0).reshape(3, 2)
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
@@ -520,7 +520,7 @@ def changes_with_others(
     count: int,
     coarsest: torch.dtype | None = None,
 ) -> bool:
-    """Report whether rows give different results next to other rows, with the same random numbers."""
+    """Report whether the results for the rows ``kept`` change when the remaining rows are replaced."""
     # part: leaves of the results for fewer rows, which show the axis of the rows
     # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
     if not len(whole) == len(other) == len(part):
@@ -536,7 +536,7 @@ def changes_with_others(
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:
-    """Return the axis of a tensor that has the rows, by comparison with fewer rows; ``None`` if there is none."""
+    """Return the row axis of ``whole``, found by comparison with a tensor for fewer rows; ``None`` if there is none."""
     if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
         return None
     axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
@@ -544,7 +544,7 @@ def rows_of(whole: object, part: object, count: int) -> int | None:
 
 
 def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    """Return selected rows of a tensor, in order and with repeats; values without rows are returned unchanged."""
+    """Return the rows ``order`` of a tensor, maybe with repeats; a value without a row axis is returned unchanged."""
     if axis is None or not isinstance(value, torch.Tensor):
         return value
     return value.index_select(axis, torch.tensor(list(order), device=value.device))
@@ -593,7 +593,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
 
 
 def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
-    """Report for each leaf whether all rows share it, such as class weights that happen to be as many as rows."""
+    """Report for each leaf whether all rows share it, such as class weights, because it is as large as in the batch."""
     # of_batch: the same leaves of the batch; if none is longer, the answer is not known
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))

@@ -37,7 +37,7 @@ from .recomputed import call_seed
 
 @dataclasses.dataclass
 class Run:
-    """One pass over all microbatches."""
+    """One pass of all microbatches through the layers: its task, measured times, and results until the commit."""
 
     spec: RunSpec  # task of the run
     store: ParameterStore
@@ -66,7 +66,7 @@ class Run:
 
     @contextlib.contextmanager
     def reading(self, layer: int) -> Iterator[None]:
-        """Wait until this run's version of a layer is available, and keep it during the block."""
+        """Wait until a layer has the parameters that this run reads, and keep them unchanged during the with block."""
         self.table.start_read(layer, self.version, check=self.mailbox.check)
         try:
             with self.at_hand(layer):
@@ -75,12 +75,12 @@ class Run:
             self.table.end_read(layer)
 
     def start(self, microbatch: int, inputs: HostValue) -> None:
-        """Pass the inputs of a microbatch to the first layer; also in a run of one fused stage."""
+        """Put the inputs of a microbatch into the mailbox, from which the first layer takes them."""
         # inputs: arguments of the run's first layer; for the model's first layer, those of the model
         self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
-        """Pass the inputs of all microbatches to the first layer."""
+        """Put the inputs of all microbatches into the mailbox, from which the first layer takes them."""
         for number, on_host in enumerate(inputs):
             self.start(number, on_host)
 
@@ -91,7 +91,7 @@ class Run:
         self.residents.clear()
 
     def discard(self) -> None:
-        """Discard all results: the run has failed."""
+        """Discard all results of a run that has failed."""
         self.draws.end()
         self.collected.clear()
         self.mailbox.clear()
@@ -99,13 +99,13 @@ class Run:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def remember_versions(self) -> None:
-        """Record the versions of the parameters, for :meth:`check_unchanged`."""
+        """Record torch's version counters of the parameters, for :meth:`check_unchanged`."""
         self._versions = {
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
     def check_unchanged(self) -> None:
-        """Check that no parameter changed since the forward, before the backward."""
+        """Check, before the backward, that no parameter has changed since the forward."""
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -115,11 +115,11 @@ class Run:
                 )
 
     def gradient_scale(self) -> float:
-        """Return the factor for gradients of parameters, known when the last microbatch has its loss."""
+        """Return the factor for the gradients of parameters, which is known once all microbatches have a loss."""
         return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
 
     def commit_gradients(self) -> None:
-        """Add the gradients of this run to the gradient buffers, last layer first for any plan.
+        """Add the gradients of this run to the gradient buffers, always from the last layer to the first.
 
         Gradients of layers are scaled already, on their devices. Gradients of a loss function, after the last layer,
         are not: they are summed before the scale is known.
@@ -154,7 +154,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The specification of a run."""
+    """What a run does, fixed before the run starts: its kind, stages, layers, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # stages in the order of dispatch
@@ -194,7 +194,7 @@ class RunSpec:
 
     @property
     def has_backward(self) -> bool:
-        """Whether some layers will be called again."""
+        """Whether a backward follows the forward, in this run or later."""
         return self.kind != "infer"
 
     @functools.cached_property
@@ -204,7 +204,7 @@ class RunSpec:
 
     @functools.cached_property
     def restarts(self) -> set[int]:
-        """Layers where the recomputation of a backward stage starts, so that their input is kept."""
+        """Indices of the layers at which a backward stage starts its recomputation, so that their inputs are kept."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
         if self.recompute_grain == "layer":
             return {layer for layers in backward for layer in layers}
@@ -212,7 +212,7 @@ class RunSpec:
 
     @functools.cached_property
     def nbytes(self) -> list[tuple[int, int]]:
-        """Bytes of each layer on a device, and of its gradients."""
+        """For each layer, the bytes of the layer on a device and the bytes of its gradients."""
         return [
             (
                 layer.nbytes(),
@@ -228,7 +228,7 @@ class RunSpec:
         return sum(held + sets * gradients for held, gradients in found)
 
     def seed(self, layer: int, microbatch: int) -> int:
-        """Return the seed of a layer call."""
+        """Return the seed for the random numbers of a layer call."""
         # layer: index of the layer; the number of layers for the loss function
         microbatch = 0 if self.trial == "others" else microbatch
         found = self._seeds.get((layer, microbatch))
@@ -247,7 +247,7 @@ _NOT_MEASURED = contextlib.nullcontext()
 
 
 class Timer:
-    """Measures work for the plan, and for a timeline if there is one."""
+    """Measures how long layers and copies take, for planning and for a timeline if there is one."""
 
     # with_events: whether an accelerator's work is measured by events in its streams when there is no timeline.
     # Default: `True`.
@@ -285,19 +285,19 @@ class Timer:
         return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:
-        """Record the time of a block that has ended."""
+        """Record the time of a task whose with block has ended."""
         if span.clock.is_late:
             self._late.append((span, end))
         else:
             self._add(span, end)
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Count bytes of parameters that were copied to devices, and of those that no layer read."""
+        """Add to the timeline the bytes of parameters that were copied to devices, and that no layer read."""
         if self._timeline is not None:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """Collect the times of devices that have finished, and start new clocks."""
+        """Record the times that accelerators measured, after they have finished, and drop the clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()
@@ -323,7 +323,7 @@ class Timer:
 
 
 class Span:
-    """Work in progress. There are several per layer and microbatch, so it is a plain class."""
+    """Context manager that measures one task of a device. There are many per microbatch, so it is a plain class."""
 
     __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
 
@@ -352,7 +352,7 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 @dataclasses.dataclass
 class Collected:
-    """The results of stages; each entry is written by one stage only."""
+    """The results of a run's stages until the commit; each entry is written by one stage only."""
 
     buffers: WrittenBuffers  # buffers that layers wrote
     outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)  # outputs of the last layer, by microbatch
@@ -373,7 +373,7 @@ class Collected:
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
-        """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches."""
+        """Add the gradients of the loss function's parameters as those of a layer ``layer``, in microbatch order."""
         while self.loss_gradients:
             sums = self.gradients.setdefault(layer, {})
             for parameter, gradient in self.loss_gradients.pop(min(self.loss_gradients)).items():
@@ -398,12 +398,12 @@ class WrittenBuffers:
         self._at_start: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, layer: int, written: Buffers) -> None:
-        """Store the values that a layer has written."""
+        """Store the buffers that a layer has written, with their values after the last microbatch."""
         # written: buffers that it wrote, after the last microbatch
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
-        """Store the values after one microbatch, so that a recomputation of the next one can start from them."""
+        """Store a layer's buffers after one microbatch, from which a recomputation of the next microbatch can start."""
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
@@ -461,13 +461,13 @@ class WrittenBuffers:
         return found
 
     def keep_start(self) -> None:
-        """Keep the current values of the model, because another run will replace them before this run's backward."""
+        """Keep copies of the model's buffers before they are overwritten, for this run's recomputation."""
         for layer, written in self._final.items():
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
 
     def commit(self, *, keep_start: bool) -> None:
-        """Write the final values to the model, after :meth:`check`."""
+        """Write the final values of the buffers to the model; :meth:`check` was called before."""
         if keep_start:
             self.keep_start()
         for (layer, number), value in self.final().items():
@@ -502,7 +502,7 @@ _MANY = 2**24
 
 
 def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
-    """Return the positions of outputs that share memory with others."""
+    """Return the outputs of a layer that share memory with another output, by index, with their positions in memory."""
     if len(outputs) < 2:
         return {}
     places: dict[int, list[int]] = {}
@@ -519,14 +519,14 @@ def _place(tensor: torch.Tensor, memory: int, title: str) -> _Place:
 
 
 def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
-    """Return the inputs that a layer returns unchanged, for the next layer."""
+    """Return the entries of ``shared`` for inputs that a layer returns unchanged, by their index in the outputs."""
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     taken = {place: numbers[id(tensor)] for place, tensor in enumerate(outputs) if id(tensor) in numbers}
     return {place: shared[number] for place, number in taken.items() if number in shared}
 
 
 def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
-    """Refuse a write to an input that shares memory with another one."""
+    """Raise an error if a layer wrote in place to an input that shared memory with another input."""
     for number in written:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:

@@ -30,7 +30,7 @@ Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates of one accelerator and its host."""
+    """Measured speeds of one accelerator: of copies, of matrix products, and of both at the same time."""
 
     up: float  # bytes per second from pinned memory to the device
     down: float  # bytes per second from the device to pinned memory
@@ -44,7 +44,7 @@ class DeviceRates:
     clock: float  # seconds by the events of the device in one second of the host
 
     def tokens_to_hide_transfers(self) -> float:
-        """Return the tokens of a step from which on a forward takes longer than the upload of its parameters.
+        """Return the number of tokens per step above which a forward takes longer than the upload of its parameters.
 
         A token takes two operations for each parameter of 16 bits, which is uploaded once for all tokens of the step.
 
@@ -58,7 +58,7 @@ class DeviceRates:
 def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
 ) -> DeviceRates:
-    """Measure an accelerator, which takes a second."""
+    """Measure the speed of an accelerator's copies and matrix products, in about a second."""
     # dtype: dtype of the matrices. Default: bfloat16.
     # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
@@ -126,7 +126,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """Return the host's overhead in seconds for a layer and microbatch of a step.
+    """Return the seconds of CPU time that a pipeline adds per layer and microbatch of a training step.
 
     Times a pipeline of small layers on one virtual device, and the layers alone, in a fraction of a second.
     """
@@ -170,14 +170,14 @@ _MOST = 32  # pieces
 
 
 class DiskRates(NamedTuple):
-    """Rates of a disk."""
+    """Measured read and write speed of a disk."""
 
     read: float  # bytes per second
     write: float  # bytes per second
 
 
 def measure_disk(folder: pathlib.Path) -> DiskRates:
-    """Measure the disk of a folder; it takes a second, and up to 1 GB there meanwhile."""
+    """Measure the speed of the disk of a folder, in about a second and with up to 1 GB of temporary data."""
     memory = DiskMemory(folder.absolute(), together=_PIECE)
     try:
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros

@@ -48,16 +48,16 @@ class Footprint(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the memory of these tensors: it was there before."""
+        """Do not count the memory of these tensors, because they existed before the measurement."""
         for tensor in tensors:
             self._note(tensor, counted=False)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count the memory of a tensor that was made elsewhere, until it goes away."""
+        """Count the memory of a tensor that was made outside the with block, until the tensor is freed."""
         self._note(tensor, counted=True)
 
     def restart(self) -> int:
-        """Begin a new peak; return the bytes that are alive now."""
+        """Start a new measurement of the peak, and return the bytes of the storages that are alive now."""
         self.peak = self.alive
         return self.alive
 
@@ -93,7 +93,7 @@ class Footprint(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of these tensors, each once.
+    """Return the total bytes of these tensors, counting each tensor once.
 
     >>> rows = torch.empty(4, 8)
     >>> storage_bytes([rows, rows, torch.empty(2)])
@@ -173,7 +173,7 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 @contextlib.contextmanager
 def device_kernels(kind: str = "cuda") -> Iterator[None]:
-    """Make operations on ``meta`` behave as on devices, in this block and thread.
+    """Context manager in which operations on ``meta`` tensors allocate what the kernels of real devices allocate.
 
     >>> q = torch.empty(1, 1, 4096, 64, device="meta", requires_grad=True)
     >>> kept = []
@@ -260,7 +260,7 @@ def _meta_grouped(
 
 
 class MetaResults:
-    """Results by operation, and by sizes, strides and dtypes of its tensors and all other arguments.
+    """A cache of the shapes, strides and dtypes that operations on ``meta`` tensors return, by their arguments.
 
     Only operations of torch that return one new tensor are kept: no views, and none that write.
 
@@ -277,7 +277,7 @@ class MetaResults:
         self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        """Run an operation and return its result."""
+        """Return the result of an operation, made from the cache if possible, otherwise by calling ``compute``."""
         # compute: function that runs the operation on these arguments, called where the result is not known
         makes_new = self._makes_new.get(func)
         if makes_new is None:

@@ -123,7 +123,7 @@ def describe_hardware(
 
 
 def device_names(devices: str | None = None) -> tuple[str, ...]:
-    """Return the names of devices, which need not be here."""
+    """Return the single names in ``devices``, such as ``cuda:0``; this machine need not have these devices."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         names = tuple(device.name for device in found)
@@ -177,14 +177,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator."""
+    """Return the bytes per second of copies from the host to a device; for accelerators, from pinned memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def host_memory_rate() -> float:
-    """Return the bytes per second that the host reads and writes, all together."""
+    """Return the bytes per second that the host reads and writes in total while it copies memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPIED / _seconds(lambda: target.copy_(source), torch.device("cpu"))
@@ -213,7 +213,7 @@ def cores() -> int:
 
 
 def host_memory_available() -> int:
-    """Return the bytes of memory that processes can still take, limits of containers included."""
+    """Return the bytes of host memory that are still available, within the limit of a container if there is one."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -236,7 +236,7 @@ _NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call", "dis
 
 
 def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
-    """Write a machine profile.
+    """Write a machine profile to a JSON file.
 
     Args:
         machine: devices and host.

@@ -234,7 +234,7 @@ def _give_sums(
 
 
 class Parts:
-    """Counts the bytes of table parts that would be copied; copies nothing."""
+    """A device that copies nothing and counts the bytes of the table parts that a real device would copy."""
 
     torch_device = torch.device("meta")
 
@@ -242,12 +242,12 @@ class Parts:
         self.up = self.down = 0
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a part that a device gets; its memory is counted with the parameters of the layer."""
+        """Count the bytes of a table part that would be copied to the device."""
         self.up += tensor.nbytes
         return tensor
 
     def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]:
-        """Count the gradient of a part."""
+        """Count the bytes of a gradient that would be copied to the host."""
         self.down += tensor.nbytes
         return tensor, NOW
 
@@ -268,7 +268,7 @@ class _NoSum(HostSum):
 
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
-    """Let tables of a layer be stood for in the block; yield the bytes of the parts that are copied."""
+    """Replace the large tables of a layer by placeholders in the with block; yield the counter of bytes to copy."""
     parts, places = Parts(), []
     made: dict[int, nn.Parameter] = {}
     for slot in contents.slots:

@@ -248,18 +248,18 @@ def host_memory(
 
 
 class KeptBytes(NamedTuple):
-    """Bytes of a layer that stay on each device."""
+    """Bytes of a layer's parameters that stay on each device after a stage has ended."""
 
     frozen: int  # bytes of parameters that do not train. They are on the device before the step begins.
     trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Return the bytes on a device when a stage starts there."""
+        """Return the bytes of the layer that are already on a device when a stage starts there."""
         return self.frozen + (self.trained if was_here else 0)
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
-    """Return the bytes of each layer that stay.
+    """Return how many bytes of each layer's parameters stay on a device with this room, frozen parameters first.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]
@@ -278,7 +278,7 @@ def room_to_keep(
     *,
     fits: bool,
 ) -> float:
-    """Return the bytes of each device for parameters that stay, as the runtime has them."""
+    """Return how many bytes of parameters may stay on each device, computed as the runtime computes it."""
     # wanted: `keep_parameters` of `RoundPipeRunConfig`
     # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
@@ -315,7 +315,7 @@ class JoinedLoss:
 
 
 def joined_loss(last: LayerFootprint) -> JoinedLoss:
-    """Return the memory that a loss takes which is computed once for the whole batch."""
+    """Return the memory of a loss that is computed once for the whole batch."""
     # last: the last layer, measured on the whole batch
     visit = visit_bytes(Stage(0, "backward", range(1)), [last])
     return JoinedLoss(last.param_bytes + last.grad_bytes + visit, 2 * last.inputs + last.grads_in)

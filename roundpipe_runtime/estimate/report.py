@@ -31,7 +31,7 @@ _NEXT_TO_NOTHING = 1e-7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan with its memory and times."""
+    """The plan of a training on given hardware, with the estimated memory and times."""
 
     step: StepPlan  # the training step, whatever machine runs it
     simulated: StepSimulation  # the step on the devices and the host
@@ -73,7 +73,7 @@ class PlanReport:
 
     @property
     def stays(self) -> bool:
-        """Whether there is room for all layers, so that they stay from their forward to their backward."""
+        """Whether devices have room for all layers, so that each layer stays from its forward to its backward."""
         return self.simulated.stays
 
     def simulate(
@@ -83,7 +83,7 @@ class PlanReport:
         is_async: Literal[False, True, "exact"] = False,
         keep_parameters: float | Literal["auto"] | None = None,
     ) -> StepSimulation:
-        """Simulate a step on the same machine."""
+        """Simulate a training step on the hardware of this report."""
         # step: training step. Default: the one of this plan.
         # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
         # keep_parameters: parameters that stay on devices between steps. Default: those of this plan.
@@ -99,7 +99,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """Sizes of the state on a disk; ``None`` if all of it is in host memory."""
+        """Bytes that a step stores, reads and writes on a disk; ``None`` if the training state is in host memory."""
         return self.simulated.disk
 
     @property
@@ -124,7 +124,7 @@ class PlanReport:
 
     @property
     def unhindered(self) -> Simulation:
-        """Simulation of one iteration, if transfers took no time."""
+        """Simulation of one iteration on a machine whose transfers take no time."""
         return self.simulated.unhindered
 
     @property
@@ -134,14 +134,14 @@ class PlanReport:
 
     @property
     def fits_devices(self) -> bool | None:
-        """Whether every device has the memory; ``None`` if its memory is not known."""
+        """Whether the plan fits into the memory of every device; ``None`` if the memory of a device is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the host has the memory; ``None`` if its memory is not known."""
+        """Whether the training fits into the memory of the host; ``None`` if the host's memory is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -283,7 +283,7 @@ class Reference:
 def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
-    """Return a plan whose host also has a reference model of the same size, and the additional time of a step."""
+    """Return the plan with a frozen reference model of the same size added, and the cost of the reference model."""
     # tensors: parameters and buffers of the model, which those of the reference equal in size
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -83,7 +83,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of slices of large matrices that a microbatch copies to the device and back.
+        """Return the bytes of parts of large tables that a microbatch copies in, and of gradients that it copies back.
 
         Args:
             stage: stage of this plan.
@@ -229,7 +229,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Return the bytes of the parameters of a layer that a step is expected not to upload, and of their gradients."""
+    """Return the expected bytes of a layer's experts that a step does not upload, and of their gradients."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

@@ -177,7 +177,7 @@ def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["a
 
 
 def machine_of(machine: Hardware, *, linked: bool) -> Machine:
-    """Return the devices of a machine, with its links or with ones that take no time."""
+    """Return the machine to simulate, with its real link speeds or with copies that take no time."""
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)

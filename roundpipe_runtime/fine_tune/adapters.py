@@ -87,7 +87,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Refuse suffixes of names that no module has."""
+    """Check that each target is the end of the name of a module in the model."""
     modules = dict(model.named_modules())
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in modules):
@@ -99,7 +99,7 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide warnings of PEFT 0.21 in a block."""
+    """Context manager that hides warnings of PEFT 0.21 that do not matter here."""
     # It asks models of version 5.23 for an attribute by its old name, cannot merge into weights of torchao, and looks
     # for the configuration of a GGUF file in a folder and on the Hub.
     of_gguf = "Could not find a config file|Unable to fetch remote file"
@@ -127,19 +127,19 @@ _LEAST = 2.0**-24  # the smallest number of float16
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Integers of so many bits with a scale in float16 for each block of a row, without zero points."""
+    """A quantization format: integers of ``bits`` bits with a float16 scale per block of weights and no zero point."""
 
     bits: int
 
     def integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the integers in blocks and their scales, both in float32; their product is exact."""
+        """Return the integers of a weight, in blocks, and the scale of each block, both as float32 tensors."""
         blocks = weight.detach().float().unflatten(1, (-1, _BLOCK))
         half = 2 ** (self.bits - 1)
         scales = blocks.abs().amax(2, keepdim=True).div_(half - 0.5).half().float().clamp_min_(_LEAST)
         return (blocks / scales).round_().clamp_(-half, half - 1), scales
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight as it is stored."""
+        """Return a weight rounded to the values that this format can store."""
         numbers, scales = self.integers(weight)
         return numbers.mul_(scales).flatten(1).to(weight.dtype)
 
@@ -155,7 +155,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that multiplies its weight as a grid stores it, and learns the weight or adapters of it."""
+    """A linear layer that computes with its quantized weight, and trains the unquantized weight or LoRA adapters."""
 
     def __init__(self, linear: nn.Linear, grid: Grid, lora: Lora | None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -170,13 +170,13 @@ class RoundedLinear(nn.Linear):
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def merged(self) -> torch.Tensor:
-        """Return the weight before it is rounded, with its adapter."""
+        """Return the weight before rounding, with its LoRA adapter added if it has one."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scaling)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the weight as it is stored."""
+        """Multiply ``input`` by the rounded weight, and add the bias."""
         rounded: torch.Tensor = _Rounded.apply(self.merged(), self.grid)  # type: ignore[no-untyped-call] # of torch
         return nn.functional.linear(input, rounded, self.bias)
 
@@ -240,7 +240,7 @@ def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights of a model as compressed-tensors stores them, and the configuration that states how."""
+    """Return a model's weights in the format of compressed-tensors, and the matching quantization configuration."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("weight", "lora_a", "lora_b"):
@@ -265,7 +265,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights with which a model computes, in full, by the names that they have without rounding."""
+    """Return the quantized weights with which a model computes, in floating point and under their original names."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

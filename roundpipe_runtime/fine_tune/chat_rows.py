@@ -67,7 +67,7 @@ class ChatRows:
 
     @property
     def counted(self) -> int:
-        """Number of tokens that count."""
+        """Number of tokens that count for the loss."""
         return sum(int((labels != _IGNORED).sum()) for labels in self.labels)
 
     def __len__(self) -> int:

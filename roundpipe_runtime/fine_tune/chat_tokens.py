@@ -277,7 +277,7 @@ _FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One row of conversations."""
+    """One conversation of a data file: a list of messages, or a prompt with its completion."""
 
     place: str  # file and line, for messages
     messages: Sequence[Message] = ()  # messages as chat templates take them; empty for plain text
@@ -320,7 +320,7 @@ def _begins_a_list(path: pathlib.Path) -> bool:
 
 
 def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conversation:
-    """Return the conversation of a row.
+    """Return the conversation that one row of a data file describes, in any of the supported forms.
 
     >>> conversation_of({"instruction": "Greet", "input": "", "output": "Hello"}, "a.jsonl:1").messages[1]
     {'role': 'assistant', 'content': 'Hello'}

@@ -47,7 +47,7 @@ class Job:
         return init_device_mesh("cpu", (self.size,)) if self.size > 1 else None
 
     def was_restarted(self) -> bool:
-        """Report whether torchrun has started the processes again; all of them call it."""
+        """Report whether torchrun has restarted the processes; every process must call this method."""
         # a machine counts only the restarts that its own processes have caused
         return any(self.exchange(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
@@ -60,7 +60,7 @@ class Job:
         return self._ranks.exchange(value)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something in each process, and return its result, or raise in all.
+        """Call ``work`` in each process and return its result; if it fails in one process, raise an error in all.
 
         Args:
             work: work of this process, without collective calls.
@@ -84,7 +84,7 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Report whether this process is the first of all that claims something, without waiting for the others.
+        """Report whether this process is the first one that claims ``what``, without waiting for other processes.
 
         Args:
             what: name of what is claimed.
@@ -98,7 +98,7 @@ class Job:
         return count == 1
 
     def check_alike(self, stated: Mapping[str, object]) -> None:
-        """Check that all processes have equal values; all of them call it.
+        """Check that ``stated`` is equal in all processes; every process must call this method.
 
         Args:
             stated: what this process is to train, by the name of the thing.
@@ -110,7 +110,7 @@ class Job:
             raise error
 
     def close(self) -> None:
-        """Leave the other processes, if they were joined here."""
+        """Leave the process group, if this object has joined it."""
         if self._is_made_here and dist.is_initialized():
             self._is_made_here = False
             dist.destroy_process_group()

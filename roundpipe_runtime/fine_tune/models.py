@@ -29,7 +29,7 @@ _FIX = "Name a folder that save_pretrained wrote, a GGUF file, or a config.json.
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model that is not loaded yet.
+    """The source of a model that is not loaded yet: a folder, a GGUF file, or only a configuration.
 
     Attributes:
         name: name that the user gave.
@@ -50,7 +50,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, config: Any, name: str) -> ModelSource:
-        """Return the model that a configuration describes, with random weights.
+        """Return the source of a model that has this configuration and random weights.
 
         Args:
             config: configuration of transformers.
@@ -66,7 +66,7 @@ class ModelSource:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size; every token is below it."""
+        """The vocabulary size; all token ids are smaller than this number."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -83,7 +83,7 @@ class ModelSource:
         quantize: FewBits | None = None,
         host: str = HOST_IN_MEMORY,
     ) -> nn.Module:
-        """Load the model with its weights, or with random ones.
+        """Load the model with its stored weights, or initialize it with random weights.
 
         Args:
             dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
@@ -247,24 +247,24 @@ def _transformers() -> Any:
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer for a training."""
+    """The methods and attributes of a tokenizer that a training uses."""
 
     name: str
     vocab_size: int
     eos_token_id: int | None
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+        """Return the token ids of each text, int32 of shape (tokens,), without added special tokens."""
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of tokens; ``special`` also that of special ones."""
+        """Return the text of token ids; ``special=True`` includes special tokens."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Any:
-        """Write the files that transformers reads."""
+        """Write the tokenizer files that transformers loads."""
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers."""
+    """A tokenizer that transformers loaded from a folder or a GGUF file."""
 
     # inner: tokenizer that `AutoTokenizer` loaded from a folder
 
@@ -275,18 +275,18 @@ class FolderTokenizer:
         self.eos_token_id: int | None = inner.eos_token_id
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+        """Return the token ids of each text, int32 of shape (tokens,), without added special tokens."""
         # a text may be longer than any row, and is split into rows later: no warning needed
         with readable(self.name, FineTuneError):
             rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of tokens, with special ones if asked for."""
+        """Return the text of token ids; ``special=True`` includes special tokens."""
         return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=not special))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files that transformers reads."""
+        """Write the tokenizer files that transformers loads."""
         self.inner.save_pretrained(folder)
 
 
@@ -366,7 +366,7 @@ class ByteTokenizer:
     name = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the tokens of each text: of shape (bytes,), int32, without the end of text."""
+        """Return the token ids of each text, int32 of shape (bytes,), without an end-of-text token."""
         return [self._encoded(text.encode("utf-8")) for text in texts]
 
     def _encoded(self, data: bytes) -> torch.Tensor:
@@ -375,7 +375,7 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of tokens; those that are not bytes are left out, incomplete characters become U+FFFD.
+        """Return the text of token ids; special tokens are left out, and incomplete characters become U+FFFD.
 
         Args:
             ids: tokens in order.

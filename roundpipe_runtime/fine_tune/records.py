@@ -95,7 +95,7 @@ def process_memory() -> int:
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:
-    """Return the peak bytes of tensors on one of the accelerators; ``None`` without accelerators.
+    """Return the highest peak of tensor bytes among the accelerators; ``None`` without accelerators.
 
     Virtual devices use memory of the process.
     """
@@ -104,7 +104,7 @@ def device_peak(devices: Iterable[Device]) -> int | None:
 
 
 class MetricsFile:
-    """A JSON lines file with a line for each step and each evaluation, complete at any time."""
+    """A JSON lines file to which one line is added after each step and each evaluation."""
 
     # path: path of the file; lines up to `step` are kept, later ones are overwritten
     # step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows

@@ -49,7 +49,7 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
 
 
 def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = True) -> None:
-    """Check before a training that something can be written under a name; nothing stays there.
+    """Check before a training that a file or folder can be written at ``path``, without leaving anything there.
 
     Args:
         path: file or folder.
@@ -208,7 +208,7 @@ def model_card(
     options: Mapping[str, object],
     is_adapter: bool = False,
 ) -> str:
-    """Return a model card.
+    """Return the text of a model card: the data, losses, options and versions of a training.
 
     Args:
         source: source of the model.
@@ -276,7 +276,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return values as block characters, from the smallest to the largest; more than fit are averaged.
+    """Return values as a line of block characters; neighbours are averaged if there are more than ``width`` values.
 
     Args:
         values: values in order.

@@ -18,7 +18,7 @@ from ..optim.parameters import Update
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """Rows of a batch, batches of a step, and steps.
+    """Settings of a training's batches: rows per batch, batches per step, and number of steps.
 
     Attributes:
         batch: number of rows per batch, of all processes together.
@@ -70,7 +70,7 @@ class BatchSettings:
         return -(-self.batch // replicas)
 
     def total_steps(self, rows: int) -> int:
-        """Return the number of steps.
+        """Return the number of optimizer steps of the training.
 
         Args:
             rows: number of training rows.
@@ -146,7 +146,7 @@ class LearningSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(BatchSettings, LearningSettings):
-    """All settings of a training; those of :class:`BatchSettings` and :class:`LearningSettings`, and what computes.
+    """All settings of a training: those of both base classes, and for example devices, dtypes and evaluation.
 
     Attributes:
         devices: devices, as for :class:`RoundPipe`.

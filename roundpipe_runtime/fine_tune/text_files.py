@@ -47,7 +47,7 @@ _PIECE = 2**16
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return the files, and the folders of ``datasets``, that names refer to, each once."""
+    """Return the files that ``names`` refer to, and folders saved by the library ``datasets``, without duplicates."""
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
@@ -138,7 +138,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 
 
 def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
-    """Yield what each line of a file holds, with file and line."""
+    """Yield ``FILE:LINE`` and the JSON value of each line of a file."""
     check_encoding(path)
     with open_regular(path, failure=FineTuneError) as file:
         for number, line in enumerate(file, 1):
@@ -179,7 +179,7 @@ def _checked(row: dict[str, Any], field: str, place: str) -> str:
 
 
 def is_saved(folder: pathlib.Path) -> bool:
-    """Report whether the library ``datasets`` has saved a folder."""
+    """Report whether a folder was written by ``save_to_disk`` of the library ``datasets``."""
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     )
@@ -196,7 +196,7 @@ def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a folder of ``datasets``, each with folder and number."""
+    """Yield the place and the content of each row of a folder that the library ``datasets`` saved."""
     # field: the only column that is read. Default: all.
     require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
     import datasets
@@ -213,7 +213,7 @@ def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple
 
 
 class Rows(Protocol):
-    """Rows of tokens, which are numbered."""
+    """The methods of a data set of token rows that a training uses, such as :class:`Blocks`."""
 
     @property
     def training(self) -> torch.Tensor:
@@ -225,15 +225,15 @@ class Rows(Protocol):
 
     @property
     def digest(self) -> str:
-        """A digest that is equal for the same rows."""
+        """A hash of the rows, which is equal for equal rows."""
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row that there may be."""
+        """The largest number of tokens that a row can have."""
 
     @property
     def lengths(self) -> torch.Tensor | None:
-        """Tokens of each row, which batches are sorted by; ``None`` if all are as long."""
+        """Number of tokens of each row, for batches of similar rows; ``None`` if all rows have the same length."""
 
     def __len__(self) -> int: ...
 
@@ -295,7 +295,7 @@ class Blocks:
 
     @property
     def lengths(self) -> None:
-        """Rows have one length."""
+        """``None``, because all rows have the same length."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -354,7 +354,7 @@ def read_blocks(
 
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
-    """Return the tokens of all documents in one sequence, with the end of text after each that is not empty."""
+    """Return the tokens of all documents in one sequence, with an end-of-text token after each non-empty document."""
     # pieces: pieces of documents, and `END` after each document
     # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     store = bytearray()

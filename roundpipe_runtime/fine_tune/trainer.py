@@ -113,7 +113,7 @@ class TextTrainer(RoundPipeTrainer):
         return self.settings.batch
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Add the gradient of a batch, and return its share of the loss of the step."""
+        """Run forward and backward of a batch, and return the batch's share of the loss of the step."""
         loss = super().training_step(*args, **options)
         self._losses.append(self._finite("loss", loss.item()))
         return loss
@@ -132,7 +132,7 @@ class TextTrainer(RoundPipeTrainer):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log as the Trainer does, with the loss in double precision and the time of a step."""
+        """Log as the Trainer does, with the loss in double precision, and the tokens and seconds of the step."""
         if "loss" in logs:
             tokens = self._tokens_of_step()
             logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}
@@ -144,7 +144,7 @@ class TextTrainer(RoundPipeTrainer):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
-        """Return this process's batches of the held-out rows, which are the same whatever the number of processes."""
+        """Return the evaluation batches of this process; all processes together always have the same batches."""
         size: int = self.args.per_device_eval_batch_size
         batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
         return DataLoader(
@@ -156,7 +156,7 @@ class TextTrainer(RoundPipeTrainer):
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
-        """Return the mean loss over the tokens of all batches; the Trainer's own is one over rows, some twice."""
+        """Return the mean loss over the tokens of all evaluation batches, not over rows as the Trainer does."""
         self.pipeline.synchronize()
         self.callback_handler.eval_dataloader = dataloader
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
@@ -204,7 +204,7 @@ class TextTrainer(RoundPipeTrainer):
 
 
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Return the notes of a checkpoint; those of another script's checkpoint are empty."""
+    """Return the settings that a training stored in a checkpoint; empty for a checkpoint of another script."""
     path = checkpoint / _NOTES
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
@@ -239,7 +239,7 @@ _STRIDE = 0x9E3779B97F4A7C15  # seeds that lie side by side give epochs that do 
 
 
 class Order(Sampler[int]):
-    """A sampler of rows: every row once in each epoch, for as many places as a training has.
+    """A sampler that yields every training row once per epoch, for as many epochs as the training needs.
 
     A batch at the end of an epoch is filled from the next one, so all batches have the same size.
 
@@ -336,7 +336,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         self.is_model_saved = False
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Record the step, if it is the one of the timeline."""
+        """Start the timeline, if this is the step that it records."""
         if state.global_step + 1 == self.recorded:
             self.recording.enter_context(self.timeline)
 
@@ -360,7 +360,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **options: Any
     ) -> None:
-        """Pass on the record of a step or an evaluation, and stop after a signal."""
+        """Pass the record of a step or an evaluation to ``note``, and stop the training after Ctrl-C or SIGTERM."""
         record = record_of(logs, state.global_step)
         if record is None:  # the Trainer's own at the end
             return
@@ -379,7 +379,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
             control.should_save = self.at_end is not None
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Note the checkpoint that was written."""
+        """Remember the folder of the checkpoint that was written."""
         self.saved = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
 

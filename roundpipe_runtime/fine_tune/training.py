@@ -147,7 +147,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager in which the parameters are rounded to their dtypes before the training, as for saving."""
+        """Context manager in which the parameters have the dtypes from before the training, in which they are saved."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -306,7 +306,7 @@ class Training:
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
-    """Return the number of groups of the newest checkpoint in a folder; ``None`` without groups.
+    """Return into how many groups the newest checkpoint in a folder splits batches; ``None`` without groups.
 
     Args:
         folder: folder that :meth:`Training.save` was given.

@@ -51,7 +51,7 @@ _ROWS_SECOND = "outputs['mems']"
 
 
 def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
-    """Check that packed texts are in one row: their count across several rows cannot be split."""
+    """Check that packed texts are all in one row, because their offsets across several rows cannot be split."""
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
@@ -61,7 +61,7 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
 
 
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
-    """Return a split function for a call with packed images or videos; ``None`` if there are none."""
+    """Return a function that splits packed images or videos into microbatches; ``None`` if the call has none."""
     packed = [
         (values, grid, _first_of(config, names))
         for values, grid, names in _PACKED
@@ -143,7 +143,7 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
-    """Return the output of the whole batch; rows that were flattened with inner axes are also joined."""
+    """Join the outputs of the microbatches, including tensors whose first axis is rows times another axis."""
     # weights: weight of each microbatch, for tensors without axes
     outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
@@ -180,7 +180,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Remove entries of microbatch outputs that are not joined by rows."""
+    """Remove encoder outputs, such as image features, from the outputs; return both, encoder outputs joined."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -191,7 +191,7 @@ def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree]
 
 
 def with_encoder_outputs(joined: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the joined output with the removed entries, in the order of its class."""
+    """Return the joined output with the entries that :func:`without_encoder_outputs` removed."""
     return _with_entries(joined, {**joined, **found}) if found else joined
 
 
@@ -222,7 +222,7 @@ class _Pictures:
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Find it in the encoder outputs of each microbatch with pictures."""
+        """Return the numbers of pictures found in encoder outputs, and whether all microbatches have the same ones."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -284,7 +284,7 @@ SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
-    """Return a split function for a call with lists of rows."""
+    """Return a function that splits arguments that are lists with one entry per row, such as detection labels."""
     # inner: split function for the other arguments; `None` splits them along the batch
     lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
     if not lists:
@@ -404,7 +404,7 @@ def loss_fn_with_weight(
     is_share: bool = False,
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
-    """Return a loss function for outputs that carry the weight of their loss."""
+    """Return ``loss_fn`` for outputs ``(output, items, rows)``, so that the loss of each microbatch has a weight."""
     # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
@@ -433,7 +433,7 @@ def _merged(outputs: list[PyTree]) -> PyTree:
 
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs that hold caches, and update the caller's cache."""
+    """Merge the outputs of the microbatches, and put the new entries of their KV caches into the caller's cache."""
     # cache: cache of the caller, which gets the entries that all microbatches wrote
     # merge: merge function for outputs without caches
     # outputs: `(output, items, rows)` of each microbatch
@@ -453,14 +453,14 @@ def _items(output: PyTree) -> list[Any]:
 
 
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    """Merge outputs by the caller's ``merge_output``."""
+    """Merge the outputs of the microbatches as the caller's ``merge_output`` says."""
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
 def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
-    """Merge outputs so that their loss is the loss of the whole batch."""
+    """Merge the outputs of the microbatches into one output whose loss is the loss of the whole batch."""
     # outputs: `(output, items, rows)` of each microbatch
     parts = [output for output, _, _ in outputs]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
@@ -487,6 +487,6 @@ def _named_loss(output: PyTree) -> bool:
 
 
 def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs to a tuple, for callers with ``return_dict=False``."""
+    """Merge the outputs of the microbatches to a tuple, for callers with ``return_dict=False``."""
     # outputs: `(output, items, rows)` of each microbatch
     return merge(outputs).to_tuple()

@@ -41,7 +41,7 @@ from .piece_rows import PieceRows
 
 
 class CutModel(RoundPipe):
-    """A model in pieces, with the ways to compute losses and rows for each kind of call."""
+    """A pipeline of a split model, which decides for each kind of call how loss and rows are computed."""
 
     _rp_cut: Cut
     _rp_warned_of_packed = False
@@ -91,7 +91,7 @@ class CutModel(RoundPipe):
 
     @property
     def cut(self) -> Cut:
-        """The split: the pieces, a report on how they were found, and losses that were checked since."""
+        """The split of the model: its pieces, and a report on how they were found and how losses are computed."""
         shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
         if not shown:
             return self._rp_cut

@@ -32,7 +32,7 @@ _PROMPT, _PADDING = 5, 2
 
 @contextlib.contextmanager
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of a model in the block."""
+    """Context manager in which calls of a model run ``forward`` instead of the model's own forward."""
     # `generate` is a method of the model and calls it, so only an attribute of this object can replace the forward
     inner = model_inside(model)
     held = inner.__dict__
@@ -48,7 +48,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return the reason why a model has to generate on the host, or ``None``.
+    """Return why a model cannot generate through its pipeline, and so generates on the host; ``None`` if it can.
 
     A prompt of two rows, the first one padded, and one more token run through the pipeline and the model, both
     with a cache.
@@ -96,7 +96,7 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """The encoder or the decoder of an encoder-decoder in generation, as a pipeline that is created at the first call.
+    """Runs the encoder or the decoder of an encoder-decoder in ``generate``, in a pipeline made at the first call.
 
     If the pipeline fails, or its output differs from the model's, the model's own forward runs, on the host.
     """
@@ -119,7 +119,7 @@ class GenerationPath:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the pipeline was tried and rejected."""
+        """Whether the pipeline was tried and rejected, so that the model runs on the host."""
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return the paths on which an encoder-decoder generates: its encoder, then the model itself."""
+    """Return a path for the encoder and a path for the whole model of an encoder-decoder; none for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -158,7 +158,7 @@ def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Gener
 
 @contextlib.contextmanager
 def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Let ``generate`` call these paths instead of the forwards of their models, in the block."""
+    """Context manager in which ``generate`` calls these paths instead of the forwards of their models."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(forward_of(path.model, path))

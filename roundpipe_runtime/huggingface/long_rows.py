@@ -92,7 +92,7 @@ class LongRows:
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around the model, which has its parameters, optimizer steps and checkpoints."""
+        """The pipeline around the model, for its parameters, optimizer steps and checkpoints."""
         assert self._pipeline is not None  # it is made with this object
         return self._pipeline
 
@@ -302,7 +302,7 @@ _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 
 
 class TokenExchange:
-    """The exchanges of one model among the ranks of a mesh."""
+    """Exchanges tokens for heads between the ranks of a mesh, so that a rank attends to all tokens with some heads."""
 
     # reason: returns why the current call must be aborted, as another rank has failed; `None` while it continues
 
@@ -314,12 +314,12 @@ class TokenExchange:
         self._group: Any = None
 
     def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``(rows, heads / size, all tokens, width)`` of ``(rows, heads, tokens, width)``."""
+        """Return all tokens of this rank's heads, ``(rows, heads / size, all tokens, width)``."""
         found: torch.Tensor = _Exchanged.apply(tensor, self, True)  # type: ignore[no-untyped-call] # torch has no types for it
         return found
 
     def to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``(rows, heads, tokens, width)`` of ``(rows, heads / size, all tokens, width)``."""
+        """Return this rank's tokens of all heads, ``(rows, heads, tokens, width)``."""
         found: torch.Tensor = _Exchanged.apply(tensor, self, False)  # type: ignore[no-untyped-call] # as above
         return found
 

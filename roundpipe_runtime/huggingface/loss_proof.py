@@ -49,7 +49,7 @@ _REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, Key
 
 @dataclasses.dataclass(frozen=True)
 class SomeRows:
-    """The input of the code after the last layer, for some rows of a batch."""
+    """The input of the code after the last layer for a few rows: arguments of the model, and outputs of the layers."""
 
     args: tuple[object, ...]  # positional arguments of the model
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
@@ -60,14 +60,14 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A function of a model's output for a batch with labels; its weights must equal those of the model's loss."""
+    """A caller's ``loss_fn`` for a call in which the model computes a loss too; both must have the same weights."""
 
     function: Callable[[Any, Any], Any]
     label: Any
 
 
 class LossWays:
-    """The ways in which losses of one model are computed, by kind of call."""
+    """Finds how the losses of one model's microbatches add up to that of a batch, and remembers it by kind of call."""
 
     def __init__(self, rows: PieceRows) -> None:
         self._rows, self._made, self._engine = rows, rows.made, rows.engine
@@ -76,13 +76,13 @@ class LossWays:
 
     @property
     def proofs(self) -> Mapping[Hashable, LossProof]:
-        """How losses are computed, by kind of call."""
+        """The results of the checks so far, by kind of call: how the loss of the batch is computed."""
         return self._engine.loss_checks.proofs
 
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how the loss of a call is computed; checked at calls 1, 2, 4, 8, ... of its kind."""
+        """Return how the loss of a call is computed, which is checked at calls 1, 2, 4, 8, ... of its kind."""
         # function: function of the model's loss, whose weights are known already. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
@@ -160,7 +160,7 @@ class LossWays:
 
 
 class Tail:
-    """The code after the last layer, which computes the loss of some rows, in at least 32 bits."""
+    """Computes the loss of a few rows with the code after the last layer, in at least 32 bits."""
 
     # kwargs: keyword arguments of the model in the checked call
     # function: function of its output that computes the loss. Default: the model's own loss.
@@ -183,7 +183,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return how a loss is computed that needs no weights or no comparison; ``None`` for any other."""
+        """Return how the loss is computed if this needs no comparison, such as with random numbers; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):
@@ -196,7 +196,7 @@ class Tail:
         return None
 
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
-        """Find the weights for which the losses of parts add up to that of all rows."""
+        """Find the weights for which the losses of parts of the rows add up to the loss of all rows."""
         # rows: all of them, then the same rows in consecutive parts
         # known: an earlier proof of this kind of call, whose weights must match again; none by default
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"

@@ -52,7 +52,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Return which of the first pieces mixes rows in its outputs or gradients, and whether these are linear."""
+        """Check the first ``number`` pieces: which of them mixes rows, and whether gradients scale with the loss."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -84,7 +84,7 @@ class PieceRows:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return the function that joins the layers' outputs for the microbatches of a call."""
+        """Return a function that joins the states of a call's microbatches after the layers of the model."""
         # returns: the function, which raises `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
@@ -99,7 +99,7 @@ class PieceRows:
         return partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
-        """Return the joined outputs of the layers for all of some rows; raises `CannotJoinError`."""
+        """Join the states after the layers for parts of a trial; raises `CannotJoinError` if this is impossible."""
         axes = self._axes[kind] = RowAxes.of(shown, states[-1])
         return join_states([*states], axes, *call_of(trial.whole))
 
@@ -111,7 +111,7 @@ class PieceRows:
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield the first rows again, with one row in both parts: its values appear in both."""
+        """Yield trials with the first rows of the batch, in which one row is repeated, so that both parts have it."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
@@ -122,7 +122,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch whose only row is repeated three times, and its split; larger batches are unchanged."""
+        """Return a batch with its only row repeated three times, and settings to split it; others are unchanged."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -135,12 +135,12 @@ class PieceRows:
         return few, self._split_again(few, config)
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield a few rows of a batch at a time, with their labels; none if they cannot be split."""
+        """Yield trials with a few rows of the batch and their labels each; yield none if rows cannot be split."""
         with contextlib.suppress(CannotJoinError, SplitError):
             yield from self.some_rows(batch, config)
 
     def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig, most: int = _ROWS) -> Iterator[RowTrial]:
-        """Yield a few rows of a batch at a time, at least once."""
+        """Yield trials with a few rows of the batch each; raises `CannotJoinError` if there is none."""
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
@@ -162,7 +162,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the outputs of layers for parts of some rows, and for more rows than the last part has."""
+        """Return the states after the layers for the parts of a trial, and one for more rows than the last part."""
         with self._trial_engine() as engine:
             # devices have room for a microbatch, so at most that many rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
@@ -176,7 +176,7 @@ class PieceRows:
 
 
 def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
-    """Return the arguments of a microbatch."""
+    """Return the arguments of a microbatch as ``(args, kwargs)``."""
     args, kwargs = pytree.tree_unflatten(microbatch.inputs, microbatch.spec)
     return args, kwargs
 

@@ -109,7 +109,7 @@ class _Weights:
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return an unquantized weight, in its own memory."""
+        """Return a parameter that is not quantized; one on ``meta`` is first read into its own memory."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:
@@ -132,7 +132,7 @@ class _Weights:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers in lists of modules, except those with tied weights, with their names."""
+    """Yield the name and module of each linear layer in a list of layers, except layers with tied weights."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for found in candidates(model):
         for path, layer in found.layers.items():

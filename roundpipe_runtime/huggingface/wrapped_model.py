@@ -351,7 +351,7 @@ def _check_merge(config: RoundPipeRunConfig) -> None:
 
 
 class WholeBatchLoss:
-    """The loss of a batch with its auxiliary loss."""
+    """Computes the loss of a batch, including the auxiliary loss of experts, from outputs in several processes."""
 
     # loss_fn: `loss_fn(outputs, label)` of the joined outputs, whose loss is that of the whole batch
 
@@ -365,7 +365,7 @@ class WholeBatchLoss:
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return the state of a group for other processes; ``None`` for a group without rows."""
+        """Return what other processes need of a group of rows: losses and router logits; ``None`` without rows."""
         if not group:
             return None
         parts = [output for output, _, _ in group]

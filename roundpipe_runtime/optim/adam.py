@@ -10,7 +10,7 @@ from ..errors import ConfigError, warn
 
 
 class Adam(torch.optim.Adam):
-    """Adam on the CPU with torch's fused kernel; it has the arguments of Adam in RoundPipe.
+    """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
 
     The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
 

@@ -28,7 +28,7 @@ _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.Met
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Check that a device can have a copy of each parameter."""
+    """Check that each parameter of a model can be copied to a device."""
     proved: set[object] = set()
     for owner, name, parameter in _places(model):
         if parameter.is_meta:
@@ -189,13 +189,13 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def has_few_bits(module: nn.Module) -> bool:
-    """Report whether a module itself holds a frozen quantized weight."""
+    """Report whether a module itself, without its submodules, holds a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Restore quantized weights, and the related state of their modules, after the block.
+    """Context manager that restores quantized weights, and the related state of their modules, when it ends.
 
     A layer may repack its numbers when it is called in evaluation mode, as Linear4bit of bitsandbytes does on a CPU;
     packed like that, they give no gradient in a training. Nothing is copied: the block works on other objects around
@@ -254,14 +254,14 @@ _TO_COMPILE = "_rp_to_compile"
 
 
 def check_large_tables(value: Any) -> None:
-    """Check the option ``large_tables``."""
+    """Check that a value is valid for the option ``large_tables``."""
     if value not in ("auto", "whole", "slices"):
         raise ConfigError(f'large_tables must be "auto", "whole" or "slices", found {value!r}.')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRule:
-    """Decides which parameters of a model are tables, once, by the model and its options."""
+    """Decides which large parameters of a model, called tables, are copied to devices in parts instead of whole."""
 
     by_rows: bool = False  # whether embeddings send rows
     by_slices: bool = False  # whether products with tables are computed by slices
@@ -269,7 +269,7 @@ class TableRule:
     is_compiled: bool = False  # whether torch compiles layers
 
     def mark(self, contents: Sequence[LayerContents]) -> list[LayerContents]:
-        """Return the layers with their tables."""
+        """Return the layers with their tables: the large parameters that are copied in parts."""
         if not self.by_rows:
             return list(contents)
         return [dataclasses.replace(layer, tables=self._tables(layer)) for layer in contents]
@@ -316,7 +316,7 @@ def rule_for(
     *,
     is_compiled: bool = False,
 ) -> TableRule:
-    """Return the rule for the layers of a model."""
+    """Return the rule that decides which large parameters of these layers are copied in parts."""
     # stage_nbytes: bytes of parameters and gradients that a stage may have; `None` for no limit
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     if option == "whole":
@@ -342,7 +342,7 @@ def rule_for(
 def needed_bytes(
     layer: LayerContents, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> tuple[int, int]:
-    """Return the bytes of a layer on a device, and of its gradients with their sums, as plans count them."""
+    """Return the bytes that plans count for a layer on a device, and for the gradients of the layer."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     summed = [p for p in trained if id(p) not in layer.tables and gradient_dtype(p) != sent_dtype(p)]
     sums = sum(p.numel() * gradient_dtype(p).itemsize for p in summed)

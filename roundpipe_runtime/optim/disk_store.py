@@ -43,7 +43,7 @@ _LANDING = 2
 
 
 class DiskStore(ParameterStore):
-    """A store whose tensors live on a disk."""
+    """A store of parameters, gradients and optimizer state in files on a disk; a few layers are in memory at a time."""
 
     # layers: layers of the model
 
@@ -103,7 +103,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Return places on the disk for the gradients of a layer, and the event when they are complete."""
+        """Start to write the gradients of a layer to the disk; return them there, with events for their completion."""
         moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
         places: dict[nn.Parameter, torch.Tensor] = {}
         found: Landed = {}
@@ -138,7 +138,7 @@ class DiskStore(ParameterStore):
             landed.result()
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the buffers, in the order of the list."""
+        """Add gradients of layers to the gradient buffers of the parameters, in the given order."""
         if any(is_watched(self._target_of(name, parameter)) for name, parameter in self._listed()):
             super().add_gradients(gradients)  # hooks see all of them at once
             return
@@ -158,7 +158,7 @@ class DiskStore(ParameterStore):
         return self.memory.copy(("gradient", -1, id(parameter)), gradient)
 
     def show_gradients(self) -> None:
-        """Leave the gradients as parameters show them: memory has no room for copies."""
+        """Do nothing: ``grad`` of each parameter stays on the disk, as memory has no room for copies."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the state that an optimizer has of a parameter to the disk."""
+        """Move the optimizer state of a parameter, such as its moments, to the disk."""
         held = []
         for key, value in state.items():
             if not _is_state(value):
@@ -234,7 +234,7 @@ class DiskStore(ParameterStore):
     # -- parameters and master weights -------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights agree; what a step layer by layer has published is not read again."""
+        """Make parameters and master weights equal, without reading what a step has already made equal."""
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self.take_gradients()
@@ -249,7 +249,7 @@ class DiskStore(ParameterStore):
                 self.memory.leave([parameter, master.tensor])
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load what :meth:`masters` returned, except parameters that have the optimizer's dtype already."""
+        """Load master weights from :meth:`masters`, except for parameters that have the optimizer's dtype."""
         for name, value in masters.items():
             super().load_masters({name: value})
             if name in self._masters:
@@ -257,13 +257,13 @@ class DiskStore(ParameterStore):
             page_out(value)
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to the buffers, by the name of the parameter."""
+        """Add gradients, by the names of parameters, to the gradient buffers."""
         for name, value in gradients.items():
             super().load_gradients({name: value})
             page_out(value)
 
     def freeze(self) -> None:
-        """Refuse copies of all parameters, which stages would read next to a step: they would fill the memory."""
+        """Raise an error: copies of all parameters, which stages would read during a step, would fill the memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, and host="disk:{self.memory.folder}" has no '
             'memory for them. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
@@ -288,7 +288,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
-    """Move the state of a parameter to the disk, if the parameter lives there: one that was loaded, for example."""
+    """Move the optimizer state of a parameter, for example after it was loaded, to the disk of the parameter."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
         if state and store.memory.holds(target):
@@ -331,7 +331,7 @@ def _paged(nbytes: int) -> int:
 
 @functools.cache
 def clip_by_parts() -> None:
-    """Let torch's ``clip_grad_norm_`` go through gradients on a disk in parts. Once per process."""
+    """Let torch's ``clip_grad_norm_`` read gradients on a disk in parts, one after the other. Once per process."""
     found = norm_and_scaling()
     if found is None:  # an older torch: same values, but all gradients are in memory at once
         return
@@ -393,7 +393,7 @@ def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
 
 
 class LayersAtHand:
-    """Reads the next layer ahead, and releases each layer after its use."""
+    """Loads the tensors of each layer from the disk for their use, and reads the next layer ahead."""
 
     # order: indices of the layers in the order of their use
     # tensors_of: function that returns the tensors of a layer

@@ -38,7 +38,7 @@ _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bf
 
 
 class InBackwardStore(ParameterStore):
-    """A store whose parameters are stepped during the run."""
+    """A store for ``update="in_backward"``: the optimizer updates each layer during the backward of a run."""
 
     is_in_place = True
 
@@ -56,7 +56,7 @@ class InBackwardStore(ParameterStore):
         watch_originals(self)
 
     def use(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step with these optimizers from now on."""
+        """Set the optimizers that update the layers from now on."""
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_called)
         self._optimizers = list(optimizers)
@@ -67,11 +67,11 @@ class InBackwardStore(ParameterStore):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a run is under way."""
+        """Whether a run is under way in which optimizers update layers."""
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` for other models."""
+        """Return why gradients of these parameters cannot be clipped; ``None`` for parameters of other models."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None
@@ -83,7 +83,7 @@ class InBackwardStore(ParameterStore):
     # -- a run -------------------------------------------------------------------------------------------------------
 
     def begin_run(self, contents: Sequence[HasParameters]) -> None:
-        """Check that the gradients of a run can be stepped, before it begins."""
+        """Check, before a run begins, that the optimizers can update layers during its backward."""
         self._current = None
         self.check_whole()
         if self._not_called:
@@ -132,7 +132,7 @@ class InBackwardStore(ParameterStore):
             check_shapes(optimizer, (), {})
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Step a layer with its gradients; none are left."""
+        """Start to update a layer with its gradients; return no gradients, because none are kept."""
         steps = self._current
         if steps is None:
             raise StageError(
@@ -161,7 +161,7 @@ class InBackwardStore(ParameterStore):
                 steps.step(complete)
 
     def wait_landed(self) -> None:
-        """Wait until all layers are stepped; raise the error of a failed step."""
+        """Wait until all layers are updated; raise the error of a failed update."""
         with self._lock:
             waiting = list(self._landing)
             self._landing.clear()
@@ -169,7 +169,7 @@ class InBackwardStore(ParameterStore):
             landed.result()
 
     def note_failed(self, error: BaseException) -> None:
-        """Name the layers that a run has stepped which has failed."""
+        """Add a note to the error of a failed run that names the layers which the run had already updated."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.stop(error)
@@ -179,7 +179,7 @@ class InBackwardStore(ParameterStore):
             add_note_once(error, self._damage())
 
     def end_run(self) -> None:
-        """Note that all of a run has reached the model: its optimizers count as stepped."""
+        """Record that a run has updated all layers, so that its optimizers count as stepped."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.finish()
@@ -188,12 +188,12 @@ class InBackwardStore(ParameterStore):
             self._not_called = set(self._optimizers)
 
     def check_whole(self) -> None:
-        """Check that no run has failed when it had stepped some of the layers."""
+        """Raise an error if a run has failed after it had updated some of the layers."""
         if self._stepped:
             raise StageError(self._damage())
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Take the state that was loaded as a whole one."""
+        """Load master weights, and forget that an earlier run has updated only some of the layers."""
         super().load_masters(masters)
         self._stepped.clear()
         self._not_called.clear()
@@ -224,7 +224,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the parameters whose last layer this is, with their gradients, summed last layer first."""
+        """Return the parameters that no layer still to come uses, each with its gradient summed over all layers."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -242,7 +242,7 @@ class _Steps:
             parts.step(set(map(id, mine)))
 
     def stop(self, error: BaseException) -> None:
-        """Let later layers alone."""
+        """Stop updating layers, because of an error."""
         self.has_failed = True
 
     def finish(self) -> None:

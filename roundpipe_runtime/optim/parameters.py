@@ -104,7 +104,7 @@ class LayerContents:
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
     def parts(self) -> list[torch.Tensor]:
-        """Return the tensors that are copied for the parameters: themselves, and the parts of quantized ones."""
+        """Return the tensors to copy for the parameters: plain parameters, and the parts of quantized parameters."""
         return parts_of([*self.parameters(), *(state.value for state in self.states)])
 
     def nbytes(self) -> int:
@@ -113,7 +113,7 @@ class LayerContents:
         return sum(map(self.nbytes_of, self.parts())) + buffers
 
     def nbytes_of(self, part: torch.Tensor) -> int:
-        """Return the bytes of a part on a device: of a table, those of slices; rows are like activations."""
+        """Return the bytes of a tensor on a device; a large table counts with the slices that are there at once."""
         table = self.tables.get(id(part))
         if table is None:
             return sent_nbytes(part)
@@ -160,14 +160,14 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 
 
 def check_gradients(layers: Iterable[LayerContents]) -> None:
-    """Check that no parameter was resized after it got a gradient, to which torch could add no other."""
+    """Check that no parameter was resized after it got a gradient, as new gradients would not fit the old one."""
     for layer in layers:
         for slot in layer.slots:
             check_gradient(f"{layer.title}: {slot.name!r}", slot.parameter)
 
 
 def check_gradient(title: str, parameter: nn.Parameter) -> None:
-    """Check that a gradient has the size of its parameter."""
+    """Check that the gradient of a parameter has the shape of the parameter."""
     gradient = parameter.grad if parameter.is_leaf else None  # others have none, and torch warns
     if gradient is not None and gradient.shape != parameter.shape:
         raise ConfigError(
@@ -177,7 +177,7 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 
 def resized_late() -> ConfigError:
-    """Return the error for resizing parameters of which an optimizer has copies."""
+    """Return the error for resizing parameters after an optimizer has got copies of them."""
     return ConfigError(
         "The optimizer works on copies of the parameters (optim_dtype), which have the old size. Resize first:\n    "
         "model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
@@ -185,7 +185,7 @@ def resized_late() -> ConfigError:
 
 
 class ParameterStore(InMemory):
-    """Master weights, gradients and published copies of a model's parameters."""
+    """Holds master weights and gradients of a model's parameters, and the copies that stages read during a step."""
 
     # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
     # kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
@@ -212,7 +212,7 @@ class ParameterStore(InMemory):
         self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters for the optimizer: the master weight, or the parameter itself."""
+        """Yield each parameter's name and the tensor that the optimizer updates: its master weight, or itself."""
         # remove_duplicate: whether a parameter with several names is yielded only once
         names = self._names()
         for name, parameter in self._listed():
@@ -220,7 +220,7 @@ class ParameterStore(InMemory):
                 yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the buffers, in the order of the list."""
+        """Add gradients of layers to the gradient buffers of the parameters, in the given order."""
         # gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -242,7 +242,7 @@ class ParameterStore(InMemory):
             master.show(parameter)
 
     def take_gradients(self, *, hides: bool = False) -> None:
-        """Take over what loops over the model's parameters made of the gradients that they show."""
+        """Take over changes that user code made to ``grad`` of parameters to the gradients of master weights."""
         for name, parameter in self._with_master():
             if self._masters[name].take(parameter) and not hides:
                 self._masters[name].show(parameter)
@@ -257,7 +257,7 @@ class ParameterStore(InMemory):
         return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype in which the gradient of a parameter comes out of a run."""
+        """Return the dtype in which the gradient of a parameter is copied from a device."""
         return self.dtype_between(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -271,7 +271,7 @@ class ParameterStore(InMemory):
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights agree: a changed parameter wins, otherwise its master weight."""
+        """Make parameters and master weights equal; a parameter that was changed itself is kept."""
         # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -283,12 +283,12 @@ class ParameterStore(InMemory):
             self._masters[name].agree(parameter, stepped=stepped)
 
     def note_published(self) -> bool:
-        """Note that parameters agree with master weights; report whether an optimizer stepped since the last call."""
+        """Record that parameters equal master weights; report whether an optimizer has stepped since the last call."""
         before, self._steps = self._steps, number_of_steps()
         return self._steps != before
 
     def adopt(self) -> None:
-        """Read master weights again where the parameter was changed.
+        """Copy each parameter that was changed outside of an optimizer into its master weight.
 
         Writes by way of ``data`` are seen by a few numbers of each parameter; by all of them at the first, second,
         fourth, eighth... look, and at each one once such a write was seen.
@@ -313,18 +313,18 @@ class ParameterStore(InMemory):
             self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name; frozen parameters have empty ones."""
+        """Return the master weights by name, without those of parameters that were always frozen."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load what :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
+        """Load master weights from :meth:`masters`, except for parameters that have the optimizer's dtype."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
                 self._masters[name].set(parameter, masters[name])
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to the buffers, by the name of the parameter."""
+        """Add gradients, by the names of parameters, to the gradient buffers."""
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
@@ -334,7 +334,7 @@ class ParameterStore(InMemory):
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that stages copy to devices: the parameter, or its published copy while that is older."""
+        """Return the tensor that stages copy to devices: the parameter, or its copy while a step changes it."""
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
@@ -355,7 +355,7 @@ class ParameterStore(InMemory):
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Remember the parameters, until :meth:`thaw`: while a run is under way, copies may be in their places."""
+        """Remember the parameters until :meth:`thaw`, because modules hold device copies instead during a run."""
         self.take_gradients(hides=True)  # a background step drops each when it has used it
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
@@ -375,7 +375,7 @@ class ParameterStore(InMemory):
                 self._shadows[id(parameter)].copy_(parameter.detach())
 
     def thaw(self) -> None:
-        """Let stages read the parameters themselves again."""
+        """Drop the copies, so that stages read the parameters themselves again."""
         self._shadows.clear()
         self._before = []
 
@@ -398,7 +398,7 @@ class ParameterStore(InMemory):
         return None
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """Return the master weight of each parameter of the model that has one, by identity."""
+        """Return the master weights of the model's parameters, by the ``id()`` of each parameter."""
         return {id(parameter): self._masters[name].tensor for name, parameter in self._with_master()}
 
     def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -471,7 +471,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Take over whether the parameter is trainable, and its values when it first is."""
+        """Freeze or unfreeze the master weight like the parameter, and copy the values when it first is trainable."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -483,7 +483,7 @@ class _Master:
         self._note(parameter)
 
     def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
-        """Let the gradient of the parameter be that of the master weight, or a copy in the parameter's dtype."""
+        """Set ``grad`` of the parameter to the gradient of the master weight, or to a copy in the parameter's dtype."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
             shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
@@ -491,7 +491,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Take over what the caller made of the gradient that was shown, and hide it; report whether it was shown."""
+        """Take over changes to the shown ``grad`` of the parameter and clear it; report whether it was shown."""
         # adds: whether a gradient of the caller's own is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
@@ -558,5 +558,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Report whether hooks see a gradient, or a graph continues there: then torch adds it."""
+    """Report whether torch must add a parameter's gradient, as the parameter has hooks or is no leaf of a graph."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -34,7 +34,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """The present inputs of an optimizer's step: options of groups, and gradients."""
+    """Runs one step of an optimizer in parts, with the options and gradients from when the step began."""
 
     # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
     # Default: they stay where the optimizer created them.
@@ -60,7 +60,7 @@ class OptimizerParts:
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
     def step(self, parameters: Collection[int]) -> None:
-        """Update some parameters, and forget their gradients."""
+        """Update the parameters with these ids, and drop the references to their gradients."""
         part, owners = self._part(parameters)
         if not owners:
             return
@@ -143,7 +143,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Do a step whose gradients have another dtype than the parameters, which optimizers do not take.
+    """Run a step with each gradient converted to its parameter's dtype, because optimizers refuse other dtypes.
 
     Each gradient gets its parameter's dtype, one parameter at a time, if the optimizer allows it.
     """
@@ -179,7 +179,7 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Report whether steps of single parameters have the bits of a step of all, as seen on small stand-ins.
+    """Report whether updating parameters one by one gives the bits of a whole step, by a trial on small tensors.
 
     The stand-ins have the options and the states of the optimizer's parameters. What depends on several parameters, on
     the order, or on a random number, gives other bits.
@@ -311,18 +311,18 @@ Landed: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 
 
 class HasParameters(Protocol):
-    """A layer as far as its parameters are concerned."""
+    """A layer of which only the index and the parameters are needed."""
 
     @property
     def index(self) -> int:
-        """The number of the layer."""
+        """The index of the layer in the model."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
 
 
 class InMemory:
-    """Tensors that always stay in memory."""
+    """A store whose tensors always stay in memory; base class of :class:`ParameterStore`."""
 
     def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
         """Return an object that loads the parameters of each layer into memory, in the order of a run."""
@@ -333,10 +333,10 @@ class InMemory:
         return _in_memory
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move an optimizer's state of a parameter to its storage."""
+        """Move the optimizer state of a parameter to the place where this store keeps such state."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Step all parameters that this place handles; return an optimizer whose step does the rest."""
+        """Update the parameters of this store; return an optimizer whose step updates the rest."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -347,19 +347,19 @@ class InMemory:
         """Wait until gradients are stored; raise the error of a failed write."""
 
     def begin_run(self, contents: Sequence[HasParameters]) -> None:
-        """Check that the gradients of a run can land, before it begins."""
+        """Check, before a run begins, that this store can take the gradients of the run."""
 
     def note_failed(self, error: BaseException) -> None:
-        """Note that a run has failed, of which gradients may have landed."""
+        """Record that a run has failed, of which this store may already have gradients."""
 
     def end_run(self) -> None:
-        """Note that all of a run has reached the model."""
+        """Record that all results of a run are in the model."""
 
     def check_whole(self) -> None:
-        """Check that no run has failed when it had stepped some of the layers."""
+        """Raise an error if a run has failed after it had updated some of the layers."""
 
     def close(self) -> None:
-        """Release what belongs to the place."""
+        """Release the resources of this store."""
 
 
 def _in_memory(layer: int) -> AbstractContextManager[None]:
@@ -390,22 +390,22 @@ class Mark:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_numbers: bool = True) -> Mark:
-        """Return the current mark (version and place) of a tensor."""
+        """Return the current mark of a tensor: its version, its address and some of its values."""
         if not is_plain(tensor):
             return cls(weakref.ref(tensor), tensor._version, 0, None)
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Report whether this is another tensor, or torch has counted a write of it."""
+        """Report whether ``tensor`` is another tensor, or torch has counted an in-place write to it since the mark."""
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Report whether some of its numbers, spread over the tensor, are the same."""
+        """Report whether some values of the tensor, spread over it, are still those of the mark."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Report whether torch counts the writes of a tensor; it does not for tensors that consist of others."""
+    """Report whether torch counts in-place writes to a tensor, which it does not for tensors made of other tensors."""
     is_itself = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     return is_itself and not tensor.is_inference()  # such a tensor has no version
 

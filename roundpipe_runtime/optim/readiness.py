@@ -21,7 +21,7 @@ from ..errors import StageError
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:
-    """The version of one layer, its readers, and whether it is being replaced.
+    """The version of one layer's parameters, their readers, and whether they are being replaced.
 
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
@@ -50,12 +50,12 @@ class LayerReadiness:
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
-        """Report whether this is the next version, and the one before has no reader, now or later."""
+        """Report whether ``version`` is the next version, and no run reads the current version now or later."""
         free = not self.writing and not self.readers and not self.holds.get(self.version)
         return free and self.version + 1 == version
 
     def start_write(self, version: int) -> None:
-        """Begin to replace the parameters."""
+        """Begin to replace the parameters by the next version."""
         _require(self.can_write(version), f"version {version} cannot be written", self)
         self.writing = True
 
@@ -66,12 +66,12 @@ class LayerReadiness:
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Announce a run that reads this version, current or future."""
+        """Count a run that needs this version of the layer, now or later."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
     def let_go(self, version: int) -> None:
-        """Take back one announcement."""
+        """Stop counting a run that needed this version of the layer."""
         _require(self.holds.get(version, 0) > 0, f"no stage holds version {version}", self)
         self.holds[version] -= 1
         if not self.holds[version]:
@@ -84,7 +84,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Waits for versions of the layers of a model, and for their readers."""
+    """Lets a stage wait for its version of a layer, and an optimizer step for the stages that read a layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
@@ -94,11 +94,11 @@ class ReadinessTable:
 
     @property
     def latest(self) -> int:
-        """The version that a run reads that begins now; layers that do not have it yet will."""
+        """The version that a run starting now reads; some layers may get this version only later."""
         return self._latest
 
     def advance(self) -> int:
-        """Announce the next version: runs that begin from now on wait for it. Returns its number."""
+        """Start the next version, for which runs that begin from now on wait, and return its number."""
         with self._changed:
             self._failure = None
             self._latest += 1
@@ -149,23 +149,23 @@ class ReadinessTable:
             self._each([layer], lambda state: state.end_write(done=filled and done))
 
     def fail(self, error: BaseException | None) -> None:
-        """Pass an error to the threads that wait for a version that will not come; ``None`` clears it."""
+        """Raise an error in the threads that wait for a version that will not come; ``None`` clears the error."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def hold(self, version: int) -> None:
-        """Announce a run over all layers at this version, which stays until :meth:`let_go`."""
+        """Count a run that needs this version of all layers, until :meth:`let_go`."""
         self._each(range(len(self)), lambda state: state.hold(version))
 
     def hold_latest(self) -> int:
-        """Announce a run over all layers that begins now, and return the version that it reads."""
+        """Count a run that begins now and needs the latest version of all layers, and return this version."""
         with self._changed:
             self._each(range(len(self)), lambda state: state.hold(self._latest))
             return self._latest
 
     def let_go(self, version: int) -> None:
-        """Take back one announcement."""
+        """Stop counting a run that needed this version of all layers."""
         self._each(range(len(self)), lambda state: state.let_go(version))
 
     def _each(self, layers: Iterable[int], change: Callable[[LayerReadiness], None]) -> None:

@@ -92,15 +92,15 @@ class GradScaler(_GradScaler):
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
-        """Return the growth factor; it is always up to date."""
+        """Return the growth factor, which is always up to date, also with ``up_to_date=False``."""
         return super().get_growth_factor()
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
-        """Return the backoff factor; it is always up to date."""
+        """Return the backoff factor, which is always up to date, also with ``up_to_date=False``."""
         return super().get_backoff_factor()
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
-        """Return the growth interval; it is always up to date."""
+        """Return the growth interval, which is always up to date, also with ``up_to_date=False``."""
         return super().get_growth_interval()
 
 
@@ -159,7 +159,7 @@ class StepRunner:
         _RUNNERS.add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run a step now, in this thread; the next run sees the new parameters."""
+        """Run a step function now, in this thread, so that the next run reads the new parameters."""
         self.synchronize()
         self._store.adopt()
         _in_ctx(step)
@@ -175,14 +175,14 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run a step layer by layer, next to the run that follows, which waits for each layer."""
+        """Run a step function in the background layer by layer, and return when the caller may continue."""
         self.synchronize()
         with lock:  # a run of another thread has ended, and finds the step when it begins
             steps = self.begin_exact(step)
         self.wait_exact(steps)
 
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
-        """Run a step in the background, layer by layer; the next run waits for each layer."""
+        """Start a step function in the background; the next run waits until each layer is updated."""
         # returns: the step, for `wait_exact`. No run may begin between `synchronize` and this.
         self.synchronize()
         self._store.adopt()
@@ -213,12 +213,12 @@ class StepRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether a step was started in the background and is not published yet, as the caller sees it."""
+        """Whether the parameters do not have the result of a background step yet, as the calling thread sees them."""
         ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
         return self._unpublished or self._publication is not None or ahead
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Report whether a step that the next run waits for may change one of these parameters of layers."""
+        """Report whether a background step that the next run waits for may change one of these parameters."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
 
@@ -229,7 +229,7 @@ class StepRunner:
         return ahead is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
-        """Note that the run during the last step has succeeded: the result of the step may now be published."""
+        """Start to publish the result of the last background step, because the run during the step has succeeded."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
@@ -240,22 +240,22 @@ class StepRunner:
                 self._unpublished = False
 
     def wait_cleared(self) -> None:
-        """Wait for the end of a step that the next run reads layer by layer: it may clear gradients at its end."""
+        """Wait for the end of a step that updates layers during this run, as it may clear gradients at its end."""
         ahead = self._ahead
         if ahead is not None and ahead.is_ahead:
             ahead.wait_ended()
 
     def is_here(self) -> bool:
-        """Report whether the caller is the step that runs in the background."""
+        """Report whether the caller runs in the thread of background steps."""
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
-        """Check that the caller is not the function of a step that runs in parts."""
+        """Raise an error if the caller is a step function that runs in the background layer by layer."""
         if self._ahead is not None and self._ahead.is_ahead and self.is_here():
             self.wait_update()
 
     def wait_update(self) -> None:
-        """Wait for the step in the background, if there is one, and raise its error."""
+        """Wait for the background step, if there is one, and raise its error."""
         update, ahead = self._update, self._ahead
         if self.is_here():  # maybe before the caller of the step has its future
             if ahead is not None and not ahead.is_ahead:
@@ -290,7 +290,7 @@ class StepRunner:
             self._store.thaw()
 
     def note_raised(self, error: BaseException) -> None:
-        """Note that a run has raised an error; that of a step is raised once."""
+        """Record that a run has raised an error, so that an error of a background step is not raised twice."""
         update = self._update
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
@@ -300,7 +300,7 @@ class StepRunner:
                 self._end_exact()
 
     def resume(self) -> None:
-        """Resume publishing after a failure: layers that already have the version are left alone."""
+        """Continue to publish the result of a step after a failure, for the layers that do not have it yet."""
         update = self._update
         if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
@@ -325,20 +325,20 @@ class StepRunner:
             self._publication = None
 
     def wait_written(self) -> None:
-        """Wait until no thread writes parameters; the next run still reads those from before an unpublished step."""
+        """Wait until no thread writes parameters; the result of a background step may still be unpublished."""
         self.resume()
         self.wait_update()
         if not self.is_here():
             self._wait_publication()
 
     def synchronize(self) -> None:
-        """Publish everything; stages then read the parameters themselves again."""
+        """Wait for the background step and publish its result, so that stages read the parameters themselves."""
         self.finish()
         if not self.is_here():
             self._store.thaw()
 
     def close(self) -> None:
-        """Finish, and end the thread."""
+        """Wait for the background step, publish its result, and end the thread."""
         try:
             self.synchronize()
         finally:
@@ -378,7 +378,7 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
-    """Wait for steps that run in the background, of any pipeline; errors stay for the pipeline's next call."""
+    """Wait for background steps of all pipelines; an error of a step is raised by the next call of its pipeline."""
     # which: function that chooses the pipelines by what runs their steps. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
@@ -393,7 +393,7 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
 
 
 class LayerSteps:
-    """Runs the function of a step, and makes each layer readable as soon as its parameters are what the step makes."""
+    """Runs a step function in the background, and lets the next run read each layer as soon as it is updated."""
 
     # expected: number of optimizers that the function will step, as far as is known: the caller of the step continues
     # when the last one has begun. `None`: when the function has ended.
@@ -418,11 +418,11 @@ class LayerSteps:
         self._released: dict[int, list[int]] = {}
 
     def wait_ended(self) -> None:
-        """Wait until the function has ended, with or without an error."""
+        """Wait until the step function has ended, with or without an error."""
         self._ended.wait()
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the function of the step; when it has ended, every layer is readable."""
+        """Run the step function; after its end, the next run can read every layer."""
         try:
             with on_error(self._fail):
                 with taking_over(self._take):
@@ -441,7 +441,7 @@ class LayerSteps:
             self._table.fail(error)
 
     def release_all(self) -> None:
-        """Make the remaining layers readable, with their current parameters."""
+        """Let the next run read the remaining layers, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)

@@ -54,18 +54,18 @@ _OTHERWISE: list[Taker] = []
 
 
 def number_of_steps() -> int:
-    """Return how many steps of optimizers have ended in this process since :func:`install`."""
+    """Return how many optimizer steps have ended in this process since :func:`install`."""
     return _counted
 
 
 def count_step() -> None:
-    """Count a step that torch does not know of."""
+    """Count an optimizer step that torch's hooks did not see."""
     global _counted
     _counted += 1
 
 
 def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that torch takes as the gradient of a tensor."""
+    """Return the dtype that torch accepts for the gradient of a tensor."""
     chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return chosen or tensor.dtype
 
@@ -81,7 +81,7 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Let two functions of this package hear of the steps of all optimizers; a step in parts continues with them."""
+    """Call two functions of this package before and after each step of every optimizer."""
     # before: function that is called before each step
     # after: function that is called after each step
     register_optimizer_step_pre_hook(before)
@@ -90,7 +90,7 @@ def hear_steps(before: Hook, after: Hook) -> None:
 
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
-    """Let a function take over the steps of all optimizers that :func:`taking_over` does not, in any thread."""
+    """Let a function run the steps of optimizers in any thread, except steps that :func:`taking_over` takes over."""
     # first: whether it is called before those already registered. Default: `False`.
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
@@ -98,7 +98,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Let a function take over the steps of optimizers inside the block, in this thread.
+    """Context manager in which a function runs the steps of optimizers, in this thread.
 
     It is called after the optimizer's own hooks: gradients are as the step would find them.
     """
@@ -125,7 +125,7 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
-    """Report whether anything but this package has a hook after the steps of an optimizer."""
+    """Report whether code outside of this package has registered a hook after the steps of an optimizer."""
     everywhere = optimizer_post_hooks.values()
     return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
 
@@ -168,13 +168,13 @@ def _wait(optimizer: Optimizer, *_: Any) -> None:
 
 
 class HasMasters(Protocol):
-    """An object that knows the master weights of parameters."""
+    """A store that knows the master weights of a model's parameters."""
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """Return the master weight of each parameter of the model that has one, by identity."""
+        """Return the master weights of the model's parameters, by the ``id()`` of each parameter."""
 
     def take_gradients(self) -> None:
-        """Take over what loops over the model's parameters made of gradients."""
+        """Take over changes that user code made to ``grad`` of parameters to the gradients of master weights."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
@@ -184,7 +184,7 @@ _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_originals(store: HasMasters) -> None:
-    """Refuse, from now on, to clip or to step parameters whose gradients are in the copies of this store."""
+    """Raise an error, from now on, if code clips or steps parameters instead of the master weights of this store."""
     _STORES.add(store)
     _install()
 
@@ -208,7 +208,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the gradients of these parameters are there until the step."""
+    """Raise an error if clipping these parameters has no effect, for example as their gradients are already used."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):

@@ -23,7 +23,7 @@ Outputs = TypeVar("Outputs")
 
 
 class ForwardBackward(Protocol):
-    """``forward_backward`` of a pipeline, called."""
+    """The type of ``forward_backward`` of a pipeline: which results it returns for which arguments."""
 
     @overload
     def __call__(
@@ -84,7 +84,7 @@ class ForwardBackward(Protocol):
 
 
 def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
-    """Return a method unchanged, with its type when called on an instance."""
+    """Return a method unchanged, typed as :class:`ForwardBackward`."""
     return cast(ForwardBackward, method)
 
 

@@ -63,7 +63,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def replicas(self) -> int:
-        """The number of groups that a batch is split into, whatever the number of ranks."""
+        """The number of groups that a batch is split into, which does not depend on the number of ranks."""
         return self._rp_engine.groups.replicas
 
     @property
@@ -102,7 +102,7 @@ class EngineHandle(ModelProxy):
             self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Forward attribute access to this model, from which the wrapped model was made."""
+        """Set the model from which the wrapped model was made, whose attributes the pipeline then has."""
         self._rp_original = original_model
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class PipelineOptions:
         return self.mesh is not None or self.replicas is not None
 
     def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
-        """Return these options with devices that can be created elsewhere."""
+        """Return these options with devices by name, from which another process can create the devices."""
         if self.mesh is not None:
             raise ConfigError(
                 "A pipeline of several ranks has a part of its state on each rank, so it cannot be pickled. All ranks "

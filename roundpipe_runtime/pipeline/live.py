@@ -38,7 +38,7 @@ _DEEPEST, _MOST = 4, 2000
 
 
 class OtherForward:
-    """A forward that the pipeline itself sets on a model for a while."""
+    """A function that a pipeline sets as the ``forward`` of a model for a while, instead of the model's own."""
 
     # before: function that was set on the model before; `None` if there was none
 
@@ -51,7 +51,7 @@ class OtherForward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the forward that was set on a module, other than the pipeline's own; ``None`` if there is none."""
+    """Return the ``forward`` that user code has set on a module; ``None`` if there is none."""
     found = module.__dict__.get("forward")
     while isinstance(found, OtherForward):
         found = found.before
@@ -60,7 +60,7 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Undo `forward_of` in the block, for a model and all modules in it."""
+    """Context manager in which a model and its modules have the ``forward`` that a pipeline has replaced."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 
@@ -78,7 +78,7 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 class ModelReading:
-    """The layers and functions of a model when it was read."""
+    """A record of a model's modules, functions and attributes, to detect later changes."""
 
     def __init__(self) -> None:
         self._objects: list[object] = []
@@ -87,12 +87,12 @@ class ModelReading:
         self._seen: set[int] = set()
 
     def matches(self, other: ModelReading) -> bool:
-        """Report whether both are readings of the same objects with the same values."""
+        """Report whether another record has the same objects with the same values."""
         one, two = self._objects, other._objects
         return len(one) == len(two) and all(map(operator.is_, one, two)) and self._values == other._values
 
     def add_layer(self, layer: nn.Module) -> None:
-        """Add the modules of a layer."""
+        """Add the modules of a layer to the record."""
         add, seen = self._objects.append, self._seen
         waiting: list[nn.Module | None] = [layer]
         while waiting:
@@ -109,7 +109,7 @@ class ModelReading:
                 waiting += children.values()
 
     def add_module(self, module: nn.Module) -> None:
-        """Add a module whose code a pipeline runs in a copy."""
+        """Add a module to the record, with its attributes, if a pipeline runs the module's code in a copy."""
         held = module.__dict__
         self._objects += [module, type(module), own_forward(module), *held["_modules"].values()]
         names = [name for name in held if name not in _OF_EVERY_MODULE and not name.startswith("_rp_")]
@@ -176,7 +176,7 @@ def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def read_model(model: nn.Module, layers: Iterable[nn.Module]) -> ModelReading:
-    """Read the current parts of a model and the values that its code reads, with the pipeline's own layers."""
+    """Return a record of the model as it is now: its modules with their attributes, and the pipeline's layers."""
     found, outside = ModelReading(), {id(layer): layer for layer in layers}
     waiting, seen = [model], set()
     while waiting:

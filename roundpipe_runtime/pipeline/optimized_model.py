@@ -290,7 +290,7 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 
 
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with the values that the names of its closure and its module have now.
+    """Return a copy of a function that keeps the current values of variables outside of the function.
 
     A function that binds such a variable itself is returned unchanged: others read its value.
     """

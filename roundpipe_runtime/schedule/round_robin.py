@@ -107,7 +107,7 @@ def stages_of(
 
 
 def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
-    """Return the stages of a run of some of the layers.
+    """Return the stages without layers outside of ``span``, for a run of some of the layers.
 
     >>> [list(stage.layers) for stage in stages_within(stages_of("infer", [range(0, 2), range(2, 3)], []), range(1, 3))]
     [[1], [2]]

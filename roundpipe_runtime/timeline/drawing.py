@@ -70,7 +70,7 @@ class StageTotals:
 
 
 def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
-    """Return the totals of each device between the first record of all and the last, by name.
+    """Return the totals of each device by name, over the time from the first to the last of all records.
 
     >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
     >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]

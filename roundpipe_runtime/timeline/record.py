@@ -210,7 +210,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
-    """Load the timelines of several processes as one: the devices of each are rows of its own.
+    """Load the timelines of several processes into one, which has separate rows for each process's devices.
 
     They are aligned by their start times; if a file has none, all begin together.
     """

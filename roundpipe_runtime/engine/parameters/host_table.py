@@ -41,12 +41,12 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {}
 
 
 def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Register a replacement for a function called with a table; it may return ``NotImplemented``."""
+    """Return a decorator that registers a replacement of ``function`` for calls with a :class:`HostTable`."""
     return functools.partial(_ON_PARTS.__setitem__, function)
 
 
 class PartsDevice(Protocol):
-    """The interface of a device for copies of rows and slices."""
+    """The methods of a device that copy rows and slices of a table to the device, and gradients back."""
 
     torch_device: torch.device
 
@@ -54,17 +54,17 @@ class PartsDevice(Protocol):
         """Return a copy of a host tensor in the memory of the device."""
 
     def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, and the event after which it is complete."""
+        """Return a copy of a device tensor in host memory, and the event after which the copy is complete."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute after all copies so far."""
+        """Return a context manager whose computations start after all copies so far."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release tensors that will not be read again."""
+        """Release the device memory of tensors that will not be read again."""
 
 
 class HostTable(torch.Tensor):
-    """Placeholder for a parameter of which parts are copied to the device."""
+    """A tensor without memory that stands for a large parameter, of which parts are copied to the device if needed."""
 
     access: TableAccess
 
@@ -121,7 +121,7 @@ def _is_about_form(func: Any) -> bool:
 
 
 class TableAccess:
-    """The parts of one table on one device, and the sum of their gradients on the host."""
+    """Copies parts of one table to one device, and sums the gradients of these parts on the host."""
 
     # source: values on the host, which do not change while a run reads them
     # new_sum: function that returns a gradient sum of zero
@@ -155,13 +155,13 @@ class TableAccess:
         return self.source.shape[0]
 
     def up(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device; later work of the device waits for it."""
+        """Return a copy of ``part`` on the device; later computations on the device wait for the copy."""
         copy = self.device.copy_in(part)
         with self.device.computing():  # later computation waits for the copy
             return copy
 
     def down(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a complete copy on the host."""
+        """Return a copy of ``part`` on the host, after waiting until the copy is complete."""
         copy, complete = self.device.copy_out(part, last=True)
         complete.result()
         return copy
@@ -172,14 +172,14 @@ class TableAccess:
         return self.up(part)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return rows, on the device, given their indices on the host."""
+        """Return a copy on the device of the table rows with these indices."""
         if self.torch_device.type in ("cpu", "meta") or self.dtype != self.source.dtype:
             return self._up_part(self.source.index_select(0, numbers))
         like = torch.empty(len(numbers), self.source.shape[1], dtype=self.source.dtype, pin_memory=True)
         return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
 
     def slices(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the table in slices of rows; a slice is freed when the next one is yielded."""
+        """Yield slices of the table with at most ``rows`` rows; each slice is freed when the next one is requested."""
         computed: collections.deque[torch.Event] = collections.deque()
         for start in range(0, self.size, rows):
             while len(computed) > 1:  # otherwise the host runs ahead and fills the device with slices
@@ -193,7 +193,7 @@ class TableAccess:
                 computed.append(torch.accelerator.current_stream(self.torch_device).record_event())
 
     def whole(self) -> nn.Parameter:
-        """Return the whole table on the device, for code without a replacement."""
+        """Return a copy of the whole table on the device, for functions that cannot compute on parts of it."""
         if self._whole is None:
             self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
@@ -201,20 +201,20 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The leaf tensors on the device that get gradients, in addition to the stand-in."""
+        """The tensors on the device that get gradients from autograd: the copy of the whole table, if there is one."""
         return [] if self._whole is None else [self._whole]
 
     # -- download ----------------------------------------------------------------------------------------------------
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add the gradient of a part to the sum on the host, in call order."""
+        """Add the gradient of the part of the table at ``place`` to the sum on the host, in the order of the calls."""
         # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
         self.sum.add(place, copy, complete, waiting=0 if self.torch_device.type == "cpu" else 1)
 
     def pop_sum(self) -> HostSum | None:
-        """Return the sum of all gradients, and start a new one; ``None`` if there was none."""
+        """Return the sum of the gradients so far, and start a new sum; ``None`` if there were no gradients."""
         if self._whole is not None and self._whole.grad is not None:
             gradient, self._whole.grad = self._whole.grad, None
             self.add(slice(None), gradient if gradient.layout == torch.strided else gradient.to_dense())
@@ -224,7 +224,7 @@ class TableAccess:
         return found
 
     def release(self) -> None:
-        """Release the memory on the device."""
+        """Release the copy of the table on the device, and drop the sum of the gradients."""
         if self._copy is not None:
             self.device.release([self._copy])
         self._whole = self._copy = None
@@ -243,7 +243,7 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up rows of a table by index; only the rows that occur are copied."""
+    """Compute ``functional.embedding`` with a table, of which only the rows in ``input`` are copied to the device."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
@@ -288,7 +288,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Multiply with all slices of a table and concatenate the products, if the table is sliced."""
+    """Compute ``functional.linear`` with a table that is copied to the device and multiplied slice by slice."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     return _Product.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -351,7 +351,7 @@ _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 
 
 class LayerTables:
-    """The tables of one layer on one device."""
+    """The large parameters of one layer that stay on the host, and their placeholders for one device."""
 
     # memory: host memory for sums of gradients; `None`: new memory for each
     # count: function that gets the bytes of each uploaded part
@@ -366,7 +366,7 @@ class LayerTables:
         return id(parameter) in self._contents.tables
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """Return the placeholder of a parameter while the layer runs."""
+        """Return a new placeholder that stands for ``parameter`` while the layer runs."""
         # source: values on the host
         # dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
@@ -384,15 +384,15 @@ class LayerTables:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """Tables that the layer's code needed as a whole: leaves of its gradients."""
+        """The copies of tables that the layer's code needed as a whole, which get gradients from autograd."""
         return [leaf for table in self._tables.values() for leaf in table.leaves]
 
     def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the copy of a whole table, ``None`` if no code needed it."""
+        """Return the copy of the whole table of a parameter; ``None`` if no code needed the whole table."""
         return next(iter(self._tables[parameter].leaves), None)
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Offer the sum of each gradient to a function; sums that it accepts are dropped here."""
+        """Call ``take`` with each parameter and its gradient sum, and drop the sums for which ``take`` returns true."""
         for parameter, table in self._tables.items():
             found = table.pop_sum()
             if found is not None:
@@ -401,7 +401,7 @@ class LayerTables:
                     table.sum = found
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
-        """Remove and return the sums, and the event when they are complete."""
+        """Remove the gradient sums, and return each sum with the event after which it is complete."""
         # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():
@@ -418,14 +418,14 @@ class LayerTables:
         return gone
 
     def release(self) -> None:
-        """Release the memory on the device."""
+        """Release the copies of all tables on the device."""
         for table in self._tables.values():
             table.release()
         self._tables.clear()
 
 
 class HostSum:
-    """The sum of gradients of parts of one parameter; :meth:`result` waits for it."""
+    """The sum, in host memory, of gradients of parts of one parameter; :meth:`result` waits until it is complete."""
 
     # form: shape and dtype of the sum
     # memory: function that returns host memory for it. Default: new memory.
@@ -442,19 +442,19 @@ class HostSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added."""
+        """Whether no gradient was added to the sum."""
         return self._total is None
 
     @property
     def total(self) -> torch.Tensor:
-        """The memory of the sum, which is complete after :meth:`result`."""
+        """The tensor of the sum, which is complete after :meth:`result`."""
         if self._total is None:
             found = self._memory(self._form)
             self._total = torch.zeros_like(self._form, device="cpu") if found is None else found.zero_()
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Add a part in order; a limited number of parts may still be in transit."""
+        """Add the gradient of a part to the sum in order; up to ``waiting`` gradients may be added later."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:
@@ -462,7 +462,7 @@ class HostSum:
             self._land(waiting)
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum by a factor when it is complete."""
+        """Multiply the sum by a factor once the sum is complete."""
         self._scale *= factor
 
     def done(self) -> bool:
@@ -470,7 +470,7 @@ class HostSum:
         return not self._coming and self._scale == 1.0
 
     def result(self) -> None:
-        """Wait for all parts, and return the complete sum."""
+        """Wait until the gradients of all parts are added and scaled, so that :attr:`total` is complete."""
         with self._lock:
             self._land(0)
             factor, self._scale = self._scale, 1.0

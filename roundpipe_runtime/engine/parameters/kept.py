@@ -59,7 +59,7 @@ class _Copy:
     was_trained: bool
 
     def is_of(self, parameter: torch.Tensor, source: torch.Tensor, run_version: int) -> bool:
-        """Whether this is the copy of that source, and neither of them was written since."""
+        """Whether this copy was made from ``source``, and neither the copy nor the source was written since."""
         # The parameter may be frozen again after a step, when this is called next.
         self.was_trained |= parameter.requires_grad
         return (
@@ -71,7 +71,7 @@ class _Copy:
 
 
 class KeptParameters:
-    """The copies of one model's parameters that stay on devices."""
+    """The copies of one model's parameters that stay on devices between stages and between steps."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.
@@ -84,7 +84,7 @@ class KeptParameters:
 
     @property
     def traffic(self) -> ParameterTraffic:
-        """Bytes that were copied so far, and bytes that stay."""
+        """The bytes that were copied so far, and the bytes of the copies that stay on devices now."""
         with self._lock:
             kept = {
                 name: sum(bytes_present(copy.tensor) for copy in list(found.values()))
@@ -99,7 +99,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters that stay from now on, and release the copies of others and of changed ones."""
+        """Choose the parameters whose copies stay on devices, and release all other and all outdated copies."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
@@ -129,7 +129,7 @@ class KeptParameters:
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter, or of a part of one, on a device; upload it if it is missing."""
+        """Return the copy of a parameter on a device, uploaded if missing, and whether the copy stays there."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:
@@ -161,7 +161,7 @@ class KeptParameters:
         return tensor, stays
 
     def count(self, uploaded: int = 0, skipped: int = 0) -> None:
-        """Count the bytes of parameters that are copied in parts."""
+        """Add to the counts of bytes: of parts of parameters that were copied, and of parts that no layer read."""
         with self._lock:
             self._uploaded += uploaded
             self._skipped += skipped
@@ -189,11 +189,11 @@ class GradientMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sets."""
+        """Bytes of all pinned memory that is allocated for gradients."""
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Plan the places for a run."""
+        """Set the size of the place for each gradient of a run, and free places that no gradient uses any more."""
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
             for layer in contents
@@ -206,7 +206,7 @@ class GradientMemory:
             self._sets = [places for number, places in enumerate(self._sets) if number == 0 or places.is_held]
 
     def take(self, layer: int, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a gradient; ``None`` if it has no place, because it is sparse for example."""
+        """Return pinned memory for a gradient; ``None`` if no place fits, for example if the gradient is sparse."""
         key = layer, id(parameter)
         if gradient.layout != torch.strided or self._sizes.get(key) != gradient.nbytes:
             return None

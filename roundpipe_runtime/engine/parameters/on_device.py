@@ -39,7 +39,7 @@ _LAYER = "_roundpipe_layer"
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:
-    """Check that a loss does not reach into a layer except through its outputs."""
+    """Check that a leaf of the loss's graph is no parameter of a layer, as a loss may use only outputs of layers."""
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
@@ -55,7 +55,7 @@ def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
 
 
 class LayerOnDevice:
-    """A layer on a device."""
+    """The copies of one layer's parameters and buffers on a device, with which the layer computes during a stage."""
 
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # kept: copies of parameters that stay on devices. Default: none stay.
@@ -154,7 +154,7 @@ class LayerOnDevice:
         return copy
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function()`` while the module holds the copies; one thread at a time."""
+        """Call ``function()`` while the module holds the copies, in one thread at a time."""
         buffers, states = self.contents.buffers, self.contents.states
         is_trained = self.contents.module.training and torch.is_grad_enabled()
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
@@ -195,7 +195,7 @@ class LayerOnDevice:
         return [*self._parameters.values(), *self._tables.leaves]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Check that the copies equal the host's values: torch counts no write through ``tensor.data``."""
+        """Check that the layer wrote none of its parameter copies, by comparing them with the values on the host."""
         copies = [
             (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
             for _, _, copy, parameter in self._places
@@ -255,7 +255,7 @@ class LayerOnDevice:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Add the gradients of the last backward to the sums of this visit, one microbatch after the other.
+        """Add the gradients of the last backward to the sums over the microbatches of this stage, in microbatch order.
 
         Autograd sums in the copy's ``grad``, in the same order. Gradients with another sum dtype are removed from it.
         """
@@ -278,7 +278,7 @@ class LayerOnDevice:
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
-        """Return the gradients of the last backward, in the order in which they are added to the sums."""
+        """Remove and return the gradients of the last backward, by parameter and in the order of summation."""
         assert self._apart is not None
         popped = []
         for parameter in self.contents.parameters():
@@ -290,7 +290,7 @@ class LayerOnDevice:
         return popped
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add the gradients of a backward, on this or another device, to the sums, as autograd does."""
+        """Add gradients that :meth:`pop_gradients` returned, here or on another device, to the sums."""
         # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         wide = dict(self._wide)
         with torch.no_grad():
@@ -306,7 +306,7 @@ class LayerOnDevice:
                         total.add_(_addend(gradient, dtype))
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Offer each gradient to a function; gradients that it accepts are dropped here."""
+        """Call ``take`` with each parameter and its gradient, and drop gradients for which ``take`` returns true."""
         # take: gets a parameter of the host and its gradient on the device; returns whether it accepted the gradient
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
@@ -317,7 +317,7 @@ class LayerOnDevice:
     def download_gradients(
         self, scale: float, memory: GradientMemory | None, dtype: Callable[[nn.Parameter], torch.dtype] | None = None
     ) -> Gradients:
-        """Move the sums to the host, and return them."""
+        """Multiply the sums of gradients by ``scale``, move them to the host and return them."""
         # scale: factor for them. The device multiplies, because devices would wait while the host did.
         # memory: host memory for them. Default: new memory for each.
         # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
@@ -350,7 +350,7 @@ class LayerOnDevice:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now, on the device."""
+        """Return the current buffers of the layer on the device."""
         return list(self._buffers)
 
     def changed_buffers(self) -> Buffers:
@@ -359,12 +359,12 @@ class LayerOnDevice:
         return {number: self.device.copy_out(self._buffers[number]) for number in changed}
 
     def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
-        """Set buffers to their values from before another call."""
+        """Set buffers to these values, such as those from before the forward of a microbatch that is recomputed."""
         for number, (value, ready) in values.items():
             self._buffers[number] = self.device.copy_in(value, ready)
 
     def download_buffers(self) -> Buffers:
-        """Return the buffers that this visit wrote, on the host."""
+        """Return host copies of the buffers that the layer wrote since it was copied to the device."""
         self._find_changed()
         return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
 
@@ -383,11 +383,11 @@ class LayerOnDevice:
         return changed
 
     def complete(self) -> bool:
-        """Copy the missing rows, for a call that fails without them; report whether there were any."""
+        """Copy all missing rows of parameters that are copied on demand, and report whether any were missing."""
         return self._partial.complete()
 
     def release(self) -> None:
-        """Release the memory."""
+        """Release the device memory of the copies."""
         self._partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
@@ -452,7 +452,7 @@ _PATCH = _patch()
 
 @contextlib.contextmanager
 def setting_nothing_to_itself() -> Iterator[None]:
-    """A block in which registering a parametrization writes no parameter whose values it keeps."""
+    """Context manager in which registering a parametrization does not copy a parameter onto itself."""
     if _PATCH is None:
         yield
         return
@@ -464,7 +464,7 @@ def setting_nothing_to_itself() -> Iterator[None]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Clear torch's cache of parametrized values in a module: they were computed from other copies, in another graph.
+    """Clear torch's cached parametrized values of a module, which were computed from other copies in another graph.
 
     Threads share torch's cache: while one thread is in ``cached()``, cached values of other threads remain.
     """

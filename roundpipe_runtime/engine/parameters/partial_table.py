@@ -41,7 +41,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """The rows of a parameter that are on a device. They may stay there from run to run."""
+    """Device memory for a parameter whose rows are copied when a layer reads them. They may stay for later runs."""
 
     # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
@@ -59,11 +59,11 @@ class PartialTable:
         self.present: set[int] = set()
 
     def as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the shape of the parameter as rows that are copied one by one."""
+        """Return a view whose first axis lists what is copied separately: the rows, or the whole tensor."""
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
-        """Copy the missing rows from the host; later computations wait for them."""
+        """Copy those of ``rows`` that are not on the device yet; later computations wait for the copies."""
         with self._lock:  # another thread may iterate over the model's parameters meanwhile
             missing = rows - self.present
             if missing:
@@ -72,7 +72,7 @@ class PartialTable:
                 self._count(len(missing) * self.row_nbytes)
 
     def poison(self) -> None:
-        """Write NaN into all missing rows, to check that they are not read."""
+        """Write NaN into all missing rows, to check that no computation reads them."""
         with torch.no_grad():
             for start, stop in runs_of(set(range(self.rows)) - self.present):
                 self._memory[start:stop].fill_(float("nan"))
@@ -80,7 +80,7 @@ class PartialTable:
 
 
 class TableReader:
-    """The rows that one visit of a layer reads from a table, and the host tensor that they are copied from."""
+    """Copies the rows of a parameter that a layer reads during one stage, and records which rows these are."""
 
     # Two layers may share a parameter, and so a table that stays: each records its own reads.
 
@@ -94,7 +94,7 @@ class TableReader:
 
     @property
     def is_read(self) -> bool:
-        """Whether the visit has read every row."""
+        """Whether the layer has read every row during this stage."""
         return len(self.read) == self.rows
 
     @property
@@ -109,51 +109,51 @@ class TableReader:
 
     @property
     def bytes_missing(self) -> int:
-        """Bytes that are not on the device."""
+        """Bytes of the rows that are not on the device."""
         return (self.rows - len(self.table.present)) * self.table.row_nbytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that the visit has read."""
+        """Bytes of the rows that the layer has read during this stage."""
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Copy the missing rows among those that will be read."""
+        """Count these rows as read, and copy the ones that are not on the device yet."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)
 
     def fetch_all(self) -> None:
-        """Copy all rows, for an operation that may read any of them."""
+        """Copy all missing rows, for an operation that may read any of them, and count all rows as read."""
         self.is_read_as_whole = True
         self.fetch(range(self.rows))
 
     def complete(self) -> None:
-        """Copy all rows, without counting them as read."""
+        """Copy all missing rows, without counting them as read."""
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the rows that are on the device, from two tensors with the shape of the parameter."""
+        """Return pairs of views, one of ``tensor`` and one of ``source``, that cover the rows on the device."""
         if not self.by_rows:
             return [(tensor, source)] if self.table.present else []
         return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]
 
 
 def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
-    """Allocate device memory for a parameter, without any row."""
+    """Allocate device memory for a parameter, without copying any of its rows yet."""
     tensor = device.reserve(source)
     setattr(tensor, _TABLE, PartialTable(tensor, device, by_rows=by_rows, count=count))
     return tensor
 
 
 def table_of(tensor: torch.Tensor) -> PartialTable | None:
-    """Return the table of a tensor; ``None`` if the tensor was copied as a whole."""
+    """Return the :class:`PartialTable` of a tensor on a device; ``None`` if the tensor was copied as a whole."""
     found: PartialTable | None = getattr(tensor, _TABLE, None)
     return found
 
 
 def bytes_present(tensor: torch.Tensor) -> int:
-    """Return the bytes of a copy that are on the device."""
+    """Return how many bytes of a parameter's copy have been copied to the device."""
     table = table_of(tensor)
     return tensor.nbytes if table is None else len(table.present) * table.row_nbytes
 
@@ -182,7 +182,7 @@ Members: TypeAlias = list[nn.Parameter]
 
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
-    """The parameters that a run copies on demand."""
+    """The parameters that a run copies to devices only when a layer reads them, such as experts."""
 
     # by parameter identity: whether its rows are read one by one, or all of it or nothing
     by_rows: Mapping[int, bool]
@@ -194,7 +194,7 @@ NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
 
 
 class RoutedParameters:
-    """Records which share of each group runs have read, and plans the next run accordingly."""
+    """Records which share of each parameter group was read, to decide which groups the next run copies on demand."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[Group, Hashable], float] = {}
@@ -256,7 +256,7 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the parameters of a layer that may be read in part, by name: one matrix per row, or one per listed module.
+    """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
 
     Names of parameters in a list have a ``*`` instead of the index.
     """

@@ -52,7 +52,7 @@ _FEW = 64
 
 
 class KnownRows:
-    """The rows of the last index tensor, which two parameters of one module usually share."""
+    """Remembers the rows that the last index tensor selected, as two parameters of a module often share their index."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[torch.Tensor] | None = None
@@ -64,7 +64,7 @@ class KnownRows:
         return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
-        """Return the groups that are not empty, given the end of each; the host waits for the device."""
+        """Return the indices of groups that are not empty, given the end of each; the host waits for the device."""
         return self._remembered(ends, lambda: _not_empty(ends.tolist()))
 
     def _remembered(self, of: torch.Tensor, find: Callable[[], list[int]]) -> list[int]:
@@ -79,7 +79,7 @@ class KnownRows:
 
 
 class RowsOnDemand(torch.Tensor):
-    """A placeholder without memory for a parameter on a device."""
+    """A placeholder for a parameter on a device; each operation with it first copies the rows that it reads."""
 
     # `isinstance(tensor, torch.nn.Parameter)` reads this
     _is_param = True
@@ -93,7 +93,7 @@ class RowsOnDemand(torch.Tensor):
 
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
-    """Return the placeholder of a parameter on a device, or of a view of it."""
+    """Return a placeholder that stands for a parameter on a device, or for a view of the parameter."""
     # is_proved: whether grouped products are compared with and without the unused rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
@@ -226,7 +226,7 @@ def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> lis
 
 
 class PartialLayer:
-    """The parameters of one layer on a device that are copied on demand."""
+    """The parameters of one layer that are copied to a device only when the layer reads them."""
 
     def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
         self._contents, self._device, self._plan = contents, device, plan
@@ -237,7 +237,7 @@ class PartialLayer:
     def reserve(
         self, parameter: nn.Parameter, count: Callable[[int], None]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that reserves memory for a parameter; ``None`` if the parameter is copied as a whole."""
+        """Return a function that reserves memory for a parameter; ``None`` if it is copied as a whole."""
         by_rows = self._plan.by_rows.get(id(parameter))
         if by_rows is None:
             return None
@@ -248,7 +248,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Track a parameter if only a part of it was copied, or if its reads decide later copies."""
+        """Track the reads of a parameter that is copied on demand; complete a parameter that is now read as a whole."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
@@ -261,7 +261,7 @@ class PartialLayer:
 
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
-        """A block in which the module reads parameters on demand; the caller holds the layer's lock."""
+        """Context manager in which reading a parameter of the module copies it; the caller holds the layer's lock."""
         swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
         unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
         whole: dict[int, list[ParameterSlot]] = {}
@@ -293,11 +293,11 @@ class PartialLayer:
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of corresponding parts of the device copy and of the host's tensor."""
+        """Return pairs of a part of the device copy and the same part of the host tensor, for the copied rows."""
         return self._tables[id(parameter)][0].present_parts(copy, source)
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
-        """Return the rows whose gradient is copied to the host, as the others are zero; ``None`` for all rows."""
+        """Return the rows whose gradients are copied to the host, as the rest are zero; ``None`` for all rows."""
         table, _ = self._tables.get(id(parameter), (None, None))
         if table is None or not table.by_rows or table.is_read or gradient.layout != torch.strided:
             return None
@@ -309,14 +309,14 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
-        """Copy all rows of the placeholders; report whether any were missing."""
+        """Copy all rows of the parameters that have placeholders, and report whether there are such parameters."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
         return bool(stood_for)
 
     def release(self, skip: Callable[[int], None]) -> None:
-        """Record the rows that the visit has read, for later runs, and the rows that were not copied."""
+        """Record for later runs which rows the layer has read, and call ``skip`` with the bytes not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
             skip(table.bytes_missing)
@@ -380,5 +380,5 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         return super().__iter__()
 
     def added_to(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters that another dictionary does not have."""
+        """Return the entries of this dictionary whose names ``parameters`` does not have."""
         return {name: super(ParametersOnDemand, self).__getitem__(name) for name in self if name not in parameters}

@@ -42,7 +42,7 @@ class StageLayers:
         self.has_room: HasRoom | None = None
 
     def measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
-        """Measure the work in the block, if this stage is measured."""
+        """Return a context manager that measures the work in its with block, if this stage is measured."""
         if not self.is_measured:
             return _NOTHING
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
@@ -59,7 +59,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the layers that can be read now; the others follow when the first microbatch gets there."""
+        """Upload the next layers whose parameters are ready; the rest follow when the first microbatch needs them."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay those that are ready; it is waited for when it is
             # needed.
@@ -105,7 +105,7 @@ class StageLayers:
     # -- download ----------------------------------------------------------------------------------------------------
 
     def download(self) -> None:
-        """Copy the remaining gradients to the host, and buffers that the stage wrote."""
+        """Copy the remaining gradients of the stage, and the buffers that its layers wrote, to the host."""
         collected = self.run.collected
         self._place.doing = _DOWNLOAD
         for layer, resident in self.here.items():
@@ -119,7 +119,7 @@ class StageLayers:
                     self._check_parameters(resident)
 
     def download_early(self, layer: int) -> None:
-        """Copy the gradients of a layer during the backward of the layers before it."""
+        """Copy the gradients of a layer to the host while the backward of earlier layers still has to run."""
         place = self._place
         microbatch = place.microbatch
         place.layer, place.microbatch, place.doing, place.tensors = layer, None, _DOWNLOAD, None
@@ -146,7 +146,7 @@ class StageLayers:
             run.spec.gradients_landed(index, gradients)
 
     def leave(self) -> None:
-        """Release the device memory, unless the backward of a layer can reuse it here and there is room."""
+        """Release the layers on the device, except those that stay there until their backward."""
         for layer, resident in self.here.items():
             # A layer with buffers is copied again: these copies contain what its forward wrote.
             if self.run.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
@@ -172,7 +172,7 @@ class Place:
     tensors: Sequence[torch.Tensor] | None = None
 
     def describe(self) -> str:
-        """Describe the stage's position, for the note of an error."""
+        """Return a text that says which stage, layer and microbatch is running, to be added to an error."""
         spec, layers = self.run.spec, self.stage.layers
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self.doing}"]
@@ -185,7 +185,7 @@ class Place:
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def memory_advice(self) -> str:
-        """Describe the size of the stage and remedies, for an out-of-memory error."""
+        """Return a text with the size of the stage and with remedies, for an out-of-memory error."""
         size = sum(self.run.spec.contents[layer].nbytes() for layer in self.stage.layers)
         kept = self.run.kept.traffic.kept[self.device.name]
         stays = f" Parameters that stay on the device take {kept} bytes: keep_parameters sets how many." if kept else ""
@@ -212,7 +212,7 @@ def call_layer(
     generator: VisitGenerator,
     data: tuple[Any, ...] | None = None,
 ) -> LayerCall:
-    """Call a layer with a microbatch; a second time if the first attempt showed that it needs another way of calling.
+    """Call a layer with a microbatch, and call it again with writable inputs if it has to write its inputs in place.
 
     A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to write a
     leaf; then the layer is called again with writable tensors, provided that nothing was written before.
@@ -235,7 +235,7 @@ def call_layer(
 
 
 def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.AbstractContextManager[object]:
-    """Replace random numbers by constants in a trial of some rows and their parts, also while it goes backward."""
+    """Return a context manager that makes random functions constant, for trials that compare rows with parts."""
     return SteadyDraws(generator.of_device(), spec.types) if spec.trial == "parts" else _NOTHING
 
 
@@ -288,7 +288,7 @@ class LayerCall(CallState):
 
     @property
     def kept(self) -> tuple[Any, ...] | None:
-        """Data that the layer saved for its recomputation, ``None`` without any."""
+        """The data that the layer saved for its recomputation; ``None`` if a recomputation needs no data."""
         # A fused stage runs the backward of this very call, so the saved data is not needed again.
         return self.data if self.kind == "forward" else None
 
@@ -300,11 +300,11 @@ class LayerCall(CallState):
         return found
 
     def is_repeatable(self) -> bool:
-        """Report whether the layer has written no input and no buffer."""
+        """Report whether the call can be repeated, because the layer has written no input and no buffer."""
         return self.versions == self._versions()
 
     def check_repeatable(self, what: str) -> None:
-        """Check that the layer can be called once more."""
+        """Raise an error if the call cannot be repeated, because the layer has written an input or a buffer."""
         if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} had to {what} for the first time after it had written an input or a buffer in "
@@ -353,7 +353,7 @@ class LayerCall(CallState):
         return self.drawing
 
     def restart_generators(self) -> None:
-        """Reset the generators of the call to the common start state of all calls of this microbatch."""
+        """Reset the generators of this call to the state in which all calls of its microbatch start."""
         if self.drawing is not None:
             self.drawing.restart()
 
@@ -392,7 +392,7 @@ class LayerCall(CallState):
 
 
 class MicrobatchLoss:
-    """The loss of one microbatch: :meth:`compute` it, then go :meth:`back`."""
+    """The loss of one microbatch: :meth:`compute` calls the loss function, and :meth:`back` runs its backward."""
 
     # device: device of the outputs of the last layer
 
@@ -405,7 +405,7 @@ class MicrobatchLoss:
         self._items: Sequence[float] = ()
 
     def compute(self, labels: Any) -> None:
-        """Call the loss function with labels on the device."""
+        """Call the loss function with the outputs and these labels, and keep the result for :meth:`back`."""
         run, spec = self._run, self._run.spec
         invoke = partial(self._invoke, labels)
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
@@ -429,7 +429,7 @@ class MicrobatchLoss:
         return result
 
     def back(self) -> list[torch.Tensor | None]:
-        """Run the backward; return the gradients of the last layer's outputs, ``None`` for an output without one."""
+        """Run the backward of the loss; return the gradients of the last layer's outputs, ``None`` where missing."""
         if self._terms:
             with self._run.loss_lock:
                 run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)

@@ -57,7 +57,7 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
 
 
 class Visit:
-    """A stage on its device, from the upload of its parameters to the download of its gradients."""
+    """Runs one stage on its device, from the upload of its parameters to the download of its gradients."""
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None) -> None:
         self.run, self.spec, self.collected = run, run.spec, run.collected
@@ -99,7 +99,7 @@ class Visit:
         self._download()
 
     def leave(self) -> None:
-        """Release the memory on the device."""
+        """Release the memory that the stage uses on the device."""
         self.place.tensors = None
         self.layers.leave()
 
@@ -399,7 +399,7 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
 
 
 class CopyVisit(Visit):
-    """A copy of the fused stage on its device. The last copy waits for the others, which are dispatched before it."""
+    """Runs a copy of the fused stage on its device. The last copy waits for the others, which are dispatched before."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -158,7 +158,7 @@ class _Names:
                         self._hidden.add(name)
 
     def name(self, key: Any) -> str:
-        """Return the name of a tensor."""
+        """Return the name of a tensor, as in :class:`PassedTensor`."""
         if not isinstance(key, Key):
             return f"{self._names.get(key[0], 'box')}{key[1]}"
         if key in self._captured:
@@ -167,7 +167,7 @@ class _Names:
         return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
 
     def kind(self, key: Any, read: tuple[int, ...], made: int) -> str:
-        """Return the kind of a tensor."""
+        """Return the kind of a tensor, such as ``"hidden"``, as in :class:`PassedTensor`."""
         if key in self._captured:
             return "captured"
         if isinstance(key, Key) and key.call < 0:

@@ -38,7 +38,7 @@ from .stub import Key
 
 
 class HeldCache(Static):
-    """The cache of a microbatch, which stays on the host while the rest of the state passes between devices."""
+    """The KV cache of a microbatch, which stays on the host; layers get copies of its entries on their devices."""
 
     __slots__ = ("_held",)
 
@@ -53,7 +53,7 @@ class HeldCache(Static):
         )
 
     def before(self) -> Any:
-        """Return a copy of the cache from before the forward."""
+        """Return a copy of the cache as it was before the forward."""
         cache, _, _ = self._held()
         return with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in parts_of(cache)])
 
@@ -68,7 +68,7 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Open the cache for a layer in the block."""
+        """Context manager that yields the cache for a layer; its entries are copied to ``device`` when read."""
         # yields: A cache whose entries are copied to the device when they are read, and back at the end of the block
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
@@ -111,12 +111,12 @@ def _is_pair(cache: Any) -> bool:
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """The caches that hold layers: the cache itself, or the self- and cross-attention caches of an encoder-decoder."""
+    """Return the caches with layers: the cache itself, or an encoder-decoder's self- and cross-attention caches."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
 
 
 def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
-    """Return a copy of a cache with other lists of layers."""
+    """Return a copy of a KV cache with these lists of layers instead of its own."""
     made = copy.copy(cache)
     if _is_pair(cache):
         made.self_attention_cache, made.cross_attention_cache = (
@@ -129,7 +129,7 @@ def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | Non
 
 
 def has_layers(cache: Any) -> bool:
-    """Report whether a cache is made of lists of layers."""
+    """Report whether a KV cache stores its entries in lists of layers."""
     return all(hasattr(part, "layers") for part in parts_of(cache))
 
 
@@ -153,7 +153,7 @@ def _moved_value(value: Any, device: torch.device) -> Any:
 
 
 def is_held(value: Any) -> TypeGuard[HeldCache]:
-    """Report whether a value is a held cache."""
+    """Report whether a value is a :class:`HeldCache`."""
     return isinstance(value, HeldCache)
 
 
@@ -161,7 +161,7 @@ def is_held(value: Any) -> TypeGuard[HeldCache]:
 def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
-    """Open the held caches among arguments in the block."""
+    """Context manager that yields the arguments with each held KV cache replaced by one for a layer on ``device``."""
     # yields: the arguments with open caches, and the held cache of each open one by the id of the open one
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
@@ -171,12 +171,12 @@ def open_caches(
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the argument of a model's forward that is its cache; ``None`` if it takes none."""
+    """Return the name of the KV cache argument of a model's forward; ``None`` if the forward takes no cache."""
     return argument_of(model_inside(model).forward)
 
 
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments with the cache under the model's name for it.
+    """Return keyword arguments with the KV cache under the argument name of the model.
 
     Another name, such as that of an earlier version of transformers, is a `FutureWarning` at the caller's line. Without
     this, the model's forward would warn in each phase and microbatch, at a line of this package.
@@ -190,7 +190,7 @@ def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def home(model: TransformersModel) -> Any:
-    """Return the empty cache that a model creates when it is called without one."""
+    """Return the empty KV cache that a model creates when it is called without a cache."""
     makes = getattr(model, "_supports_default_dynamic_cache", None)
     if makes is None or not makes() or cache_argument(model) is None:
         return None
@@ -203,7 +203,7 @@ def home(model: TransformersModel) -> Any:
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
-    """Replace items of a tuple or a mapping."""
+    """Replace the items of a tuple or a mapping whose ``id()`` is a key of ``pairs``."""
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
     if isinstance(values, dict):
@@ -217,7 +217,7 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a split function for a call with a held cache among its keyword arguments."""
+    """Return a function that splits a call with a held KV cache among its keyword arguments into microbatches."""
     # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
@@ -253,7 +253,7 @@ def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:
-    """Join the caches of the microbatches in the caller's cache."""
+    """Join the KV caches of the microbatches, and put the result into the caller's cache."""
     made = [part.after() for part in parts]
     if len(made) > 1:
         with register_flattening_functions(patch_transformers=True):
@@ -283,7 +283,7 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A cache among the arguments of a call, without tensors."""
+    """A KV cache that the model created as an argument of a layer, described by keys instead of tensors."""
 
     empty: Any  # the cache without entries
     # description of each entry, by part; `None` for one that the layer does not read
@@ -306,12 +306,12 @@ class MadeCache:
         return cls(with_layers(cache, [[] for _ in found]), tuple(found))
 
     def keys(self) -> set[Key]:
-        """Return the keys of its tensors."""
+        """Return the keys of the tensors in the described cache."""
         held = [entry for part in self.entries for entry in part if entry is not None]
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
     def build(self, values: Mapping[Key, torch.Tensor]) -> Any:
-        """Return the cache, which records which of its entries are read."""
+        """Return a cache with the tensors in ``values``, which records which of its entries are read."""
         return with_layers(self.empty, [_MadeEntries(_entry(one, values) for one in part) for part in self.entries])
 
 
@@ -353,14 +353,14 @@ class _MadeEntries(list[Any]):
 
 
 def entries_read(arguments: PyTree) -> frozenset[Entry]:
-    """Return the entries that a layer has read from the caches among its arguments."""
+    """Return which entries a layer has read from the KV caches among its arguments."""
     caches = [leaf for leaf in pytree.tree_leaves(arguments) if is_cache(leaf)]
     lists = [(side, part.layers) for cache in caches for side, part in enumerate(parts_of(cache))]
     return frozenset((side, number) for side, held in lists if isinstance(held, _MadeEntries) for number in held.read)
 
 
 def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> None:
-    """Check that no two calls read the same entry of a cache that the model created."""
+    """Check that no two layer calls read the same entry of a KV cache that the model created."""
     readers: dict[Entry, int] = {}
     for place, entries in sorted(read.items()):
         for entry in sorted(entries):
@@ -374,7 +374,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return an output of a model without caches that the caller did not request."""
+    """Return a model's output without KV caches, for a caller who did not request any."""
     # output: output of the model; a mapping is changed in place
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:

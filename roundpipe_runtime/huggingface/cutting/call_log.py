@@ -20,7 +20,7 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:
-    """A nested value in which keys stand for tensors."""
+    """A nested value, such as the arguments of a layer, in which a :class:`Key` stands for each tensor."""
 
     spec: pytree.TreeSpec  # structure
     # A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else the value
@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of its tensors, including those in its boxes."""
+        """Return the keys of the tensors in this value, including tensors in boxes and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -38,7 +38,7 @@ class Tree:
         return found
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
-        """Return the nested value with its tensors and boxes."""
+        """Return the nested value, with tensors from ``values`` and mutable arguments from ``boxes``."""
         found = []
         for leaf in self.leaves:
             if isinstance(leaf, Key):
@@ -56,7 +56,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxUse:
-    """A box among the arguments of a call: a dictionary or list that layers read and write."""
+    """A box among the arguments of a layer call: a dictionary or list that layers read and write."""
 
     number: int  # number of the box in its microbatch
     kind: type  # class of the box
@@ -66,14 +66,14 @@ class BoxUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads its writes."""
+    """An empty KV cache among the arguments of a call. Each call gets a copy, as no other layer reads its writes."""
 
     empty: Any  # cache to copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A recorded call of a layer."""
+    """A layer call that the model's own code made, recorded to be run by a later piece of the pipeline."""
 
     arguments: Tree  # arguments of the call, `(args, kwargs)`
     # names of the outputs that the model captures by hooks inside layers, each with the number captured
@@ -81,17 +81,17 @@ class CallSpec:
     collect: tuple[tuple[str, int], ...] = ()
 
     def boxes(self) -> list[BoxUse]:
-        """Return the boxes among the arguments."""
+        """Return the boxes (mutable mappings and sequences) among the arguments."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
 
     def caches(self) -> list[EmptyCache | MadeCache]:
-        """Return the caches among the arguments that the model made."""
+        """Return the KV caches among the arguments that the model itself created."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """The output of an embedding in phase 0."""
+    """Key, shape and dtype of the output of an embedding that only the first piece, phase 0, computes."""
 
     key: Key  # key of the tensor
     shape: torch.Size  # shape of the tensor
@@ -100,7 +100,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """The calls of a microbatch."""
+    """The layer calls of one microbatch so far: their arguments and results, with keys instead of tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     # keys of the tensors that a phase needs to continue, and which the next phase reads
@@ -121,7 +121,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return the call log with more calls."""
+        """Return a copy of the call log with these new calls, and with keys of tensors that the next phase needs."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -130,7 +130,7 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return the call log after a call."""
+        """Return a copy of the call log in which the call at ``place`` has completed with this result."""
         # captured: structure of the outputs that hooks captured; `None` without any
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
@@ -139,7 +139,7 @@ class CallLog(Static):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
-    """Return the values that are needed after a call."""
+    """Return the tensors that pieces after the layer call at ``place`` still need."""
     # Values dropped here are neither copied to the next device nor kept for the backward.
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
@@ -150,17 +150,17 @@ def live(
 
 
 def is_box(value: Any) -> bool:
-    """Report whether a layer could write into this argument."""
+    """Report whether a value is a box: a mutable mapping or sequence, into which a layer could write."""
     return isinstance(value, (MutableMapping, MutableSequence))
 
 
 def box_content(box: Any) -> PyTree:
-    """Return the content of a box, as a plain dictionary or list."""
+    """Return the content of a box, which is a mutable argument, as a plain dictionary or list."""
     return dict(box) if isinstance(box, MutableMapping) else list(box)
 
 
 def fill_box(box: Any, content: Any) -> None:
-    """Replace the content of a box."""
+    """Replace the content of a box, which is a mutable argument of a layer."""
     box.clear()
     if isinstance(box, MutableMapping):
         box.update(content)
@@ -228,7 +228,7 @@ class Observed:
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
-    """Run a forward and observe which layers it calls."""
+    """Run ``forward()``, and return the calls of these layers, in order, and the result of the forward."""
     seen: list[Observed] = []
     names: dict[int, str] = {}
     for name, layer in layers.items():
@@ -249,7 +249,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments ``(args, kwargs)``, in order, without those in boxes."""
+    """Return the tensors among arguments ``(args, kwargs)``, in order, except tensors inside dictionaries and lists."""
     # kwargs is a dictionary but no box; compared by its id, as a reference in the function would form a cycle
     outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)

@@ -34,14 +34,14 @@ def _collector() -> Any:
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
-    """Return the names of the outputs that the forward of this thread captures, with the number captured so far."""
+    """Return how many outputs of each name, such as attentions, the running forward has captured by hooks."""
     collector = _collector()
     held = collector.get() if collector is not None else None
     return tuple((name, len(found)) for name, found in held.items() if name != _SELECTION) if held else ()
 
 
 def collect_recorded(stand_in: Any) -> None:
-    """Append a placeholder for the outputs of a recorded layer to the lists of the forward of this thread.
+    """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
     Without it, the model would return too short lists. With it, code that computes with a captured output ends
     the phase, as does code that computes with the output of a layer.
@@ -54,7 +54,7 @@ def collect_recorded(stand_in: Any) -> None:
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append the outputs that hooks captured in a completed call to the lists of the forward of this thread."""
+    """Append outputs that hooks captured in a completed layer call to those that the running forward captures."""
     collector = _collector()
     held = collector.get() if collector is not None else None
     if not held:
@@ -70,7 +70,7 @@ def extend_collected(captured: Mapping[str, list[Any]]) -> None:
 
 @contextlib.contextmanager
 def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[Any]]]:
-    """Give the hooks of a layer a separate collector during the block."""
+    """Context manager in which the hooks of a layer append captured outputs to separate lists, which it yields."""
     collector = _collector()
     if not wanted or collector is None:
         yield {}
@@ -90,7 +90,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install the hooks now, on the layers themselves.
+    """Install the hooks with which transformers captures outputs, on the layers themselves and before any forward.
 
     transformers installs them in the first forward that returns such outputs. In a pipeline, that would be the forward
     of a copy, which has stubs instead of layers.
@@ -118,7 +118,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which layer outputs a model call returns."""
+    """Return which outputs of layers a model call returns, such as hidden states."""
     # returns: `"all"` with hidden states; `"extras"` with attentions or router logits only; else `"none"`
 
     def asked(name: str) -> bool:
@@ -138,13 +138,13 @@ _HOOKED = "_rp_hooked_outputs"
 
 
 def is_old() -> bool:
-    """Report whether the imported version of transformers captures outputs in this way."""
+    """Report whether the imported version of transformers captures outputs without a collector, as 4.56 and 5.0 do."""
     generic = sys.modules.get("transformers.utils.generic")
     return "transformers.utils.output_capturing" not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Register a hook on each module whose outputs can be returned, unless it has one."""
+    """Register a hook on each module whose outputs a model call can return, unless the module has the hook."""
     for part in _decorated(model):
         for key, recorders in _recorders(part).items():
             for recorder in recorders:
@@ -155,7 +155,7 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Replace the decorated forwards in a copy by forwards that set a collector."""
+    """Replace the forwards of a copied model that ``check_model_inputs`` wraps, so that they capture outputs."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

@@ -30,7 +30,7 @@ from ...optim.parameters import is_watched, scan
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs
 ) -> Equivalence:
-    """Compare the pieces, run by the engine on one device, with the model.
+    """Check that the pieces, run by the engine on one device, give the outputs and gradients of the model.
 
     It needs memory for the gradients of one piece: gradients of the reference model are digested as they are computed,
     those of the split model after each piece, and parameters are not copied. The model's ``grad`` is unchanged.
@@ -67,7 +67,7 @@ def check_equivalence(
 
 @contextlib.contextmanager
 def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> Iterator[Engine]:
-    """Return an engine that runs pieces on the host, one after the other, without copies of parameters."""
+    """Context manager that yields an engine for the pieces on the host, without copies of parameters."""
     engine = Engine(model, pieces, [_Host("check")], None, "check")
     try:
         yield engine
@@ -102,7 +102,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
+    """Context manager in which all modules of a model are in evaluation mode; restores their modes afterwards.
 
     Modules with quantized weights also change mode, and a library may repack the weights then.
     """
@@ -120,7 +120,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode in the block, except modules with a quantized weight: those are in training mode.
+    """Context manager in which a model is in evaluation mode, but modules with a quantized weight in training mode.
 
     They use one kernel in training, and others in evaluation, some of which give no gradient.
     """
@@ -153,7 +153,7 @@ _WHOLE = 2**10
 
 
 class Gradients:
-    """Digests of the gradients of a model."""
+    """Collects digests of the gradients of a model, which are compared instead of the gradients themselves."""
 
     # digests: digest of each gradient by the name of the parameter
 
@@ -164,13 +164,13 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Digest a gradient of a parameter, or a summand of it."""
+        """Add a gradient of a parameter, or a summand of the gradient, to the digest of the parameter."""
         name, found = self._names[id(parameter)], digest(gradient, whole=None if self.is_small else _WHOLE)
         before = self.digests.get(name)
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Digest a summand of a gradient, unless hooks of the parameter need the sum."""
+        """Add a summand of a gradient to the digest and return true; false if hooks of the parameter need the sum."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -179,7 +179,7 @@ class Gradients:
 
 @contextlib.contextmanager
 def own_gradients(model: nn.Module) -> Iterator[Gradients]:
-    """Replace the gradients of a model in the block, and digest those that are computed in it."""
+    """Context manager that collects digests of the gradients computed in it, and restores each ``grad`` afterwards."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     found = Gradients(model)
 
@@ -198,7 +198,7 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Untie large parameters in the block: each use gets a separate parameter with the same memory.
+    """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
     Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of
     that size. The digests are summed instead.

@@ -58,7 +58,7 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Split a model as it is now: its mode, parameters and attributes.
+        """Return the split of a model into these pieces, which get the model's current mode, parameters and attributes.
 
         Args:
             model: The model to read.
@@ -216,7 +216,7 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
-    """Return a model as one piece."""
+    """Return a :class:`Cut` that has the whole model as its only piece."""
     # refused: reason and message of each split that was tried before
     size = sum(map(stored_bytes, model.parameters()))
     report = CutReport(
@@ -379,7 +379,7 @@ _MOST_PHASES = 300
 
 
 def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Kwargs) -> CutPlan:
-    """Find the plan of a cut for these layers of a model."""
+    """Find the plan that splits a model at these layers, by running its forward with stubs instead of layers."""
     with torch.no_grad():
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
         if not calls:
@@ -521,7 +521,7 @@ def example_inputs(model: nn.Module) -> Kwargs:
 
 
 def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Set ``use_cache=False`` for a model that accepts it, unless the caller set it."""
+    """Return keyword arguments with ``use_cache=False``, if the model accepts it and the caller did not set it."""
     taken = inspect.signature(model_inside(model).forward).parameters
     knows = "use_cache" in taken or (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
@@ -531,7 +531,7 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def plain_rows(kwargs: Kwargs) -> Kwargs:
-    """Convert mappings in lists to dictionaries: those of image processors are objects."""
+    """Convert mappings inside lists to dictionaries, because image processors return objects of their own classes."""
     return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
 
 

@@ -22,7 +22,7 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:
-    """The pieces of a split model, in order: phase 0, calls, phase 1, calls, ... and a last phase."""
+    """The plan of a split model: phases, which run the model's own code, and between them calls of layers."""
 
     calls: Sequence[Observed]  # calls of layers, in order
     ends: Sequence[int]  # position after the last call that each phase records; the last phase records none
@@ -37,16 +37,16 @@ class CutPlan:
 
     @property
     def phases(self) -> int:
-        """The number of phases."""
+        """The number of phases: pieces that run the model's own code instead of a layer."""
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether an output of a call is not the hidden state, the first output with the shape of an input."""
+        """Report whether an output of a layer is not its hidden state: the first output with the shape of an input."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
-        """Report whether calls returned tensors where the example had ``None``, or vice versa."""
+        """Report whether layers returned tensors where they returned ``None`` for the example, or vice versa."""
         for place, result in results.items():
             form = self.calls[place].form
             if len(form.leaves) == len(result.leaves):
@@ -92,7 +92,7 @@ class CutState:
     seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
-        """Reset the generators to the start of the first phase: that of the call's device, and the CPU's.
+        """Seed the random generators of the device and of the CPU as at the start of the first phase.
 
         Models draw on the device, and on the CPU whatever the device: transformers draws there which layers to drop.
         """
@@ -104,7 +104,7 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the initial state of a microbatch."""
+    """Return the state with which a microbatch enters the first piece of a split model."""
     kwargs, options = split_options(kwargs)
     # if the last layer may be dropped, the code after it reads the output of any other layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
@@ -142,7 +142,7 @@ def _generator(call: Any) -> Any:
 
 
 class CannotJoinError(Exception):
-    """States of microbatches cannot be joined; the message gives the reason, for a warning."""
+    """The states of microbatches after the layers cannot be joined; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class RowAxes:
 
 
 def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...], kwargs: Kwargs) -> CutState:
-    """Return the state of the whole batch."""
+    """Join the states of the microbatches into the state of the whole batch."""
     # states: states of the microbatches, in the order of the rows
     flat = [_leaves(state) for state in states]
     _, spec = flat[0]
@@ -189,7 +189,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
 
 
 def state_leaves(state: CutState) -> list[Any]:
-    """Return the leaves of a state that layers and phases have added, without the arguments of the call."""
+    """Return the leaves of a state that pieces have added, without the arguments of the model."""
     return _leaves(state)[0]
 
 

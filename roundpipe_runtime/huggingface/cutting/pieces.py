@@ -42,21 +42,21 @@ from .stub import Key, NeedsValue, Placeholder, holds_placeholder, running
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """The result of a completed forward."""
+    """The result of :meth:`Phase.advance` if the forward of the model has completed."""
 
     output: PyTree  # output of the model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paused:
-    """The result of a forward that needs an output of a layer that has not run yet."""
+    """The result of :meth:`Phase.advance` if the forward needs an output of a layer that has not run yet."""
 
     state: CutState  # state for the layers, whose calls are recorded in it
     needed: Key  # output without which the forward cannot continue
 
 
 class Phase(nn.Module):
-    """The model's own code up to the next layers; the last phase returns what the model returns."""
+    """A piece that runs the model's own code up to the next layers; the last phase returns the model's output."""
 
     # copy: copy of the model with stubs instead of its layers
 
@@ -147,7 +147,7 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """A phase reads an output of a layer that was not kept."""
+    """The model's own code reads an output of a layer that it did not read for the example, and so was not kept."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(
@@ -168,7 +168,7 @@ def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
 
 
 class Whole(nn.Module):
-    """A model that was not split, as the only piece of a pipeline."""
+    """The only piece of a pipeline for a model that was not split."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """A call of a layer."""
+    """A piece of a pipeline that runs one call of a layer."""
 
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class LayerCall(nn.Module):
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer, and record which entries it reads of caches that the model created."""
+        """Call the layer; return the new state, and the entries that it read from KV caches that the model created."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()
@@ -295,7 +295,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 class PhaseSession:
-    """Answers the calls of stubs in one phase of one microbatch.
+    """Answers calls of layers while the model's own code runs: replays completed calls and records new calls.
 
     The model's forward restarts in every phase, as Python cannot continue it in the middle::
 
@@ -329,18 +329,18 @@ class PhaseSession:
         self._alive: list[Any] = []  # the id of a deleted object can be reused, so objects known by id stay referenced
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return the cache that the model's own code gets instead of a held one."""
+        """Return a copy of a held KV cache for the model's own code, and remember which cache the copy stands for."""
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model, with the held caches put back."""
+        """Return the output of the model with each copy that :meth:`hand_out` made replaced by the held KV cache."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        """Replay or record a call of a layer."""
+        """Return the output of a layer that has already run; otherwise record the call and return placeholders."""
         # returns: the output of the layer, if the call was completed; placeholders for it otherwise
         self._asked += 1
         if self._asked <= len(self._made):

@@ -27,7 +27,7 @@ from .capture import collect_on_copy
 
 
 class Session(Protocol):
-    """Receives the calls of stubs."""
+    """The methods with which an object answers calls of stubs, which replace layers in a copy of a model."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it."""
@@ -98,7 +98,7 @@ def _stub(layer: nn.Module, name: str) -> nn.Module:
 
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
-    """Return a copy of a model in which layers are stubs."""
+    """Return a copy of a model, with the same parameters, in which stubs replace these layers."""
     # embeddings: names of modules that ask the session before they compute; none by default
     memo: dict[int, Any] = {id(layer): _stub(layer, name) for name, layer in layers.items()}
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
@@ -130,7 +130,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Update a copy from its model: replaced parameters, training mode, tensors and plain data."""
+    """Give a copy the current parameters, buffers, training mode and plain attributes of its model."""
     # used: names of the parameters that the copy gets; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Make functions that were set on the modules of a copy refer to its modules instead of the model's."""
+    """Make functions that were set on modules of a copy use modules of the copy instead of modules of the model."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):
@@ -222,14 +222,14 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 
 class Key(NamedTuple):
-    """Name of a tensor: output ``leaf`` of call ``call``; tensors that phase p computed have the call ``-1 - p``."""
+    """Name of a tensor: output ``leaf`` of layer call ``call``, or of the code of phase p if ``call`` is ``-1 - p``."""
 
     call: int
     leaf: int
 
 
 class NeedsValue(BaseException):
-    """The forward needs the value of a placeholder to continue. No subclass of `Exception`, as models catch those."""
+    """Raised when a forward computes with a placeholder. It is no `Exception`, because models catch these."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
@@ -254,7 +254,7 @@ _ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__
 
 
 class Placeholder(torch.Tensor):
-    """A stand-in for a tensor that is not computed yet."""
+    """A tensor without memory that stands for a tensor that is not computed yet, such as an output of a layer."""
 
     # like: tensor of the same shape, dtype and device; `None` if these are not known
 
@@ -309,5 +309,5 @@ def _first(values: Any) -> Placeholder | None:
 
 
 def holds_placeholder(leaves: Any) -> Placeholder | None:
-    """Return the first placeholder among leaves."""
+    """Return the first placeholder among leaves; ``None`` if there is none."""
     return _first(leaves)

@@ -61,7 +61,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a loss that is a sum is a share of the batch's loss.
+    """Report whether the summed loss of a microbatch is already its share of the loss of the whole batch.
 
     It is, if it was divided by the number of items of the whole batch, or if losses were checked to add up.
     """
@@ -80,7 +80,7 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
-    """Run a forward that ends with the output of a model, and return this output in the requested form."""
+    """Run a forward that returns the output of a model, and return the output as the options request."""
     # options: options of the call; `None` returns the output alone
     if options is None:
         return run()

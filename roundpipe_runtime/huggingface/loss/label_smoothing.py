@@ -80,7 +80,7 @@ class SmoothedLoss(Static):
         return WeightedLoss(self._cross_entropy(_logits(outputs), labels, "sum") * self.scale, count)
 
     def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss: the mean over labels that are not ignored, or the sum over ``num_items_in_batch``; scaled.
+        """Return the scaled loss: a mean over labels that are not ignored, or a sum divided by ``num_items_in_batch``.
 
         Args:
             logits: logits, with the vocabulary on the last axis.

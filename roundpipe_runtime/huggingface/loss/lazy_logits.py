@@ -50,11 +50,11 @@ _RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
 class NotLazy(BaseException):
-    """The forward needs its logits at once. No subclass of `Exception`, as models catch those."""
+    """Raised when a forward needs the values of its logits. It is no `Exception`, because models catch these."""
 
 
 class LazyLogits(torch.Tensor):
-    """Placeholder for ``steps(linear(hidden, weight, bias))``."""
+    """Placeholder for logits ``steps(linear(hidden, weight, bias))`` that are computed only if values are needed."""
 
     hidden: torch.Tensor
     head: tuple[torch.Tensor, torch.Tensor | None]
@@ -82,15 +82,15 @@ class LazyLogits(torch.Tensor):
         return made
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
-        """Return the result of a recorded step."""
+        """Return these logits with ``step`` recorded as a further operation on them."""
         return LazyLogits(self.hidden, self.head, (*self.steps, step), self.computed)
 
     def of(self, hidden: torch.Tensor) -> LazyLogits:
-        """Return the same for these rows."""
+        """Return lazy logits with the same head and the same operations for these hidden states."""
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """End the forward if code wrote into computed logits, of which these may be a view."""
+        """Raise :class:`NotLazy` if code wrote in place to values that were computed for these logits."""
         if any(values._version != version for values, version in self.computed):
             raise NotLazy
 
@@ -236,7 +236,7 @@ class _Head(TorchFunctionMode):
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
-    """Make the head of a model return lazy logits in the block, if they are large."""
+    """Context manager in which the head of a model returns :class:`LazyLogits` if the logits are large."""
     # model: Hugging Face model, or PEFT's model around one. Any other model computes its logits as usual.
     weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
@@ -252,7 +252,7 @@ def weight_of_head(model: nn.Module) -> torch.Tensor | None:
 
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
-    """Run a forward whose logits are used for its loss only."""
+    """Run a forward whose output is used only for its loss, without computing all logits at once."""
     # run: function that runs the forward; it is called again if the forward needs its logits
     try:
         with lazy_head(model):
@@ -263,7 +263,7 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
 
 
 def without_logits(model: nn.Module, output: PyTree) -> PyTree:
-    """Return the output with ``None`` for logits, if their size means that they are lazy.
+    """Return the output with ``None`` for logits over the vocabulary, whether they were computed or not.
 
     So the outputs of all microbatches have one structure, whatever their number of rows.
     """

@@ -41,7 +41,7 @@ def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
-    """Return the loss of an output without the auxiliary loss."""
+    """Return the loss of a model's output minus the auxiliary loss that it includes."""
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)

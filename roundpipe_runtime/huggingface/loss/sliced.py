@@ -41,18 +41,18 @@ class _Settings:
 
     @property
     def chunk(self) -> int:
-        """Number of rows whose logits of a slice exist at once."""
+        """Number of rows whose logits for one slice of the vocabulary are computed at once."""
         return max(1, _MOST // self.slice_rows)
 
     def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The logits of some rows and a slice, computed equally in forward and backward."""
+        """Return the logits of some rows for a slice of the vocabulary, computed equally in forward and backward."""
         if self.autocast is None:
             return functional.linear(hidden, part, bias)
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
             return functional.linear(hidden, part, bias)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits after the transform and in the loss dtype."""
+        """Return the logits after the transform, in the dtype in which the loss is computed."""
         values = logits if self.transform is None else self.transform(logits)
         return values.to(wide(values.dtype))
 
@@ -69,7 +69,7 @@ def sliced_cross_entropy(
     label_smoothing: float = 0.0,
     rows: int | None = None,
 ) -> Any:
-    """Compute :func:`chunked_cross_entropy` with a weight that stays on the host."""
+    """Compute :func:`chunked_cross_entropy` with a weight that stays on the host and is copied slice by slice."""
     # rows: ignored, as a slice has few logits per row
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented

@@ -28,14 +28,14 @@ from .sliced import chunked_cross_entropy
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
-    """Count the items of the losses that are computed in the block, including chunked losses; see `count_items`."""
+    """Context manager that counts the items, such as labels, over which losses computed in it average."""
     return count_items({chunked_cross_entropy: "labels"})
 
 
 def with_loss_weight(
     output: PyTree, items: Items, rows: int, weight_by: Way | None = None
 ) -> tuple[PyTree, float, int]:
-    """Return the output of a microbatch with the weight of its loss."""
+    """Return the output of a microbatch, the weight of its loss, and its number of rows."""
     # weight_by: weights of the losses. Default: the items, if they are known.
     # returns: `(output, items, rows)`. A loss that is a sum has -1 items: it is a share of the batch's if the model
     # got `num_items_in_batch`. Means over different numbers of items have infinity, which holds for this batch
@@ -55,21 +55,21 @@ def with_loss_weight(
 
 
 def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
-    """Check that the losses of microbatches are known to be shares of the batch's loss."""
+    """Check that the loss of the batch is known to be the weighted sum of the losses of its microbatches."""
     is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
     if len(items) > 1 and not (is_proven and is_known):
         raise UnprovenLossError
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the weighted sum of the losses of microbatches, by their items: a sum (-1 items) is a share already."""
+    """Return the sum of microbatch losses weighted by ``items``; a loss with -1 items is added as it is."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
 
 
 class UnprovenLossError(LossError):
-    """The losses of microbatches are not known to be shares of the batch's loss."""
+    """It is not known how the losses of microbatches add up to the loss of the batch."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -97,7 +97,7 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Return the output with another loss."""
+    """Return the output with ``loss`` instead of its own loss."""
     # output: output of the model: a tuple, which begins with its loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
@@ -112,7 +112,7 @@ def label_names(model: nn.Module) -> set[str]:
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call computes a loss."""
+    """Report whether a call has labels, from which the model computes a loss."""
     return any(kwargs.get(name) is not None for name in label_names(model))
 
 
@@ -127,7 +127,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfOwnLoss:
-    """The loss that the model computed, divided by a number."""
+    """A loss function that returns the loss that the model computed, divided by ``share``."""
 
     share: float
 

@@ -54,10 +54,10 @@ from .saving_trainer import SavingTrainer
 
 
 class FrozenModelTrainer(PipelineTrainer):
-    """A Trainer that also runs its frozen models through pipelines."""
+    """A Trainer that also runs its frozen models, such as a reference model, through pipelines."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that wraps models for evaluation in pipelines."""
+        """Make an accelerator that wraps each model that is only evaluated in a pipeline."""
         super().create_accelerator_and_postprocess()
         self._rp_frozen: list[WrappedModel] = []
         self._rp_plain_prepare = self.accelerator.prepare_model
@@ -109,12 +109,12 @@ class FrozenModelTrainer(PipelineTrainer):
     # -- the model as its own reference --------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does."""
+        """Train as the Trainer does, while calls of the model run through its pipeline."""
         with self._rp_called_through_pipeline():
             return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does."""
+        """Evaluate as the Trainer does, while calls of the model run through its pipeline."""
         with self._rp_called_through_pipeline():
             return super().evaluate(*args, **kwargs)
 
@@ -142,7 +142,7 @@ class FrozenModelTrainer(PipelineTrainer):
 
 
 class PipelineForward(OtherForward):
-    """The forward of a model that calls the pipeline around it; with a cache, it calls the model's own forward."""
+    """A model's forward that calls the pipeline around the model; calls with a cache run the model itself."""
 
     def __init__(self, trainer: FrozenModelTrainer, before: Any) -> None:
         super().__init__(trainer._rp_in_autocast(self._run), before)
@@ -237,12 +237,12 @@ class GroupTrainer(PipelineTrainer):
         return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step; an error in one process is raised in all."""
+        """Return the batches of a step; an error in one process is raised in all processes."""
         taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
         return super().get_batch_samples(iter(taken), num_batches, *args)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, as the Trainer does. The model has the weights of the last step before: generation runs on it."""
+        """Evaluate as the Trainer does. First wait for a background step, because generation uses the model."""
         self.pipeline.synchronize()
         ranks = self.pipeline.ranks
         return super().evaluation_loop(
@@ -270,15 +270,15 @@ _KEPT = (
 
 
 class GroupLoader(DataLoader[Any]):
-    """A loader of this process's rows of each batch."""
+    """A data loader that yields this process's rows of each batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch, the same in all processes."""
+        """Set the epoch, which determines the same order of rows in all processes."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
 
 
 def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]:
-    """Take batches of this process; an error of one process is raised in all, so that none waits for it."""
+    """Return the next batches of this process; if one process fails, its error is raised in all processes."""
     # count: number to take; fewer at the end of the data
     found: list[Any] = []
     with Outcome() as outcome:
@@ -289,7 +289,7 @@ def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]
 
 
 class CheckedLoader:
-    """A loader whose errors in one process are raised in all."""
+    """A data loader that raises an error of one process in all processes."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks = loader, ranks
@@ -315,7 +315,7 @@ def has_rows(loader: DataLoader[Any]) -> bool:
 def loader_of_groups(
     loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
 ) -> GroupLoader:
-    """Return a loader of this process's rows of batches that are split into the pipeline's groups."""
+    """Return a data loader that splits each batch into the pipeline's groups and yields this process's rows."""
     own: Any = loader.batch_sampler
     batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
     collate = loader.collate_fn

@@ -321,7 +321,7 @@ class PipelineTrainer(CheckpointingTrainer):
         return self.pipeline
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the context manager for ``bf16=True``, which the accelerator would put into the model's forward."""
+        """Return the autocast context for ``bf16=True``, which accelerate would put around the model's forward."""
         if self.accelerator.mixed_precision != "bf16":
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -332,7 +332,7 @@ class PipelineTrainer(CheckpointingTrainer):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer for the pipeline's optimizer parameters."""
+        """Make the optimizer for the parameters that the pipeline gives to optimizers."""
         pipeline, own = self.pipeline, self.model
         try:
             self.model = (
@@ -404,7 +404,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_steps_in_backward(args: Any) -> None:
-    """Check that no training argument requires work between the backward and the step."""
+    """Check that the training arguments neither clip nor accumulate gradients, which ``in_backward`` cannot."""
     for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
         if (getattr(args, name) or 0) > most:
             raise ConfigError(
@@ -421,7 +421,7 @@ def compile_options(args: Any) -> dict[str, str]:
 
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
-    """Check that an optimizer of bitsandbytes can step parameters on the host, with a small one."""
+    """Check that a bitsandbytes optimizer can update parameters on the host, by a step on a small parameter."""
     # has_copies: whether it works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
@@ -444,7 +444,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Check that mixed precision does not scale gradients: they are on the host, the scale is on the accelerator."""
+    """Check that mixed precision does not scale gradients, as they are on the host and the scale is not."""
     # precision: mixed precision of the accelerator, which an `accelerate` configuration can also set
     if precision not in ("no", "bf16"):
         raise ConfigError(

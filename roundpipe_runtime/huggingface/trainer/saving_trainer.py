@@ -101,7 +101,7 @@ def _check_shared(folder: pathlib.Path) -> None:
 
 
 class SavingTrainer(PipelineTrainer):
-    """A Trainer whose checkpoints hold all of a pipeline."""
+    """A Trainer whose checkpoints also store the state of the pipeline, such as master weights."""
 
     _rp_is_converted = False
 

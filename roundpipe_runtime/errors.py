@@ -278,7 +278,7 @@ def rows_are_mixed(title: str) -> SplitError:
 
 
 def other_loss() -> LossError:
-    """Return the error for a ``loss_fn`` that is no multiple of the model's own loss, with several processes."""
+    """Return the error for a ``loss_fn`` that is not a multiple of the model's own loss, with several processes."""
     return LossError(
         "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or this "
         "process has too few rows to check it. Each process has its own rows, so the loss cannot be computed from all "

@@ -294,7 +294,7 @@ class RunLifecycle:
             self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
-        """Write the buffers of a completed run to the model, and for a fused run also the gradients."""
+        """Write the buffers of a completed run to the model, and also the gradients if the run had a backward."""
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return

@@ -95,7 +95,7 @@ class Sample:
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
-        """Return a sample made of the outputs and the labels of the rows of a trial."""
+        """Return a sample made of the outputs and the labels of the rows in ``trial``."""
         # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
@@ -258,12 +258,12 @@ class LossChecks:
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:
-        """Record the attributes of the loss function after a call, because the call itself may have changed them."""
+        """Record the values that a loss function reads after a call, because the call itself may have changed them."""
         self._unclear = None
         self.repeats.end()
 
     def warn(self) -> None:
-        """Warn, after a successful call, that its loss could not be checked."""
+        """Warn, after a successful call, that the loss of the call could not be checked."""
         if self._unclear is not None:
             warn(
                 f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If the "

@@ -148,7 +148,7 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    """Join the outputs of the microbatches into one output, as ``config.merge_output`` says."""
+    """Join the outputs of the microbatches into one output, by the rule ``config.merge_output``."""
     # weights: weight of each microbatch in an average
     # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
-    """Return the seed of one layer call.
+    """Return the seed for the random numbers of one layer call.
 
     >>> call_seed(0, "", 0, 0) == call_seed(0, "", 0, 0) != call_seed(0, "", 0, 1)
     True

@@ -178,7 +178,7 @@ class RowCheck:
             warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
-        """Record the attributes of the layers after a call, because the call itself may have changed them."""
+        """Record the values that the layers read after a call, because the call itself may have changed them."""
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
@@ -593,7 +593,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
 
 
 def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
-    """Report for each leaf whether all rows share it, such as class weights, because it is as large as in the batch."""
+    """Report for each leaf whether all rows share it, such as class weights, by its shape in the whole batch."""
     # of_batch: the same leaves of the batch; if none is longer, the answer is not known
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))

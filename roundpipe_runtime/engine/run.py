@@ -292,7 +292,7 @@ class Timer:
             self._add(span, end)
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Add to the timeline the bytes of parameters that were copied to devices, and that no layer read."""
+        """Add to the timeline the bytes of parameters that were uploaded, or skipped as no layer read them."""
         if self._timeline is not None:
             self._timeline.add_parameters(uploaded, skipped)
 
@@ -373,7 +373,7 @@ class Collected:
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
-        """Add the gradients of the loss function's parameters as those of a layer ``layer``, in microbatch order."""
+        """Add the gradients of the loss function's parameters to the entry of ``layer``, in microbatch order."""
         while self.loss_gradients:
             sums = self.gradients.setdefault(layer, {})
             for parameter, gradient in self.loss_gradients.pop(min(self.loss_gradients)).items():
@@ -451,7 +451,7 @@ class WrittenBuffers:
         return value.dtype != before.dtype or not torch.equal(value, before)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the final values of buffers, on the host, by layer and buffer number."""
+        """Return the final values of buffers, on the host, by the indices of the layer and of the buffer."""
         found = {}
         for layer, number, writer in self._written():
             if layer == writer:

@@ -34,7 +34,7 @@ from .layer_footprint import LayerFootprint
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Peak memory of a device and its parts, in bytes.
+    """Peak memory of a device in bytes, and the parts of which it consists.
 
     Attributes:
         stage: index of the stage in which the peak is reached.
@@ -65,7 +65,7 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of the host and its parts, in bytes.
+    """Memory of the host in bytes, and the parts of which it consists.
 
     Attributes:
         parameters: parameters and buffers of the model, which are master weights too unless ``update`` is
@@ -93,7 +93,7 @@ class HostMemory:
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the bytes of one microbatch's gradients that copies of a stage send each other; 0 without copies.
+    """Return the bytes of gradients that copies of a stage send each other per microbatch; 0 without copies.
 
     They have the dtype of the parameters, which may be narrower than that of the sums.
     """

@@ -58,7 +58,7 @@ class PlanReport:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a step, all microbatches."""
+        """Number of tokens of a step, over all microbatches."""
         return self.step.tokens
 
     @property

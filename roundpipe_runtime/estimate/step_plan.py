@@ -65,7 +65,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step for a number of devices, which limits the copies of the last stage to one per device.
+        """Return this step for a machine with so many devices, which has at most so many copies of the last stage.
 
         Args:
             num_devices: number of devices.

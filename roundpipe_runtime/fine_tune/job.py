@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """The processes of one training; processes started by torchrun join here.
+    """The processes of one training; a new object joins the processes that torchrun has started.
 
     Attributes:
         rank: rank of this process.
@@ -117,7 +117,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return an error with its rank and place; errors of this package are returned unchanged.
+    """Return an error whose message names its rank and place; errors of this package are returned unchanged.
 
     Args:
         rank: rank of this process.

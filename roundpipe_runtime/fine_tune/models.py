@@ -179,7 +179,7 @@ def _read_to_disk(
 
 
 def model_source(name: str | os.PathLike[str]) -> ModelSource:
-    """Return the model in a folder, or the one that a configuration describes; no weights are read.
+    """Return the source of the model in a folder, a GGUF file or a configuration file; no weights are read.
 
     Args:
         name: folder with ``config.json``, with or without weights and a tokenizer; or the path of such a file, or of a

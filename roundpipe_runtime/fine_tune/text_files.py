@@ -56,7 +56,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the pieces of all documents in order, and ``END`` after each document."""
+    """Yield the text of all documents in order, in pieces, and ``END`` after each document."""
     # field: field of JSON lines, and of folders of `datasets`, that holds the text
     for path in paths:
         if path.is_dir():

@@ -30,7 +30,7 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def check_adapters(kwargs: Mapping[str, Any]) -> None:
-    """Check that all rows of a batch use the same adapter: PEFT selects adapters of rows by hooks on layers."""
+    """Check that all rows of a batch use the same adapter, because PEFT selects adapters of rows by hooks on layers."""
     if kwargs.get("adapter_names") is not None:
         raise ConfigError(
             "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call it once per adapter:\n"

@@ -180,7 +180,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Remove encoder outputs, such as image features, from the outputs; return both, encoder outputs joined."""
+    """Return the outputs without encoder outputs, such as image features, and the joined encoder outputs."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -222,7 +222,7 @@ class _Pictures:
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Return the numbers of pictures found in encoder outputs, and whether all microbatches have the same ones."""
+        """Return how many pictures each microbatch has, and whether all microbatches have the same pictures."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -404,7 +404,7 @@ def loss_fn_with_weight(
     is_share: bool = False,
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
-    """Return ``loss_fn`` for outputs ``(output, items, rows)``, so that the loss of each microbatch has a weight."""
+    """Return ``loss_fn`` adapted to outputs ``(output, items, rows)``; each microbatch's loss gets a weight."""
     # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
@@ -453,7 +453,7 @@ def _items(output: PyTree) -> list[Any]:
 
 
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches as the caller's ``merge_output`` says."""
+    """Merge the outputs of the microbatches by the rule that the caller gave as ``merge_output``."""
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)

@@ -41,7 +41,7 @@ from .piece_rows import PieceRows
 
 
 class CutModel(RoundPipe):
-    """A pipeline of a split model, which decides for each kind of call how loss and rows are computed."""
+    """A pipeline of a split Hugging Face model, which decides how the loss of each kind of call is computed."""
 
     _rp_cut: Cut
     _rp_warned_of_packed = False

@@ -123,7 +123,7 @@ class GenerationPath:
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
-        """Close the pipeline, but not its devices: these belong to the pipeline of the whole model."""
+        """Close the pipeline, but not its devices, which belong to the pipeline of the whole model."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = None

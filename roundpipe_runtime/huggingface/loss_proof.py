@@ -60,7 +60,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` for a call in which the model computes a loss too; both must have the same weights."""
+    """A caller's ``loss_fn`` for a call in which the model also computes a loss; both must have the same weights."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -183,7 +183,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return how the loss is computed if this needs no comparison, such as with random numbers; else ``None``."""
+        """Return how the loss is computed if no comparison is needed (no loss, or random numbers); else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):

@@ -73,7 +73,7 @@ class Adam(torch.optim.Adam):
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Check that no parameter was resized: the fused kernel would write outside of its moments."""
+    """Check that no parameter was resized: the fused kernel would write outside of the parameter's moments."""
     for one in [one for group in optimizer.param_groups for one in group["params"]]:
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
         gradient = one if one.grad is None else one.grad

@@ -163,7 +163,7 @@ class DiskStore(ParameterStore):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Report whether an optimizer steps parameters of this store."""
+        """Report whether an optimizer updates parameters of this store."""
         mine = {id(parameter) for _, parameter in self._listed()}
         mine |= {id(master.tensor) for master in self._masters.values()}
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
@@ -288,7 +288,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
-    """Move the optimizer state of a parameter, for example after it was loaded, to the disk of the parameter."""
+    """Move the optimizer state of a parameter, for example after loading, to the disk if the parameter is there."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
         if state and store.memory.holds(target):

@@ -224,7 +224,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the parameters that no layer still to come uses, each with its gradient summed over all layers."""
+        """Return the parameters that no remaining layer uses, each with its gradient summed over all layers."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}

@@ -242,7 +242,7 @@ class ParameterStore(InMemory):
             master.show(parameter)
 
     def take_gradients(self, *, hides: bool = False) -> None:
-        """Take over changes that user code made to ``grad`` of parameters to the gradients of master weights."""
+        """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
         for name, parameter in self._with_master():
             if self._masters[name].take(parameter) and not hides:
                 self._masters[name].show(parameter)
@@ -271,7 +271,7 @@ class ParameterStore(InMemory):
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights equal; a parameter that was changed itself is kept."""
+        """Make parameters and master weights equal; if a parameter itself was changed, its values are used."""
         # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -491,7 +491,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Take over changes to the shown ``grad`` of the parameter and clear it; report whether it was shown."""
+        """Copy changes of the parameter's ``grad`` to the master weight and clear it; report whether it was shown."""
         # adds: whether a gradient of the caller's own is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
@@ -558,5 +558,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Report whether torch must add a parameter's gradient, as the parameter has hooks or is no leaf of a graph."""
+    """Report whether torch must add a parameter's gradient, as the parameter has hooks or was computed."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -55,7 +55,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add gradients that were not there when the step began."""
+        """Add gradients that did not exist yet when the step began."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
@@ -179,7 +179,7 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Report whether updating parameters one by one gives the bits of a whole step, by a trial on small tensors.
+    """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
     The stand-ins have the options and the states of the optimizer's parameters. What depends on several parameters, on
     the order, or on a random number, gives other bits.
@@ -340,7 +340,7 @@ class InMemory:
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Return the gradients of a layer, where they stay until the step."""
+        """Return the gradients of a layer from where this store keeps them until the optimizer step."""
         return gradients
 
     def wait_landed(self) -> None:

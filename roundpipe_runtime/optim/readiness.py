@@ -40,7 +40,7 @@ class LayerReadiness:
         return self.version == version and not self.writing
 
     def start_read(self, version: int) -> None:
-        """Count one more reader."""
+        """Count one more reader of this version."""
         _require(self.can_read(version), f"version {version} cannot be read", self)
         self.readers += 1
 

@@ -76,7 +76,7 @@ _OWN: set[Hook] = set()
 
 @functools.cache
 def install() -> None:
-    """Register the hooks of this file, once per process."""
+    """Register the optimizer hooks of this file with torch, once per process."""
     hear_steps(_before, _after)
 
 
@@ -174,7 +174,7 @@ class HasMasters(Protocol):
         """Return the master weights of the model's parameters, by the ``id()`` of each parameter."""
 
     def take_gradients(self) -> None:
-        """Take over changes that user code made to ``grad`` of parameters to the gradients of master weights."""
+        """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""

@@ -120,7 +120,7 @@ class EngineHandle(ModelProxy):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The arguments of :class:`RoundPipe`, which describes them, without the model."""
+    """The arguments of :class:`RoundPipe` except the model; that class describes the arguments."""
 
     title: str  # name in errors and timelines: `name`, or `"file:line"` of the call
     optim_dtype: torch.dtype | None = None

@@ -163,7 +163,7 @@ def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]
 
 
 def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors in attributes of a module, including nested objects, but not those of submodules."""
+    """Yield the tensors in attributes of a module, including nested objects, but not the tensors of submodules."""
     waiting = [(value, 0) for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE]
     seen: set[int] = set()
     while waiting:

@@ -111,7 +111,7 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: the children of an ``nn.Sequential`` that runs like one, else the model itself."""
+    """Return the layers of a model: the children of a plain ``nn.Sequential``, otherwise the model itself."""
     kind = type(model)
     is_plain = "forward" not in vars(model) and (kind.__call__, getattr(kind, "forward", None)) == _SEQUENTIAL
     return list(model) if isinstance(model, nn.Sequential) and is_plain and len(model) else [model]

@@ -49,7 +49,7 @@ class OptimizedModel(EngineHandle):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, of what the optimizer updates.
+        """Yield names and parameters of the model, or of the optimizer inside :class:`OptimizerCtx`.
 
         Args:
             prefix: prefix of the names.
@@ -290,7 +290,7 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 
 
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function that keeps the current values of variables outside of the function.
+    """Return a copy of a function that keeps the current values of the outer variables which it reads.
 
     A function that binds such a variable itself is returned unchanged: others read its value.
     """

@@ -92,7 +92,7 @@ def partition_and_copy(
     copies: int | Literal["auto"] = 1,
     num_microbatch: int | None = None,
 ) -> tuple[list[Stages], int]:
-    """Partition layers as :func:`partition` does, and choose how many devices run the fused stage.
+    """Partition layers as :func:`partition` does, and choose how many devices run the last stage.
 
     >>> layers = [*[LayerCost(1.0, 3.0)] * 3, LayerCost(3.0, 9.0)]
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)

@@ -15,7 +15,7 @@ from .round_robin import RoundRobin, Step
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices, and their connections to CPU memory, of a simulated machine.
+    """The devices of a simulated machine, and their connections to CPU memory.
 
     Attributes:
         num_devices: number of devices, each with its own link.

@@ -121,7 +121,7 @@ def _is_about_form(func: Any) -> bool:
 
 
 class TableAccess:
-    """Copies parts of one table to one device, and sums the gradients of these parts on the host."""
+    """Copies parts of one large parameter (a table) to one device, and sums the parts' gradients on the host."""
 
     # source: values on the host, which do not change while a run reads them
     # new_sum: function that returns a gradient sum of zero
@@ -243,7 +243,7 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Compute ``functional.embedding`` with a table, of which only the rows in ``input`` are copied to the device."""
+    """Compute ``functional.embedding`` with a table on the host, of which only the rows in ``input`` are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
@@ -288,7 +288,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Compute ``functional.linear`` with a table that is copied to the device and multiplied slice by slice."""
+    """Compute ``functional.linear`` with a table on the host, which is copied and multiplied slice by slice."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     return _Product.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -336,7 +336,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over slices are computed: at least 32 bits."""
+    """Return the dtype in which sums over slices of a table are computed: at least 32 bits."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -454,7 +454,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Add the gradient of a part to the sum in order; up to ``waiting`` gradients may be added later."""
+        """Queue the gradient of a part, and add queued gradients to the sum until ``waiting`` of them are left."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:

@@ -161,7 +161,7 @@ class KeptParameters:
         return tensor, stays
 
     def count(self, uploaded: int = 0, skipped: int = 0) -> None:
-        """Add to the counts of bytes: of parts of parameters that were copied, and of parts that no layer read."""
+        """Count bytes of parts of parameters that were uploaded, and that were skipped as no layer read them."""
         with self._lock:
             self._uploaded += uploaded
             self._skipped += skipped

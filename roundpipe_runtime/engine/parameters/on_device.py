@@ -39,7 +39,7 @@ _LAYER = "_roundpipe_layer"
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:
-    """Check that a leaf of the loss's graph is no parameter of a layer, as a loss may use only outputs of layers."""
+    """Check that a loss does not use a parameter inside of a layer, because a loss may use only outputs of layers."""
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
@@ -269,7 +269,7 @@ class LayerOnDevice:
                 self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
 
     def keep_apart(self) -> None:
-        """Keep the gradients of each backward for :meth:`pop_gradients`, instead of summing them here."""
+        """Keep the gradients of each microbatch separate, for :meth:`pop_gradients`, instead of summing them."""
         if self._apart is None:
             self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
             wide = dict(self._wide)

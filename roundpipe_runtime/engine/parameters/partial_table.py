@@ -26,7 +26,7 @@ _TABLE = "_roundpipe_table"
 
 
 def runs_of(rows: Iterable[int]) -> Runs:
-    """Group rows into runs of consecutive rows.
+    """Group row indices into ranges of consecutive rows.
 
     >>> runs_of([5, 1, 2, 7, 6])
     [(1, 3), (5, 8)]
@@ -41,7 +41,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """Device memory for a parameter whose rows are copied when a layer reads them. They may stay for later runs."""
+    """Device memory for a parameter whose rows are copied when a layer reads them, and may stay for later runs."""
 
     # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
@@ -104,7 +104,7 @@ class TableReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of all rows of the parameter."""
         return self.rows * self.table.row_nbytes
 
     @property

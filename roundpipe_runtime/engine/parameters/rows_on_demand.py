@@ -248,7 +248,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Track the reads of a parameter that is copied on demand; complete a parameter that is now read as a whole."""
+        """Track the reads of a parameter that is copied on demand; for others, copy the rows that are missing."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:

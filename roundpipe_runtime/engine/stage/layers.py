@@ -172,7 +172,7 @@ class Place:
     tensors: Sequence[torch.Tensor] | None = None
 
     def describe(self) -> str:
-        """Return a text that says which stage, layer and microbatch is running, to be added to an error."""
+        """Return a text with the stage, layer and microbatch that is running, which is added to an error."""
         spec, layers = self.run.spec, self.stage.layers
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self.doing}"]

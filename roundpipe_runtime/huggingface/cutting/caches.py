@@ -203,7 +203,7 @@ def home(model: TransformersModel) -> Any:
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
-    """Replace the items of a tuple or a mapping whose ``id()`` is a key of ``pairs``."""
+    """Replace each item of a tuple or mapping by the value that ``pairs`` has for the item's ``id()``."""
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
     if isinstance(values, dict):

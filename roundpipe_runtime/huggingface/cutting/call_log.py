@@ -121,7 +121,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a copy of the call log with these new calls, and with keys of tensors that the next phase needs."""
+        """Return a copy of the call log with these new calls, and with keys of tensors that later pieces need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))

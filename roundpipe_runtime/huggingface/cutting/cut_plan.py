@@ -92,7 +92,7 @@ class CutState:
     seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
-        """Seed the random generators of the device and of the CPU as at the start of the first phase.
+        """Seed the random generators of the device and of the CPU as before the model's own code ran first.
 
         Models draw on the device, and on the CPU whatever the device: transformers draws there which layers to drop.
         """
@@ -147,7 +147,7 @@ class CannotJoinError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RowAxes:
-    """The row axis of each tensor in a state."""
+    """The row axis of each tensor that passes between the pieces of a split model."""
 
     # axis of each tensor among the values and boxes, in the order of their leaves; `None` for one that belongs to all
     # rows

@@ -212,7 +212,7 @@ class LayerCall(nn.Module):
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
-        """Call the layer as the previous phase recorded it."""
+        """Call the layer with the arguments that the model's own code has recorded before."""
         # returns: the state after the call; the same state, if this microbatch skips the layer
         return self.observe(state)[0]
 
@@ -348,7 +348,7 @@ class PhaseSession:
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute the output of an embedding in phase 0; in later phases, return a placeholder for it."""
+        """Compute the output of an embedding in the first piece (phase 0); in later phases, return a placeholder."""
         # returns: the output of the embedding; in later phases a placeholder, or the output if the state has it
         if self._phase == 0:
             out = run()

@@ -48,7 +48,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Context manager in which a session answers the calls of stubs from this thread."""
+    """Context manager in which a session answers calls of stubs, which replace layers, from this thread."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield
@@ -222,7 +222,7 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 
 class Key(NamedTuple):
-    """Name of a tensor: output ``leaf`` of layer call ``call``, or of the code of phase p if ``call`` is ``-1 - p``."""
+    """Name of a tensor: output ``leaf`` of layer call ``call``; if ``call`` is negative, of the model's own code."""
 
     call: int
     leaf: int

@@ -118,7 +118,7 @@ def is_causal(model: nn.Module) -> bool:
 def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
 ) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
-    """Separate the labels of a call from the arguments of the model, which then computes no loss itself."""
+    """Separate the labels of a call from the model's arguments, so that the model itself computes no loss."""
     # kwargs: keyword arguments of its forward. Labels are removed, and an encoder-decoder without decoder inputs
     # gets those that it computes from the labels.
     # label: labels; `None` if they are among the arguments

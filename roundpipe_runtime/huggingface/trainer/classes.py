@@ -99,7 +99,7 @@ class FrozenModelTrainer(PipelineTrainer):
         return run
 
     def close(self) -> None:
-        """End the threads of all pipelines; the one around the model is created again when needed."""
+        """End the threads of all pipelines; the pipeline around the model is created again when needed."""
         for frozen in self._rp_frozen:
             frozen.close()
         if self._rp_pipeline is not None:

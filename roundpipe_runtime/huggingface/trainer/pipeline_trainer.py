@@ -404,7 +404,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_steps_in_backward(args: Any) -> None:
-    """Check that the training arguments neither clip nor accumulate gradients, which ``in_backward`` cannot."""
+    """Check that the training arguments neither clip nor accumulate gradients, for ``update="in_backward"``."""
     for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
         if (getattr(args, name) or 0) > most:
             raise ConfigError(
@@ -444,7 +444,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Check that mixed precision does not scale gradients, as they are on the host and the scale is not."""
+    """Check that mixed precision does not scale gradients: these are on the host, and the scale is on a device."""
     # precision: mixed precision of the accelerator, which an `accelerate` configuration can also set
     if precision not in ("no", "bf16"):
         raise ConfigError(

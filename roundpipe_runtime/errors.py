@@ -75,12 +75,12 @@ _INSIDE = ("roundpipe_runtime", "torch")
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's call: the first one that is neither in this package nor in torch."""
+    """Emit a warning at the innermost line of the call stack that is neither in this package nor in torch."""
     warnings.warn(message, category, stacklevel=_of_caller()[0])
 
 
 def call_site() -> str:
-    """Return ``"file:line"`` of the user's call: the first line that is neither in this package nor in torch."""
+    """Return ``"file:line"`` of the innermost line of the call stack that is neither in this package nor in torch."""
     frame = _of_caller()[1]
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

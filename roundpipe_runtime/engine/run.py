@@ -467,7 +467,7 @@ class WrittenBuffers:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
 
     def commit(self, *, keep_start: bool) -> None:
-        """Write the final values of the buffers to the model; :meth:`check` was called before."""
+        """Write the final values of the buffers to the model; call :meth:`check` before."""
         if keep_start:
             self.keep_start()
         for (layer, number), value in self.final().items():

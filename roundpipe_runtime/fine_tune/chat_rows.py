@@ -151,7 +151,7 @@ def read_chats(
 def make_chat_rows(
     conversations: Sequence[ChatTokens], *, length: int, packed: bool = False, eval_share: float = 0.0, seed: int = 0
 ) -> ChatRows:
-    """Return conversations in rows, and hold out a share of the rows for evaluation.
+    """Return conversations in rows of tokens, and hold out a share of the rows for evaluation.
 
     Args:
         conversations: tokens of each conversation.

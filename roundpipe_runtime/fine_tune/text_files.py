@@ -248,7 +248,7 @@ class Rows(Protocol):
 
 
 def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of rows for training, and of those that are held out for evaluation.
+    """Return the indices of the training rows, and of the rows that are held out for evaluation.
 
     >>> [len(part) for part in split_rows(10, eval_share=0.25, seed=0)]
     [8, 2]

@@ -34,7 +34,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """Runs one step of an optimizer in parts, with the options and gradients from when the step began."""
+    """Runs one step of an optimizer in parts, with the options and gradients that it had when the step began."""
 
     # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
     # Default: they stay where the optimizer created them.

@@ -275,7 +275,7 @@ def _try(
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
-    """Return the modules of the pipeline for a plan."""
+    """Return the pieces of a split model, which are the modules of its pipeline, for a plan."""
     pieces: list[nn.Module] = []
     start = 0
     for phase, end in enumerate(program.ends):

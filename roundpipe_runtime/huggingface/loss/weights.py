@@ -28,7 +28,7 @@ from .sliced import chunked_cross_entropy
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
-    """Context manager that counts the items, such as labels, over which losses computed in it average."""
+    """Context manager that counts over how many items, such as labels, the losses computed in it average."""
     return count_items({chunked_cross_entropy: "labels"})
 
 

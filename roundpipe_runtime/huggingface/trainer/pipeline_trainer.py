@@ -376,7 +376,7 @@ _UNSUPPORTED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Check for training arguments that a pipeline does not support."""
+    """Raise an error for training arguments that a pipeline does not support."""
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")

@@ -42,7 +42,7 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Make a pytest test of the flatten functions of the samples' classes; assign it to a ``test_...`` name.
+    """Make a pytest test of the samples' classes and their flatten functions; assign the test to a ``test_...`` name.
 
     Args:
         samples: instances; their classes must be registered when the tests run, not before.

@@ -185,30 +185,30 @@ def clipping_functions() -> list[tuple[Any, str]]:
 
 
 def norm_and_scaling() -> tuple[Any, str, str] | None:
-    """Return the module with both steps of clipping to a norm, and their names. Gone: a public function has both."""
+    """Return the module and names of the two steps of ``clip_grad_norm_``; ``None`` if torch lacks one of them."""
     inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
     return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 
 
 def transforms_are_active() -> bool:
-    """Return whether ``torch.func`` or forward-mode AD transforms the code that runs. If gone: ``False``."""
+    """Return whether a ``torch.func`` transform or forward-mode AD is active in the running code."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return getattr(forward_ad, "_current_level", -1) >= 0 or (active is not None and bool(active()))
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:
-    """Return the place of the function that sets a parametrized parameter's values. If gone: each use is a write."""
+    """Return the module and name of the function with which torch sets a parametrized parameter, to patch it."""
     return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
 
 
 def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
-    """Return the current contents of ``torch.nn.utils.parametrize.cached``, by module. If gone: nothing to clear."""
+    """Return the values that ``torch.nn.utils.parametrize.cached`` holds, by module; empty if torch has no cache."""
     found: dict[tuple[int, str], torch.Tensor] = getattr(torch.nn.utils.parametrize, "_cache", {})
     return found
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the version counter of a tensor after its values were restored. If gone: it counts every write."""
+    """Set a tensor's version counter, after the tensor's values were restored; without torch's function, do nothing."""
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is not None:
         setter((tensor,), (version,))
@@ -218,12 +218,12 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def operator_names() -> list[str]:
-    """Return the names of all operators. Gone: walk ``torch.ops``, which knows those that were used only."""
+    """Return the names of all operators of torch; without this function, ``torch.ops`` lists those used before."""
     return list(torch._C._dispatch_get_all_op_names())
 
 
 def has_instructions(name: str) -> bool:
-    """Return whether this processor has ``"AVX2"`` or ``"AVX512"``. Gone: ``torch.backends.cpu.get_cpu_capability``."""
+    """Return whether this processor has the instructions ``"AVX2"`` or ``"AVX512"``."""
     return bool(getattr(torch.cpu, f"_is_{name.lower()}_supported")())
 
 
@@ -236,12 +236,12 @@ def operators_with_kernel(key: str) -> list[str]:
 
 
 def default_store() -> Any:
-    """Return the store of the process group. Gone: a ``TCPStore`` of our own on another port."""
+    """Return the store (key-value server) of torch's default process group."""
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
 def backend_options(device: torch.device) -> Any:
-    """Return the options of the process group's backend for a device: its timeout. Gone: the default timeout."""
+    """Return the options, such as the timeout, of the default process group's backend for a device."""
     return torch.distributed.group.WORLD._get_backend(device).options  # type: ignore[union-attr] # it is there
 
 
@@ -249,17 +249,17 @@ def backend_options(device: torch.device) -> Any:
 
 
 def aot_compile(*args: Any, **kwargs: Any) -> Any:
-    """Compile a program to a package; see ``torch._inductor.aoti_compile_and_package``."""
+    """Compile an exported program to a package with ``torch._inductor.aoti_compile_and_package``."""
     return importlib.import_module("torch._inductor").aoti_compile_and_package(*args, **kwargs)
 
 
 def cpp_kernels() -> type | None:
-    """Return the class that writes the loops of C++ kernels. Gone: None, and its fault is not worked around."""
+    """Return inductor's class that writes the loops of C++ kernels, to patch a bug in it; ``None`` if it is gone."""
     return getattr(importlib.import_module("torch._inductor.codegen.cpp"), "CppKernelProxy", None)
 
 
 def aot_load(path: str) -> Any:
-    """Load a package; see ``torch._inductor.aoti_load_package``."""
+    """Load an AOTInductor package with ``torch._inductor.aoti_load_package``."""
     return importlib.import_module("torch._inductor").aoti_load_package(path)
 
 

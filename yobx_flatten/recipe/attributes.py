@@ -32,7 +32,7 @@ _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def snake_case(name: str) -> str:
-    """Spell a class name as a function name.
+    """Convert a class name in CamelCase to a function name in snake_case.
 
     >>> snake_case("HiddenState"), snake_case("BaseModelOutput"), snake_case("_Private")
     ('hidden_state', 'base_model_output', '_private')
@@ -46,7 +46,7 @@ def snake_case(name: str) -> str:
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> FlattenFunctions:
-    """Make functions that flatten (without and with keys) and unflatten a class described by its attributes.
+    """Make the flatten, keyed flatten and unflatten functions of a class from the names of its attributes.
 
     Args:
         cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
@@ -164,7 +164,7 @@ def _unflattening(content: _Content) -> Callable[..., Any]:
 
 
 def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
-    """Name the three functions after the class, as documented, and return them."""
+    """Set the names of the three functions to ``flatten_<class>`` and so on, and return the functions."""
     for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
         function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
         function.__doc__ = f"{prefix} for {cls.__qualname__}"
@@ -198,7 +198,7 @@ def _is_fit(value: Any) -> bool:
 
 
 def builtin_base(cls: type) -> type:
-    """Find the base whose ``__new__`` allocates an instance and runs no code of the class.
+    """Return the base class whose ``__new__`` allocates an instance of ``cls`` without running code of ``cls``.
 
     >>> builtin_base(type("State", (dict,), {}))
     <class 'dict'>
@@ -210,7 +210,7 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class whose built-in base has content outside attributes and items: text, a number, a set."""
+    """Refuse a class derived from ``str``, ``int``, ``set`` or a similar type with content outside attributes."""
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(

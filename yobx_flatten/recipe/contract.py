@@ -25,7 +25,7 @@ Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
 
 
 class FlattenFunctions(NamedTuple):
-    """The three functions of one class, by name or in this order; ``register_class_flattening`` takes them as one."""
+    """A class's flatten, keyed flatten and unflatten functions in one tuple, for ``register_class_flattening``."""
 
     flatten: Flatten
     flatten_with_keys: FlattenWithKeys
@@ -34,7 +34,7 @@ class FlattenFunctions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How instances of one class are flattened and unflattened."""
+    """The functions that flatten and unflatten the instances of one class, with its names in files and messages."""
 
     cls: type  # the class, exactly: subclasses need their own recipe
     flatten: Flatten  # `obj -> (children, static)`
@@ -61,7 +61,7 @@ class Recipe:
         *,
         remedy: str | None = None,
     ) -> Recipe:
-        """Check a user's functions and make a recipe from them."""
+        """Check a user's flatten and unflatten functions, and make a recipe from them."""
         require_class(target)
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
@@ -80,18 +80,18 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        """Return whether two recipes have the same functions."""
+        """Return whether two recipes have the same flatten, keyed flatten and unflatten functions."""
         mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
         return all(map(_same_function, mine, theirs))
 
     @property
     def has_keys(self) -> bool:
-        """Whether the author named the children; unnamed children are numbered."""
+        """Whether the author of the functions gave the children keys; children without keys are numbered."""
         return _given(self) is not None
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
-    """Refuse an object that is not a class, with the line to type."""
+    """Raise an error with the line to type if ``target`` is not a class."""
     if isinstance(target, type):
         return
     is_builtin = type(target).__module__ in ("builtins", "types", "typing")
@@ -105,7 +105,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Refuse anything but a class, and classes that torch always or never flattens."""
+    """Raise an error unless ``target`` is a class that can be registered: named tuples, typed dicts, enums cannot."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "
@@ -129,7 +129,7 @@ def require_node(target: object, function: str) -> None:
 
 
 def is_constant_class(cls: type) -> bool:
-    """Return whether a class is an enum, a dtype, a device or similar: static data, never a node."""
+    """Return whether a class is an enum, a dtype, a device or similar: its instances are static data, never nodes."""
     return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -142,7 +142,7 @@ def require_callable(
     caller: str = "register_class_flattening",
     needed: str | None = None,
 ) -> None:
-    """Refuse a function whose parameters do not fit the call that will be made."""
+    """Raise an error if ``function`` cannot be called with ``arity`` positional arguments."""
     needed = needed or ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
@@ -195,7 +195,7 @@ UNSET = object()  # marks an attribute that is not set
 
 
 def slots_of(cls: type) -> list[str]:
-    """The slots of a class and of its bases, by their names in the instance; bases come first."""
+    """Return the names of the ``__slots__`` of a class and its bases, bases first; private names are mangled."""
     found = []
     for base in reversed(cls.__mro__):
         slots = base.__dict__.get("__slots__", ())
@@ -206,7 +206,7 @@ def slots_of(cls: type) -> list[str]:
 
 
 def held_attributes(obj: object) -> dict[str, Any]:
-    """Attributes of an instance, from its ``__dict__`` and its slots, without running code of its class."""
+    """Return the attributes in ``__dict__`` and slots of an instance by name, without running code of its class."""
     held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
     stored = getattr(obj, "__dict__", {})
     # a dict with `self.__dict__ = self`: its items are not attributes
@@ -224,14 +224,14 @@ def _slot(cls: type, obj: object, name: str) -> Any:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether reading the attribute gives the same value after it is removed: from the class, or computed."""
+    """Return whether an attribute need not be flattened: its class has the same value, or a cached property."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], None] | None:
-    """Return a function that raises if an instance has more attributes; ``None`` if instances hold no others.
+    """Return a function that raises for an instance with undeclared attributes; ``None`` if no instance can have any.
 
     It costs a tenth of a microsecond per object.
     """
@@ -281,7 +281,7 @@ def _is_data_descriptor(found: object) -> bool:
 
 
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
-    """Return the error for an attribute that is neither child nor static data, with the line to type."""
+    """Return the error for an attribute that flattening would lose, because no child and no static data contains it."""
     return RoundTripError(
         f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)} "
         "and would be lost. Declare it as a field, or name it (static data in static=[...]):\n"
@@ -293,7 +293,7 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
 
 
 class HeldStatic:
-    """A hashable wrapper of static data; wrappers are equal if their contents are equal."""
+    """A wrapper that makes static data hashable for JAX; two wrappers are equal if their contents are equal."""
 
     __slots__ = ("_hash", "value")
 
@@ -312,7 +312,7 @@ class HeldStatic:
 
 
 def hashable(static: Static) -> Static:
-    """Return static data in a form that hashes and compares.
+    """Return static data unchanged if it is hashable, else in a hashable wrapper.
 
     >>> hashable("relu"), hash(hashable(["relu", 3])) == hash(hashable(["relu", 3]))
     ('relu', True)
@@ -328,7 +328,7 @@ def hashable(static: Static) -> Static:
 
 
 def original(static: Static) -> Static:
-    """Undo :func:`hashable`; lists and dicts are new ones."""
+    """Return the static data that :func:`hashable` was given; wrapped lists and dicts are copied."""
     return own_copy(static.value) if type(static) is HeldStatic else static
 
 

@@ -57,7 +57,7 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a recipe for a class that declares its fields; see :func:`functions_of`."""
+    """Make a recipe for a class that declares its fields, such as a dataclass, with :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 
@@ -190,7 +190,7 @@ _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
 def torch_key(key: object) -> KeyEntry:
-    """Translate a key of JAX, or of a library with similar keys, to a key of torch.
+    """Translate a pytree key of JAX, or of a library with similar keys, to a pytree key of torch.
 
     >>> torch_key("a"), torch_key(0)
     (MappingKey(key='a'), SequenceKey(idx=0))

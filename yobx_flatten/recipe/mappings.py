@@ -23,12 +23,12 @@ from .contract import FlattenFunctions, is_derived
 
 
 def is_mapping_like(cls: type) -> bool:
-    """Return whether instances list their content by ``keys()`` and ``values()``."""
+    """Return whether instances of a class have the methods ``keys()`` and ``values()``."""
     return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether a class declares that its instances contain nothing but items.
+    """Return whether a class is a mapping that stores everything as items, including fields if it is a dataclass.
 
     A dataclass of chex has the methods of a mapping, and a dataclass that derives from ``dict`` may not store its
     fields as items; such classes are described by their fields. A ``ModelOutput`` copies its fields into items.
@@ -41,7 +41,7 @@ def is_mapping(cls: type) -> bool:
 
 
 def mapping_functions(cls: type) -> FlattenFunctions:
-    """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds."""
+    """Return the flatten, keyed flatten and unflatten functions of a mapping class; see :func:`is_mapping`."""
     # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for a `dict` or `UserDict` with
     # content outside of its items, and unflatten when the constructor makes different items.
     check_items = _check_of(cls)

@@ -20,7 +20,7 @@ from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
-    """Flatten, unflatten and flatten again, with every function of the recipe."""
+    """Raise an error if a sample differs after the recipe's functions have flattened and unflattened it."""
     # recipe: the recipe to check; it must be registered
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:

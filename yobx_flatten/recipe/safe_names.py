@@ -37,7 +37,7 @@ def may_be_imported(module: str) -> bool:
 
 
 def import_known(module: str) -> None:
-    """Import a module of the fixed table; do nothing for any other."""
+    """Import a module if the fixed table of modules that a file may import contains it; otherwise do nothing."""
     if module in sys.modules or not may_be_imported(module):
         return
     try:
@@ -51,7 +51,7 @@ def import_known(module: str) -> None:
 
 
 def find_named(name: object, kind: str) -> Any:
-    """Resolve a name in a file."""
+    """Return the class, function or constant that a file names as ``module:name``, if the file may use it."""
     # kind: what it has to be: `"class"`, `"enum"`, `"flag"`, `"namedtuple"`, `"dataclass"`, `"config"`, `"function"`,
     # `"constant"` or `"numpy scalar"`
     if not isinstance(name, str):

@@ -105,7 +105,7 @@ def load_static(data: Static) -> Static:
 
 
 def check_static(value: Static, *, where: str = "") -> None:
-    """Refuse static data that cannot be stored, or whose comparison is not a bool.
+    """Refuse static data that cannot be stored, or that are not equal to themselves after loading.
 
     >>> check_static({"sizes": (2, 3)})
     >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
@@ -311,7 +311,7 @@ _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, b
 
 
 def check_spec(text: str) -> None:
-    """Refuse a spec for which torch would import a module: one with an enum, or a function that fills a dict."""
+    """Refuse a stored tree spec whose enum or ``defaultdict`` factory would make torch import a named module."""
     for node in _dicts(_parsed(text)):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
@@ -354,7 +354,7 @@ _MOST_LABELS = 100_000
 
 
 def objection_to(stated: Mapping[str, Any]) -> str | None:
-    """Return why a configuration is refused, as the end of a sentence; ``None`` if it is accepted.
+    """Return why a stored model configuration is refused, as the end of a sentence; ``None`` if it is accepted.
 
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
     'states num_labels = 1,000,000,000, but the limit is 100,000'

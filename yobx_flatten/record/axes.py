@@ -34,7 +34,7 @@ _Sizes = dict[int, int]  # by the index of the call
 
 @dataclasses.dataclass
 class Axes:
-    """The axes that vary."""
+    """The axes of recorded inputs whose sizes vary, with a name for each size and relations between the sizes."""
 
     # the name of the size at each place that varies. A place that is not there is fixed.
     names: dict[Place, str] = dataclasses.field(default_factory=dict)
@@ -45,12 +45,12 @@ class Axes:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """Return the different sizes that a name has in some calls."""
+        """Return the different values, sorted, that a named size has in some calls."""
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Name the axes that vary, over all phases at once, as one phase can resolve another."""
+    """Find and name the axes whose sizes vary between recorded calls, from prefill and decode calls together."""
     reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
@@ -106,7 +106,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return the name of a series of sizes: an existing name of the same kind, or a new one."""
+        """Return the name of a size with these values in the calls: an existing name, or a new one such as ``n2``."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)
@@ -127,7 +127,7 @@ class _AxisReading:
                 self.axes.sizes[fits[0]] = {**sizes, **self.axes.sizes[fits[0]]}
 
     def candidates(self, place: Place) -> list[str]:
-        """The names that a place may have, the likeliest first."""
+        """Return the names of known sizes that an axis or integer input may have, the likeliest first."""
         path, axis = place
         known: list[str] = [name for name in ("new", "total", "past", "source") if name in self.axes.sizes]
         if axis is None:  # a number that never changes is part of the program
@@ -150,7 +150,7 @@ class _AxisReading:
     # -- what is left --------------------------------------------------------------------------------------------------
 
     def find_batch(self) -> None:
-        """Find the batch size without a cache: the most common size of axis 0."""
+        """Find the batch size of calls without a KV cache: the most common size of axis 0."""
         first = {place: sizes for place, sizes in self.places.items() if place[1] == 0 and place not in self.fixed}
         if "batch" in self.axes.sizes or not first:
             return
@@ -201,7 +201,7 @@ class _AxisReading:
                 self.axes.relations += [relation] if relation else []
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
-        """Return how a size follows from other varying sizes, if more than two calls agree."""
+        """Return a formula, such as ``n = 2 * batch``, that fits a varying size in all calls, or ``None``."""
         sizes = self.axes.sizes[name]
         if len(set(sizes.values())) < 2:
             return None
@@ -261,7 +261,7 @@ _GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a va
 
 
 def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
-    """The arguments of these calls that hold no tensor and never change."""
+    """Return the arguments without tensors that are equal in all these calls, by parameter name."""
     found = {}
     for name, spec, facts in _arguments(calls[0]):
         fixed = _is_plain(spec) and not any(fact.is_tensor for fact in facts)
@@ -271,7 +271,7 @@ def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
-    """The places whose size varies in these calls.
+    """Return the axes and integer inputs whose size varies in these calls, with the name of the size.
 
     A number of new tokens that is 1 in every call of the phase stays 1, as in decoding. A model that counts no past has
     no name for that number, so a size that is 1 here and larger elsewhere also stays 1: some models branch on it. An
@@ -289,7 +289,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 
 
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Inputs of the call that suits best, without the constants, resized where torch would fix a size."""
+    """Return the inputs of one call for an export, without the constants; varying sizes of 1 are enlarged to 2."""
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))
@@ -322,7 +322,7 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """``Dim.AUTO`` for sizes that vary, as torch requires."""
+    """Return the ``dynamic_shapes`` of these calls for ``torch.export``, with ``Dim.AUTO`` for sizes that vary."""
     # sizes: sizes that the caller named; they vary
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))

@@ -22,7 +22,7 @@ from ..trees.walk import Place, check_no_cycles, key_name, leaf_places, own_chil
 
 
 class Call:
-    """One recorded call, which returns its inputs and outputs as new copies: changing these does not change the record.
+    """One recorded call of a model; its inputs and outputs are returned as copies, which the caller may change.
 
     Attributes:
         index: number of the call, in the order in which the calls began.
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The arguments of the recorded call that can only be passed by position."""
+        """The positional arguments of the recorded call: those that cannot be passed by name."""
         return self._callee.split(self.inputs)[0]
 
     @property
@@ -87,7 +87,7 @@ class Call:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The stored inputs of the recorded call, not copied."""
+        """The stored inputs of the recorded call, as a ``Snapshot`` that does not copy them."""
         return self._parts["inputs"]
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """Facts of a call that are stored next to its parts; see :class:`Call`."""
+    """The facts about a recorded call that its file stores next to the inputs and outputs; see :class:`Call`."""
 
     index: int  # the number of the call
     kind: str
@@ -110,7 +110,7 @@ class About:
 
 
 def about_call(call: Call) -> About:
-    """Stored facts about a call, in addition to its parts."""
+    """Return the facts about a recorded call that its file stores next to the inputs and outputs."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
     return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
 
@@ -123,7 +123,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """One method of one object."""
+    """The recorded method of one object, with its signature; a :class:`Call` refers to it."""
 
     label: str  # class and method, for messages
     owner: Any  # the object; `None` for calls read from a folder without their model
@@ -131,7 +131,7 @@ class Callee:
     signature: inspect.Signature  # the signature of the bound method
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """All arguments by name, in the order of the parameters; ``None`` if the method does not accept them."""
+        """Return the arguments of a call by parameter name, in order; ``None`` if the method does not accept them."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself raises the error
@@ -145,7 +145,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, by name where possible."""
+        """Split inputs by name into positional and keyword arguments; as many as possible are passed by keyword."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -161,7 +161,7 @@ class Callee:
         return tuple(args), kwargs
 
     def call(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the method with arguments by name."""
+        """Call the method with inputs by parameter name."""
         args, kwargs = self.split(inputs)
         if self.method == "forward" and isinstance(self.owner, torch.nn.Module):
             return self.owner(*args, **kwargs)  # with its hooks
@@ -169,7 +169,7 @@ class Callee:
 
 
 def callee_of(target: object, method: str | None) -> Callee:
-    """Find the callable to record."""
+    """Return the method to record: a bound method, the named method of an object, or a module's ``forward``."""
     if inspect.ismethod(target) and method is None:
         method = target.__name__
         target = target.__self__
@@ -204,7 +204,7 @@ class _Recorded(torch.nn.Module):
 
 
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module that can be exported.
+    """Make a module whose ``forward`` calls the recorded method, takes the named inputs and passes the constants.
 
     torch.export has no dynamic shapes for ``**kwargs``, where Hugging Face models receive half of their arguments, so
     ``forward`` of this module names all arguments.
@@ -223,7 +223,7 @@ def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]
 
 
 class Fact(NamedTuple):
-    """Facts about one leaf, without the leaf."""
+    """The path, dtype, shape and device of one tensor in recorded inputs or outputs, or the value of any other leaf."""
 
     path: str  # the way to it, with dots: `cache.key_0`
     dtype: torch.dtype | None  # the dtype of a tensor, `None` for anything else
@@ -240,14 +240,14 @@ class Fact(NamedTuple):
 
 
 class Snapshot:
-    """A copy of a nested object. Every :meth:`restore` makes a new object of it, so nothing can change the copy."""
+    """A copy of a nested object. Every :meth:`restore` returns a new object, so that users cannot change the copy."""
 
     def __init__(self, facts: tuple[Fact, ...], spec: pytree.TreeSpec, load: Callable[[], Sequence[Any]]) -> None:
         self.facts, self.spec, self._load = facts, spec, load
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
-        """Copy a nested object. The block must be open."""
+        """Copy a nested object, inside a with block of ``register_flattening_functions``."""
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         _check_no_hidden_tensors(leaves, tree, name)
@@ -256,11 +256,11 @@ class Snapshot:
         return cls(facts, spec, lambda: kept)
 
     def leaves(self) -> Sequence[Any]:
-        """The copied leaves themselves; do not change them."""
+        """Return the copied leaves; the caller must not change them."""
         return self._load()
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Make a new object from the copy, with tensors on their original devices."""
+        """Return a new nested object with copies of the stored leaves on their devices, or with the given leaves."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -268,7 +268,7 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Whether two leaves that are not tensors are the same; NaN is the same as NaN."""
+    """Return whether two recorded leaves that are not tensors have the same value; NaN equals NaN."""
     # returns: whether they are the same object, or plain values of one type and text; other objects are not compared
     if one.value is other.value:
         return True
@@ -277,7 +277,7 @@ def same_value(one: Fact, other: Fact) -> bool:
 
 
 def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
-    """Open the block for the libraries that this process has imported."""
+    """Return ``register_flattening_functions(...)`` for the model libraries that this process has imported."""
     return register_flattening_functions(**options_in_use())
 
 

@@ -33,7 +33,7 @@ from .files import call_files, read_call
 
 
 class RecordedCalls(Sequence[Call]):
-    """The calls that :func:`~yobx_flatten.record_calls` recorded, in order: all, or those with one structure.
+    """The calls that :func:`~yobx_flatten.record_calls` recorded, in order: all calls, or one group of :meth:`phases`.
 
     ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
 
@@ -111,7 +111,7 @@ class RecordedCalls(Sequence[Call]):
     # -- phases and axes # -------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
-        """The recorded calls, grouped by the structure of their inputs: one program serves all calls of a group.
+        """Return the recorded calls in groups of equal input structure, by name: one exported program serves a group.
 
         ``prefill`` has an empty cache or none, ``decode`` one that holds tokens, ``forward`` is a call without cache.
         Where arguments also differ, the name states it: ``prefill+pixel_values``.
@@ -120,11 +120,11 @@ class RecordedCalls(Sequence[Call]):
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
 
     def axes(self) -> Axes:
-        """The axes of inputs whose sizes vary between recorded calls, their names, and relations between the sizes."""
+        """Return the axes whose sizes vary between recorded calls, names for the sizes, and relations between them."""
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
-        """Return a table of the recorded arguments, of the sizes that vary, and of those that vary together."""
+        """Return a table of the recorded arguments and of the sizes that vary, with relations between the sizes."""
         return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
 
     __str__ = report
@@ -136,7 +136,7 @@ class RecordedCalls(Sequence[Call]):
     # -- inputs of an export ------------------------------------------------------------------------------------------
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
-        """The arguments without tensors that are equal in all recorded calls; :attr:`module` passes them itself.
+        """Return the arguments without tensors that are equal in all recorded calls; :meth:`module` passes them itself.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -150,7 +150,7 @@ class RecordedCalls(Sequence[Call]):
         return constants_of(self._one(phase)._calls)
 
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """The inputs of one recorded call, without :attr:`constants`, to export :meth:`module` with.
+        """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
         Of the calls of the phase, the smallest call is chosen in which the most varying sizes are 2 or more, since
         ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
@@ -169,7 +169,7 @@ class RecordedCalls(Sequence[Call]):
         return choose_example(part._calls, self.axes(), sizes)
 
     def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """The ``dynamic_shapes`` for :meth:`example`, in the form of ``torch.export.export``.
+        """Return the ``dynamic_shapes`` of :meth:`example`, in the form that ``torch.export.export`` accepts.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -185,7 +185,7 @@ class RecordedCalls(Sequence[Call]):
         return shapes_of(part._calls, self.axes(), sizes)
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
-        """The module to export: it takes what :meth:`example` returns, and passes :attr:`constants` in addition.
+        """Return the module to export: it accepts what :meth:`example` returns, and also passes :meth:`constants`.
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
@@ -345,7 +345,7 @@ def _values(values: Sequence[Any]) -> str:
 
 
 def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
-    """The cache among arguments or outputs, ``None`` if there is none."""
+    """Return the KV cache among arguments or outputs; ``None`` if there is none."""
     named = values.get(name_in(values) or "")
     if named is not None and not isinstance(named, torch.Tensor):
         return named
@@ -354,14 +354,14 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
 
 
 def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
-    """Return ``"prefill"``, ``"decode"`` and ``"forward"``."""
+    """Return ``"decode"`` for a call whose KV cache has tokens, ``"forward"`` without a cache, else ``"prefill"``."""
     if cache is None:
         return "prefill" if makes_one else "forward"
     return "decode" if past or has_read(cache) else "prefill"
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Group calls of one kind and structure, under a descriptive name."""
+    """Group calls that have the same kind and input structure, by a name such as ``prefill+pixel_values``."""
     groups: list[list[Call]] = []
     for call in calls:
         alike = next((group for group in groups if _alike(group[0], call)), None)
@@ -416,7 +416,7 @@ def _arguments(call: Call) -> Iterable[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordReplay(Report):
-    """The results of a program on recorded calls. ``print`` shows them as a table; true if every call passes.
+    """The results of a program on recorded calls. ``print`` shows a table; the object is true if all calls pass.
 
     Attributes:
         calls: one result per call.
@@ -427,11 +427,11 @@ class RecordReplay(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every call, infinite for a call that failed."""
+        """Yield for every call the largest difference from the recorded outputs, infinite if the call failed."""
         return (call.max_difference for call in self.calls)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield the share of NaN values in each recorded output, for every call."""
+        """Yield for every call the share of NaN values in each recorded output."""
         return (call.nan for call in self.calls)
 
     def __bool__(self) -> bool:
@@ -447,7 +447,7 @@ class RecordReplay(Report):
 def replay_calls(
     calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
 ) -> RecordReplay:
-    """Run a program over recorded calls."""
+    """Run a program on recorded calls, and compare its outputs with the recorded ones."""
     # constants: the arguments that never changed, which the program does not take
     with libraries_in_use(), torch.no_grad():
         run = _call_of(program, constants)

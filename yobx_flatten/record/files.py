@@ -32,7 +32,7 @@ _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
 
 
 def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Make the folder that calls are written to."""
+    """Create the folder for recorded calls, and raise an error if it already contains some."""
     require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
     if path.is_file():
@@ -44,12 +44,12 @@ def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of the calls in a folder, in order."""
+    """Return the files of recorded calls in a folder, in the order of the calls."""
     return sorted(folder.glob(f"call-*{_SUFFIX}"))
 
 
 def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
-    """Write one call to a file, which appears when it is complete."""
+    """Write one recorded call to a file, and return its inputs and outputs, which are then read from the file."""
     # parts: its inputs, and its outputs where they are recorded
     path = folder / f"call-{index:05}{_SUFFIX}"
     with scratch_for(path) as half:
@@ -70,7 +70,7 @@ def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], 
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
-    """Read a file of :func:`write_call`; tensors are loaded on first access."""
+    """Read a recorded call from a file of :func:`write_call`; its tensors are read from the file at each access."""
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
 

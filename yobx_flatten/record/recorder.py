@@ -182,16 +182,16 @@ def _top_level(result: PyTree) -> dict[str, Any]:
 
 
 class Watcher(Protocol):
-    """A function that gets each call."""
+    """An observer of the calls of a method: it is called before each call, after it, and when it fails."""
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return a token for a call to record; ``None`` for other calls."""
+        """Return an object that identifies the call in :meth:`after` and :meth:`failed`; ``None`` skips the call."""
 
     def after(self, token: Any, result: object) -> None:
-        """Record the outputs of a call."""
+        """Receive the outputs of a call that returned; ``token`` is from :meth:`before`."""
 
     def failed(self, token: Any, error: BaseException) -> None:
-        """Record the exception of a call."""
+        """Receive the exception of a call that raised; ``token`` is from :meth:`before`."""
 
 
 class _Interception:
@@ -249,7 +249,7 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 @contextlib.contextmanager
 def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
-    """Show every call of ``owner.name`` to a watcher. Several watchers can start and stop in any order."""
+    """Pass every call of the method ``owner.name`` in the with block to a watcher. Several watchers may overlap."""
     key = (id(owner), name)
     with LOCK:
         found = _IN_FORCE.get(key)

@@ -37,7 +37,7 @@ TORCH = ("torch",)  # the libraries that the documented functions use by default
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One holder's claim that a recipe is registered in some libraries; :meth:`Registry.release` gives it up."""
+    """A claim of a with block or of the user that a class stays registered until :meth:`Registry.release`."""
 
     recipe: Recipe
     by_user: bool
@@ -56,7 +56,7 @@ class _Slot:
 
 
 class Registry:
-    """Claims on classes, per library; a library's first table decides whether it knows a class.
+    """The claims on classes per library (torch, optree, JAX): a class stays registered as long as it has a claim.
 
     No function of a user runs while the lock is held, so that a flatten function may register classes itself.
     """
@@ -68,13 +68,13 @@ class Registry:
         self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
-        """Return our recipe for the class while there is a claim on it in this library."""
+        """Return the recipe by which this package registered a class with a library; ``None`` without a claim."""
         with self._lock:
             slot = self._slots.get((library, cls))
             return None if slot is None else slot.recipe
 
     def remedy(self, cls: type) -> str | None:
-        """Return the line that registers a class again, for messages; ``None`` if it was never registered here."""
+        """Return the line, for messages, that registers a class again; ``None`` for a class not registered here."""
         with self._lock:
             for library in self._libraries:
                 if (library, cls) in self._slots:
@@ -82,13 +82,13 @@ class Registry:
             return self._retired.get(cls)
 
     def registered_base(self, cls: type) -> type | None:
-        """Return the nearest registered base class; its registration does not apply to subclasses."""
+        """Return the nearest base class that the user registered: registrations do not apply to subclasses."""
         with self._lock:
             held = {key[1] for key, slot in self._slots.items() if slot.by_user}
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Check a user's choice of libraries."""
+        """Check the argument ``backends`` of a function, and return the libraries that it names."""
         # backends: names, or `"all"` for every known library; missing libraries are skipped
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
@@ -105,7 +105,7 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Claim a class for a block, in torch."""
+        """Register a class with torch for a with block, and return the block's claim on the class."""
         # returns: the claim, or `None` when the user registered the class: the user's functions stay
         (library,) = TORCH
         with self._lock:
@@ -122,7 +122,7 @@ class Registry:
             return claim
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
-        """Claim a class for the user who called :func:`~yobx_flatten.register_class_flattening`.
+        """Register a class for the user, until :func:`~yobx_flatten.unregister_class_flattening`, and return the claim.
 
         A library that already has the class, from this package with the same functions or from other code, is
         unchanged.
@@ -141,13 +141,13 @@ class Registry:
         raise AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:
-        """Release a claim; the last one on a library restores the former registration. A second release is ignored."""
+        """Release a claim; the last claim on a class restores the earlier registration. A second release is ignored."""
         with self._lock:
             for library in claim.libraries:
                 self._release(library, claim)
 
     def release_user(self, cls: type) -> None:
-        """Release all of the user's claims on a class."""
+        """Unregister a class that the user registered, in all libraries, or raise an error if the user did not."""
         with self._lock:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
             claims = [claim for slot in slots for claim in slot.claims if claim.by_user]
@@ -237,7 +237,7 @@ REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": 
 
 
 class Backend(Protocol):
-    """One library's table of classes.
+    """The interface of a library's table of registered classes, which :class:`Registry` reads and writes.
 
     ``read`` returns the library's entry for a class, as an opaque value that compares by identity of the functions, or
     ``None`` without an entry. ``restore`` brings that entry back. Each call either does all of its work, or raises and
@@ -250,7 +250,7 @@ class Backend(Protocol):
         """Return the library's entry for ``cls``, or ``None``."""
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe, replacing the current registration."""
+        """Register the recipe's class, replacing its current registration."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
-        """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""
+        """Remove the recipe, and restore the registration ``found``, which ``read`` returned before ``write``."""

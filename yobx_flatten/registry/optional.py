@@ -27,7 +27,7 @@ NAMESPACE = "yobx_flatten"
 
 
 class Optree:
-    """optree's namespace ``"yobx_flatten"``; before optree is imported, a list of waiting recipes."""
+    """The classes registered in optree's namespace ``"yobx_flatten"``; before optree is imported, those to register."""
 
     name = "optree"
 
@@ -35,16 +35,16 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry or the recipe that waits, or ``None``."""
+        """Return optree's entry of a class, or the recipe to register when optree is imported, or ``None``."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe, replacing the current registration."""
+        """Register the recipe's class with optree, or when optree is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Restore the earlier registration, also if optree was imported in between."""
+        """Restore the registration ``found``, which ``read`` returned before, also if optree was imported since."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
@@ -154,7 +154,7 @@ _THEIRS = "registered with JAX by other code"
 
 
 class Jax:
-    """The pytree registry of JAX; before JAX is imported, a list of waiting recipes."""
+    """The classes registered in JAX's pytree registry; before JAX is imported, those to register."""
 
     name = "jax"
 
@@ -163,7 +163,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # permanently, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return this package's registered or waiting recipe, a mark for another library's class, or ``None``."""
+        """Return this package's recipe for a class, a text if other code registered it with JAX, or ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)
@@ -177,7 +177,7 @@ class Jax:
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Remove the recipe; JAX continues to use the last recipe.
+        """Note that the recipe is no longer registered; JAX, which cannot unregister a class, continues to use it.
 
         A class is claimed only if this package had no entry, and entries of other code cannot be replaced.
         """
@@ -216,7 +216,7 @@ class _Node:
         self._current = (0, recipe)  # one object, so that a flatten in another thread sees one or the other
 
     def put(self, recipe: Recipe) -> None:
-        """Let JAX flatten the class by this recipe from now on."""
+        """Make JAX flatten the class by this recipe instead of the earlier one."""
         same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
         number = next(same, len(self._recipes))
         self._recipes[number : number + 1] = [recipe]
@@ -285,7 +285,7 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library is imported; waiting recipes are delivered first.
+        """Return whether the library is imported; if so, the waiting recipes are registered with it first.
 
         This neither imports the library nor waits for its import, since the importing thread may wait for our lock.
         """
@@ -299,7 +299,7 @@ class Waiting:
             return True
 
     def put(self, recipe: Recipe) -> None:
-        """Notify the library now, or as soon as it is imported."""
+        """Register a recipe with the library now, or as soon as the library is imported."""
         with self.lock:
             if self.library_is_there():
                 self._deliver(recipe)
@@ -307,18 +307,18 @@ class Waiting:
                 self.add(recipe)
 
     def get(self, cls: type) -> Recipe | None:
-        """Return the recipe that waits."""
+        """Return the recipe of a class that waits for the library's import; ``None`` if there is none."""
         return self._recipes.get(cls)
 
     def add(self, recipe: Recipe) -> None:
-        """Add a waiting recipe, replacing an earlier recipe of its class."""
+        """Add a recipe to register when the library is imported, replacing an earlier recipe of the same class."""
         with self.lock:
             if not self._recipes:
                 self._hook.install()
             self._recipes[recipe.cls] = recipe
 
     def drop(self, recipe: Recipe) -> None:
-        """Remove exactly this waiting recipe."""
+        """Remove a recipe that waits for the library's import; a different recipe of its class stays."""
         with self.lock:
             if self._recipes.get(recipe.cls) is recipe:
                 del self._recipes[recipe.cls]

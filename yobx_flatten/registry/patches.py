@@ -32,7 +32,7 @@ class AttributePatch:
         self._holders = 0
 
     def acquire(self) -> None:
-        """Apply the replacement, unless it is applied already."""
+        """Add a holder of the patch; the first holder replaces the attribute."""
         with LOCK:
             if self._holders == 0:
                 self._found = self._entries.get(self._name, _MISSING)
@@ -40,7 +40,7 @@ class AttributePatch:
             self._holders += 1
 
     def release(self) -> None:
-        """Restore the original, unless another holder needs the replacement."""
+        """Remove a holder of the patch; the last holder restores the original attribute."""
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
@@ -69,7 +69,7 @@ _TRACES = _Traces()
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """Mark this thread as tracing, for patches that apply to tracing threads only."""
+    """Apply every acquired :class:`TracePatch` in this thread, which runs a trace, during the with block."""
     _TRACES.count += 1
     try:
         yield
@@ -78,7 +78,7 @@ def tracing_here() -> Iterator[None]:
 
 
 class TracePatch(AttributePatch):
-    """A function that is replaced for threads in :func:`tracing_here`."""
+    """A patch that replaces a function only for threads inside :func:`tracing_here`; others call the original."""
 
     def __init__(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         self._original = vars(owner)[name]
@@ -86,7 +86,7 @@ class TracePatch(AttributePatch):
 
     @property
     def is_current(self) -> bool:
-        """Whether the patch is applied, or the current function wraps it: other code also replaces functions."""
+        """Whether the patch is applied, or can be applied because no other code has replaced the original function."""
         return self._holders > 0 or self._entries.get(self._name) is self._original
 
 
@@ -102,7 +102,7 @@ def _in_traces(original: Any, version: Any) -> Any:
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Calls a function right after a module was imported for the first time.
+    """An import hook that calls a function right after a module was imported for the first time.
 
     Avoids importing a large module early (``torch.export._trace`` imports all of dynamo).
     """
@@ -111,7 +111,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._wanted, self._action = wanted, action
 
     def install(self) -> None:
-        """Start to wait for the module."""
+        """Add the hook to Python's import finders."""
         with LOCK:
             sys.meta_path.insert(0, self)
 
@@ -124,7 +124,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module with the other import finders, and make its loader run the action."""
+        """Find the module with the other import finders, and make its loader call the hook's function afterwards."""
         if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:
@@ -152,7 +152,7 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
 
 
 class ImportedPatch:
-    """A patch of a module that may not be imported yet; the patch does not import it."""
+    """A patch of a module, applied when other code imports the module, or at once if it is imported already."""
 
     # make: makes the patch; `None` while the module does not define the target yet
 
@@ -163,7 +163,7 @@ class ImportedPatch:
         self._wanted = False
 
     def acquire(self) -> None:
-        """Put the replacement in place now, or as soon as the module is imported."""
+        """Apply the patch now if the module is imported, or as soon as other code imports it."""
         with LOCK:
             self._wanted = True
             self._hook.install()
@@ -172,7 +172,7 @@ class ImportedPatch:
             self._on_import(importlib.import_module(self._module))
 
     def release(self) -> None:
-        """Restore the earlier registration."""
+        """Restore the module's original attribute, or stop waiting for the module's import."""
         with LOCK:
             self._wanted = False
             self._hook.remove()

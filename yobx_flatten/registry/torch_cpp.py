@@ -31,12 +31,12 @@ class _Pending(NamedTuple):
 
 
 class TorchCpp:
-    """optree's "torch" namespace, or torch's pending list before optree is imported."""
+    """The classes in torch's C++ pytree: optree's namespace ``"torch"``, or torch's pending list before its import."""
 
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return the pending entry or optree's, or ``None``."""
+        """Return optree's entry of a class, or the pending one before torch imports optree, or ``None``."""
         if not cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:
@@ -48,7 +48,7 @@ class TorchCpp:
             return None
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe, replacing the current registration."""
+        """Register the recipe's class with torch's C++ pytree, replacing its current registration."""
         if not cxx_pytree_exists():
             return
         with NODE_REGISTRY_LOCK:
@@ -68,7 +68,7 @@ class TorchCpp:
                 cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Restore the earlier registration, also if the C++ side was imported in between."""
+        """Restore the registration ``found``, which ``read`` returned before, also if optree was imported since."""
         if not cxx_pytree_exists():
             return
         cls = recipe.cls
@@ -110,18 +110,18 @@ def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
 
 
 def registered(namespace: str, cls: type) -> Any:
-    """Return how optree registered a class in one namespace, or ``None``; optree must be imported."""
+    """Return optree's entry of a class in a namespace, or ``None``; optree must be imported."""
     # no public function reads one namespace without the global one
     return _table().get((namespace, cls))
 
 
 def unregister(namespace: str, cls: type) -> None:
-    """Take a class out of a namespace."""
+    """Unregister a class from a namespace of optree."""
     sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
 
 
 def register_again(found: Any) -> None:
-    """Register what optree held before, with the very same functions."""
+    """Register a class with optree again, by an entry of :func:`registered`; do nothing for ``None``."""
     if found is not None:
         sys.modules["optree"].register_pytree_node(
             found.type,
@@ -134,7 +134,7 @@ def register_again(found: Any) -> None:
 
 @contextlib.contextmanager
 def order_kept(found: Any) -> Iterator[None]:
-    """Restore the order of classes, since optree can only append."""
+    """Restore the order of optree's classes after the with block, since optree can only append a class."""
     table = _table()
     order = list(table) if found is not None else []
     try:

@@ -23,24 +23,24 @@ class _FoundNode(NamedTuple):
 
 
 class TorchPython:
-    """The tables of ``torch.utils._pytree``."""
+    """The classes in the tables of ``torch.utils._pytree``, which ``torch.export`` uses."""
 
     name = "torch"
 
     def read(self, cls: type) -> _FoundNode | None:
-        """Return the node, its serialised name and whether it is a constant."""
+        """Return torch's node of a class, its serialized name, and whether it is a constant, or ``None``."""
         node = pytree.SUPPORTED_NODES.get(cls)
         if node is None:
             return None
         return _FoundNode(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether torch holds this recipe's functions."""
+        """Return whether torch has the recipe's class registered with the recipe's functions."""
         node = pytree.SUPPORTED_NODES.get(recipe.cls)
         return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe into the tables."""
+        """Register the recipe's class in torch's tables, replacing its current registration."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
             name = _free_name(recipe)
@@ -67,7 +67,7 @@ class TorchPython:
             _forget_loaded_specs()
 
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
-        """Restore the tables, unless another library registered the class after us."""
+        """Restore the registration ``found``, unless other code has registered the class after this package."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
@@ -125,28 +125,28 @@ class _FoundRules(NamedTuple):
 
 
 class TorchFx:
-    """The tables of ``torch.fx._pytree``."""
+    """The classes in the tables of ``torch.fx._pytree``, by which a graph module flattens its inputs."""
 
     name = "torch_fx"
 
     def read(self, cls: type) -> _FoundRules | None:
-        """Return both rules, or ``None``."""
+        """Return the two rules that ``torch.fx`` has for a class, or ``None`` if the class is not registered."""
         if cls not in fx_pytree.SUPPORTED_NODES:
             return None
         exact = fx_pytree.SUPPORTED_NODES_EXACT_MATCH.get(cls, _MISSING)
         return _FoundRules(fx_pytree.SUPPORTED_NODES[cls], exact)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether fx's rule is the one made from this recipe."""
+        """Return whether the rule of ``torch.fx`` for the recipe's class was made from this recipe."""
         rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
         return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Register a rule made from the recipe, replacing the current one."""
+        """Register a rule made from the recipe with ``torch.fx``, replacing the class's current rule."""
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:
-        """Restore both rules, unless another library registered the class after us."""
+        """Restore the two rules ``found``, unless other code has registered the class after this package."""
         cls = recipe.cls
         if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
             return

@@ -25,12 +25,12 @@ _SUFFIX = ".safetensors"
 
 
 def adapter_names(folder: pathlib.Path) -> list[str]:
-    """Return the adapters of an exported folder."""
+    """Return the names of the LoRA adapters in an exported folder."""
     return sorted(path.stem for path in (folder / ADAPTERS).glob(f"*{_SUFFIX}"))
 
 
 def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the file of an adapter of an exported folder."""
+    """Return the path of a named LoRA adapter in an exported folder."""
     there = adapter_names(folder)
     if name not in there:
         raise GenerationError(
@@ -41,7 +41,7 @@ def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
-    """Return the matrices of an adapter by input name, checked against the inputs of the files."""
+    """Read a LoRA adapter's matrices by name of the file's input, and check them against the inputs of the files."""
     # rooms: the optional inputs of all files of the folder, by name
     require("safetensors", purpose="an adapter")
     found = read_tensors(path, failure=DamagedFileError)
@@ -50,7 +50,7 @@ def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, tor
 
 
 def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port], where: str) -> None:
-    """Refuse matrices that the files do not accept, or with a wrong size or type."""
+    """Raise an error if the files have no input for a LoRA matrix, or an input with another shape or dtype."""
     for name, matrix in found.items():
         port = rooms.get(name)
         if port is None:
@@ -94,7 +94,7 @@ _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter for the checks of a file."""
+    """A LoRA adapter with which an exported file is compared with the eager model."""
 
     name: str
     matrices: Mapping[str, torch.Tensor]  # by input of the file, which takes those that it has
@@ -103,7 +103,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """Inside the block, projections also add a product with two LoRA matrices, as inputs of the trace."""
+    """Make the named projections also add the product of their input and two LoRA matrices in the with block."""
     # sizes: inputs and outputs of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []
@@ -133,7 +133,7 @@ def _adding(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def rooms_in(module: torch.nn.Module) -> dict[str, str]:
-    """Return the inputs that a file of a module has for adapters, by the name of the matrix in the module."""
+    """Return the input name that an exported file has for each LoRA matrix, by the matrix's name in the module."""
     return {
         f"{place}.{matrix}": f"{getattr(one, _MARK)}.{matrix}"
         for place, one in module.named_modules(remove_duplicate=False)

@@ -27,7 +27,7 @@ _LARGEST = 2**20  # bytes of metadata
 
 
 class AOTInductorRunner(CheckedRunner):
-    """One package, open; a :class:`.runner.Runner`."""
+    """Runs an open AOTInductor package; a :class:`.ports.Runner`."""
 
     # package: a `torch._inductor.package.AOTICompiledModel`
     # written: inputs of the cache that it writes in place; none by default
@@ -66,7 +66,7 @@ def is_package(path: pathlib.Path) -> bool:
 
 
 def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
-    """Read what a package states about itself, without loading any of its code."""
+    """Return the signature and metadata of an AOTInductor package, without loading any of its code."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -89,7 +89,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
 
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open a package: its shared library becomes part of this process."""
+    """Open an AOTInductor package, which loads its machine code into this process."""
     # failure: class of the error where there is no such file, or torch cannot load it
     if not path.is_file():
         raise failure(f"There is no file {path}.")

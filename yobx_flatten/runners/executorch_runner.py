@@ -39,30 +39,30 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Shapes of a file that reads one row and writes its cache in place."""
+    """The in-place cache inputs and the batch axes of an ExecuTorch file that reads one row of the batch per call."""
 
     in_place: list[str]  # the inputs that are buffers
     inputs: dict[str, int]  # the axis of rows of each input that has one
     outputs: dict[str, int]  # the axis of rows of each output that is returned
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return these fields as JSON text, which :meth:`from_json` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Rows:
-        """Read what :meth:`to_json` wrote."""
+        """Make an object from the JSON text that :meth:`to_json` returned."""
         return parse_document(text, cls, f"The list of rows in {where}", failure=DamagedFileError)
 
 
 def room_for(total: int) -> int:
-    """Return the capacity of a buffer that is made for a number of tokens."""
+    """Return the capacity, in tokens, to allocate for a cache buffer that must hold ``total`` tokens."""
     # a call attends over all of it, with a mask, and a buffer that is full is copied
     return total + max(32, total // 32)
 
 
 class RowBuffers(TensorBuffers):
-    """Cache buffers whose rows are passed one by one."""
+    """The cache buffers of an ExecuTorch file, which receives one row of the batch per call."""
 
     def _room(self, total: int) -> int:
         return room_for(total)
@@ -72,7 +72,7 @@ _OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
 
 
 class ExecuTorchRunner(CheckedRunner):
-    """One file, open; a :class:`.runner.Runner`."""
+    """Runs an open ExecuTorch file; a :class:`.ports.Runner`."""
 
     # rows: for a file that writes its cache in place; `None`, the default, for others
 
@@ -121,7 +121,7 @@ class ExecuTorchRunner(CheckedRunner):
 
 
 def load_attention() -> None:
-    """Load the kernels of ExecuTorch for language models; files that write their cache in place call one of them."""
+    """Load ExecuTorch's kernels for language models, which files that update their cache in place call."""
     # not by importing ExecuTorch's module for them, which imports the compiler of torch: seconds
     found = importlib.util.find_spec("executorch.extension.llm.custom_ops")
     folders = [] if found is None else found.submodule_search_locations or []
@@ -163,7 +163,7 @@ def _use_threads(threads: int) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open a file. It is data: ExecuTorch runs its own operators, and checks the file before it reads it."""
+    """Open an ExecuTorch file. Trust is not needed: the file contains no code, and ExecuTorch checks the file."""
     # failure: class of the error where there is no such file
     # threads: number of threads of all files in the process; `None`, the default, for what there is
     require_executorch(caller)

@@ -19,7 +19,7 @@ _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bflo
 
 
 def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
-    """Return the optional inputs that the files of a folder have for adapters, by name."""
+    """Return the optional inputs for LoRA matrices that the ONNX files of a folder have, by name."""
     require("onnx", purpose="adapters of a folder", extra="onnx")
     found = {}
     for path in sorted(folder.glob("*.onnx")):
@@ -34,7 +34,7 @@ def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
 
 
 class FolderAdapters:
-    """The adapters of a folder, each read when it is first asked for."""
+    """The LoRA adapters of an exported folder; an adapter is read from its file when it is first used."""
 
     # folder: the exported folder; `None` for files that are of none
 
@@ -44,15 +44,15 @@ class FolderAdapters:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the adapters."""
+        """The names of the adapters in the folder."""
         return [] if self._folder is None else adapter_names(self._folder)
 
     def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
-        """Add an adapter that was read already, or that is not in the folder yet."""
+        """Add an adapter from memory, which is then used instead of a file of that name."""
         self._read[name] = matrices
 
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
-        """Return files with an adapter."""
+        """Return runners of the same ONNX files that use the named adapter."""
         onnx: dict[str, OnnxRunner] = {}
         for part, runner in runners.items():
             if not isinstance(runner, OnnxRunner):

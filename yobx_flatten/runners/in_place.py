@@ -22,7 +22,7 @@ from .signature import Signature
 
 
 class InPlaceCache(dict[str, Any]):
-    """A cache by name of the input, in the library's memory. Each step overwrites it."""
+    """A KV cache by input name, with leaves in memory that the runtime overwrites at each step."""
 
     # presents: for each input that is written in place, the name of the output that it would be
 
@@ -33,24 +33,24 @@ class InPlaceCache(dict[str, Any]):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The cache leaves that calls return, as in other caches."""
+        """The cache leaves that each call returns as new outputs instead of updating them in place."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the filled part of the cache; none if its tensors can be read directly."""
+        """Return copies of the leaves that are updated in place, without unused capacity; by default there are none."""
         return {}
 
     def crop(self, kept: int) -> None:
-        """Remove the last tokens of buffers that are written in place."""
+        """Remove the last tokens from buffers that are updated in place, so that ``kept`` tokens remain."""
         raise NotImplementedError
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of buffers that are written in place."""
+        """Select rows of the batch in buffers that are updated in place."""
         # rows: for each new row the place of an old one
         raise NotImplementedError
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has read tokens, and written theirs after the others."""
+        """Note that a call has appended keys and values of this number of tokens to the buffers."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ _LEAST = 256  # tokens
 
 
 class TensorBuffers(InPlaceCache):
-    """A cache by name of the input: buffers of shape (rows, heads, capacity, size), and tensors that calls return."""
+    """A KV cache by input name: buffers of shape (rows, heads, capacity, size); each call returns the other leaves."""
 
     # values: all leaves; those that are written in place hold equally many tokens
     # presents: see `InPlaceCache`
@@ -88,7 +88,7 @@ class TensorBuffers(InPlaceCache):
         return self._seen
 
     def reserve(self, new: int) -> None:
-        """Allocate memory for a step."""
+        """Make sure that the buffers have capacity for this number of new tokens."""
         total = self._seen + new
         # the trace assumes that there is room for more: a slice of all of it would be no slice
         if self._own and total < self._capacity:
@@ -112,21 +112,21 @@ class TensorBuffers(InPlaceCache):
         self._own = True
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the stored tokens."""
+        """Return copies of the keys and values of the stored tokens, by input name."""
         return {name: self[name][:, :, : self._seen].clone() for name in self.presents}
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has written tokens."""
+        """Note that a call has written this number of tokens to the buffers."""
         self._seen += tokens
         self._note_shapes()
 
     def crop(self, kept: int) -> None:
-        """Remove the last tokens; their memory is written again later."""
+        """Keep the first ``kept`` tokens; later calls overwrite the memory of the removed tokens."""
         self._seen = kept
         self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows; the memory is reused if their number stays."""
+        """Select rows of the batch; the buffers are reused if the number of rows is unchanged."""
         own = self._own  # before the first layer is moved
         for name in self.presents:
             found = self[name][:, :, : self._seen][rows]
@@ -138,7 +138,7 @@ class TensorBuffers(InPlaceCache):
 
 
 class CheckedRunner:
-    """One file, open; a :class:`.runner.Runner` whose subclasses only call the library."""
+    """A base class of runners, which checks the inputs of an exported file; its subclasses call their library."""
 
     runtime: ClassVar[str]
 
@@ -151,7 +151,7 @@ class CheckedRunner:
         self.in_place: Mapping[str, str] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`."""
+        """Run the file once, with inputs by name; see :meth:`.ports.Runner.run`."""
         tensors = self.signature.bind(inputs, ReplayError, self.name)
 
         def failed(error: BaseException) -> ReplayError:
@@ -167,7 +167,7 @@ class CheckedRunner:
             return {name: found[name] for name in self.outputs}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`: tensors, or memory that the library writes in place."""
+        """Convert cache tensors to the KV cache for :meth:`step`, which the library updates in place if it can."""
         if not self.in_place or not self.in_place.keys() <= tensors.keys():
             return dict(tensors)
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):
@@ -176,7 +176,7 @@ class CheckedRunner:
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         if self.in_place and not isinstance(cache, InPlaceCache):  # of a file for the first call
             cache = self.cache(cache)
         written = cache if isinstance(cache, InPlaceCache) else None
@@ -193,7 +193,7 @@ class CheckedRunner:
         return outputs, written
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         if not isinstance(cache, InPlaceCache):
             return {name: with_rows(value, rows) for name, value in cache.items()}
         cache.select_rows(rows)

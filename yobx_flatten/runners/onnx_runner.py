@@ -36,7 +36,7 @@ _AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element
 
 
 class ValueType(NamedTuple):
-    """The type of the elements of an input or output."""
+    """The element type of an ONNX file's input or output, as torch, NumPy and ONNX name it."""
 
     name: str  # as torch and NumPy call it; `"str"` for text
     dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch does not have
@@ -44,7 +44,7 @@ class ValueType(NamedTuple):
 
 
 def value_type(kind: str) -> ValueType:
-    """Read the type of an input or output.
+    """Parse onnxruntime's name of an element type, such as ``tensor(float)``.
 
     >>> value_type("tensor(float)")
     ValueType(name='float32', dtype=torch.float32, code=None)
@@ -60,7 +60,7 @@ def value_type(kind: str) -> ValueType:
 
 
 def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Convert an input for onnxruntime."""
+    """Convert an input to an ``onnxruntime.OrtValue``; text stays an array."""
     # returns: an `onnxruntime.OrtValue`, which shares the memory of `leaf` where it can; an array of text for text
     from onnxruntime import OrtValue
 
@@ -86,7 +86,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
 
 
 def from_value(value: Any) -> Any:
-    """Return an output of onnxruntime."""
+    """Convert an output of onnxruntime to a tensor; text stays an array."""
     # value: an `onnxruntime.OrtValue`, or an array
     name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
     if name is None:
@@ -105,7 +105,7 @@ _LONG = 256
 
 
 class OnnxRunner:
-    """One ONNX file, open; a :class:`.runner.Runner`."""
+    """Runs an open ONNX file in onnxruntime; a :class:`.ports.Runner`."""
 
     # session: an `onnxruntime.InferenceSession`; see `onnx_session.open_session`
 
@@ -140,7 +140,7 @@ class OnnxRunner:
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same file with the matrices of an adapter that it has inputs for."""
+        """Return a runner of the same file that passes the adapter's matrices for which the file has inputs."""
         found = copy.copy(self)
         found._adapter = {
             name: to_value(name, kind, matrices[name]) for name, kind in self._room_kinds.items() if name in matrices
@@ -148,7 +148,7 @@ class OnnxRunner:
         return found
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`."""
+        """Run the file once, with inputs by name; see :meth:`.ports.Runner.run`."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
@@ -161,11 +161,11 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the file refuses a call: several tokens of several rows after others."""
+        """Return whether the file refuses a call: it has cached tokens, several new tokens and several rows."""
         return bool(self.shared) and is_refused(inputs)
 
     def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a call that the file :meth:`refuses` as several: row by row, or token by token where rows are fixed."""
+        """Run a call that the file :meth:`refuses` row by row, or token by token if the number of rows is fixed."""
         given = {name: inputs[name] for name in self.ports}
         if all(port.shape[0] is None for port in self.ports.values() if port.shape):
             rows = [self.run(feeds) for feeds in row_by_row(given)]
@@ -186,13 +186,13 @@ class OnnxRunner:
         }
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache in onnxruntime's own values; see :meth:`.runner.Runner.cache`."""
+        """Convert cache tensors to ``onnxruntime.OrtValue``s for :meth:`step`; see :meth:`.ports.Runner.cache`."""
         return {name: to_value(name, self._kinds[name], tensor) for name, tensor in tensors.items()}
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         if self.refuses(feeds):
             calls = []
             for given in one_by_one(feeds):
@@ -220,7 +220,7 @@ class OnnxRunner:
         return {name: from_value(value) for name, value in outputs.items()}, following
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         buffers = cache if isinstance(cache, BufferedCache) else None
         kept = () if buffers is None else buffers.presents
         selected = {
@@ -272,7 +272,7 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 
 
 class BufferedCache(TensorBuffers):
-    """Buffers of a cache, other leaves as ``onnxruntime.OrtValue``s, and the binding that the buffers are part of."""
+    """A KV cache for onnxruntime: buffers that it updates in place, bound once, and other leaves as ``OrtValue``s."""
 
     # fixed: inputs that are the same in each step, bound once; none by default
 
@@ -309,7 +309,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def is_refused(inputs: Mapping[str, Any]) -> bool:
-    """Return whether ``GroupQueryAttention`` refuses a call: several new tokens after a cache need a single row."""
+    """Return whether ``GroupQueryAttention`` refuses a call: it has cached tokens, and several new tokens and rows."""
     # inputs: the inputs of the call by name, with tokens or embeddings, and `attention_mask` over them and what is in
     # the cache
     tokens = _tokens(inputs)
@@ -317,7 +317,7 @@ def is_refused(inputs: Mapping[str, Any]) -> bool:
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of one call per token; inputs without a token axis are passed whole.
+    """Split a call's inputs by token, and yield the inputs of each; inputs without a token axis stay whole.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}
@@ -338,7 +338,7 @@ def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def row_by_row(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of one call per row, with its part of the cache.
+    """Split a call's inputs, with the KV cache, by row of the batch, and yield the inputs of each row.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "past_key_values.0.key": torch.zeros(2, 1, 3, 4)}

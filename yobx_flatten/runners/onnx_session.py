@@ -35,7 +35,7 @@ def require_onnxruntime(caller: str) -> Any:
 
 
 def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
-    """Return whether the weights of an ONNX file are in a second file next to it, as those of 256 MB and more are."""
+    """Return whether an ONNX file stores its weights in a second file; weights of at least 256 MB are stored so."""
     return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # our suffix, and transformers.js's
 
 
@@ -44,7 +44,7 @@ _SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of se
 
 @contextlib.contextmanager
 def without_spinning() -> Iterator[None]:
-    """Let threads of sessions that are opened in the block sleep while they wait, for checks."""
+    """Make onnxruntime sessions that are opened in the with block use threads that sleep while they wait."""
     token = _SPINS.set(False)  # on a busy machine they wait for most of the time
     try:
         yield
@@ -53,7 +53,7 @@ def without_spinning() -> Iterator[None]:
 
 
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
-    """Make the options of a session."""
+    """Make the ``onnxruntime.SessionOptions`` of a session."""
     # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
     # pack: whether onnxruntime copies the weights into the order in which its kernels read them, `True` by default.
     # Without, it computes with the file as it is mapped into memory, more slowly.
@@ -71,7 +71,7 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
 
 
 def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
-    """Make the options of a session that leaves the weights in their file, as far as it can.
+    """Make the options of an onnxruntime session that maps weights from their file instead of copying them into memory.
 
     onnxruntime multiplies in single precision on the CPU. Weights of half precision are converted when the file is
     loaded, and take twice their size in memory. Where that is more than there is, each is converted when it is
@@ -109,7 +109,7 @@ def open_session(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     failure: type[FlattenError] = ReplayError,
 ) -> Any:
-    """Open an ONNX file, or a model in memory."""
+    """Open an onnxruntime session for an ONNX file, or for the bytes of one."""
     # caller: the function that the user called, for the message where onnxruntime is missing
     # options: an `onnxruntime.SessionOptions`; by default those of `session_options`
     # providers: execution providers, as `onnxruntime.InferenceSession` takes them; the CPU by default
@@ -141,7 +141,7 @@ _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKey
 
 
 def use_huge_pages(session: Any) -> None:
-    """Ask for huge pages for the weights of a session; without them, or on other systems, nothing changes.
+    """Ask Linux to move a session's weights to huge memory pages; on other systems nothing changes.
 
     Each token then takes 4 to 9 % less time, but the request takes as long as 20 tokens: it is for long loops.
     """
@@ -151,7 +151,7 @@ def use_huge_pages(session: Any) -> None:
 
 @contextlib.contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Ask for huge pages in the memory that is allocated in the block; without them, or elsewhere, nothing changes."""
+    """Ask Linux to use huge pages for memory that is allocated in the with block; on other systems nothing changes."""
     before = _anonymous()
     yield
     for start, end in _without(_anonymous(), before):
@@ -215,7 +215,7 @@ DEVICES = {
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return the providers of a session, the CPU last: it runs what the others do not.
+    """Return onnxruntime's execution providers for a device, with the CPU last for operators that the others lack.
 
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
@@ -239,12 +239,12 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
 
 
 def is_on_cpu(providers: Providers) -> bool:
-    """Return whether only onnxruntime's CPU provider computes."""
+    """Return whether the list of execution providers contains only onnxruntime's CPU provider."""
     return [_name(one) for one in providers] == [CPU]
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
-    """Refuse a session whose provider did not start: onnxruntime continues with the next one, and warns in its log."""
+    """Raise an error if an execution provider did not start: onnxruntime only logs this and uses the next provider."""
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(
@@ -254,7 +254,7 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
 
 
 def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers | None) -> None:
-    """Refuse a device for another runtime."""
+    """Raise an error if ``device`` or ``providers`` is given for a runtime other than onnxruntime."""
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
             f"device= and providers= are for onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "

@@ -34,13 +34,13 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_runtime(runtime: str) -> None:
-    """Refuse a runtime that is not known."""
+    """Raise an error if there is no runtime of this name."""
     if runtime not in RUNTIMES:
         raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
 
 
 def runtime_of(path: pathlib.Path) -> str:
-    """Return the runtime of a file: by its suffix, and for ``.pt2`` by its contents."""
+    """Return the name of the runtime for a file: by the file's suffix, and for ``.pt2`` also by its contents."""
     if path.suffix == ".pt2" and is_package(path):
         return "aotinductor"
     found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)
@@ -62,7 +62,7 @@ def open_runner(
     providers: Providers | None = None,
     options: Any = None,
 ) -> Runner:
-    """Open an exported file."""
+    """Open an exported file, and return the runner of its runtime."""
     # runtime: the library that runs it, one of `RUNTIMES`; `None`, the default, for that of the file
     # trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine code,
     # and for a program of `torch.export`, whose reader runs code of the file. `False` by default.

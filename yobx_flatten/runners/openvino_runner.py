@@ -35,7 +35,7 @@ _TYPES = {
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO without its reports of use.
+    """Import OpenVINO with its telemetry disabled.
 
     The import sends an event over the network from a process that it forks, and a fork of a process with threads (of
     torch, of JAX) may hang. OpenVINO itself does without the package that sends where it is not installed.
@@ -51,7 +51,7 @@ def import_openvino() -> Any:
 
 
 class OpenVINORunner(CheckedRunner):
-    """One model, open; a :class:`.runner.Runner`."""
+    """Runs an open OpenVINO or ONNX file in OpenVINO; a :class:`.ports.Runner`."""
 
     runtime: ClassVar[str] = "openvino"
 
@@ -82,7 +82,7 @@ class OpenVINORunner(CheckedRunner):
 
 
 def read_model(path: pathlib.Path) -> Any:
-    """Read a model of OpenVINO, or an ONNX file."""
+    """Read an OpenVINO or ONNX file as an OpenVINO model."""
     # path: the `.xml` file, with the weights in a `.bin` file of the same name next to it; or an `.onnx` file
     openvino = import_openvino()
     with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {last_line(error)}")):
@@ -92,7 +92,7 @@ def read_model(path: pathlib.Path) -> Any:
 def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
-    """Open a model. It is data: OpenVINO runs its own operators."""
+    """Open an OpenVINO or ONNX file in OpenVINO. No trust is needed: the file contains no code."""
     # failure: class of the error where there is no such file, or OpenVINO cannot compile it
     # threads: number of threads that one operator can use; `None`, the default, for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
@@ -109,7 +109,7 @@ def open_openvino(
 
 
 def last_line(error: BaseException) -> str:
-    """Return the reason of an error: the lines before it are places in OpenVINO's sources."""
+    """Return the last line of an OpenVINO error, which has the reason; earlier lines name places in its source."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
@@ -138,12 +138,12 @@ BEAMS = "beam_idx"
 
 
 def variable_of(name: str, present: str) -> str:
-    """Return the name of the state that replaces an input and its output."""
+    """Return the name of OpenVINO's state variable that replaces a cache input and its output."""
     return name + present
 
 
 class StateCache(InPlaceCache):
-    """A cache by name of the input: parts of a request's state, and returned tensors."""
+    """A KV cache by input name: state variables of an OpenVINO request; each call returns the other leaves."""
 
     # request: an `openvino.InferRequest` of its own
     # values: all leaves, as tensors
@@ -168,7 +168,7 @@ class StateCache(InPlaceCache):
             self._parts[name].state = openvino.Tensor(leaf.contiguous().numpy())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the state, by input name."""
+        """Return copies of the cache leaves in OpenVINO's state, by input name."""
         found = {}
         for name, shape in self.shapes.items():
             if 0 in shape:
@@ -179,17 +179,17 @@ class StateCache(InPlaceCache):
         return found
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has read tokens, which made the state longer."""
+        """Note that a call has appended this number of tokens to OpenVINO's state."""
         shapes = self.shapes.items()
         self.shapes = {name: (len(self.rows), heads, seen + tokens, *size) for name, (_, heads, seen, *size) in shapes}
         self.rows = torch.arange(len(self.rows), dtype=torch.int32)
 
     def crop(self, kept: int) -> None:
-        """Remove the last tokens."""
+        """Remove the last tokens from OpenVINO's state, so that ``kept`` tokens remain."""
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows; if their number stays, the next call selects them and the state is not copied."""
+        """Select rows of the batch; if their number is unchanged, the next call selects them, and nothing is copied."""
         # rows: for each new row the place of an old one
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

@@ -32,7 +32,7 @@ _NAMES = (
 
 
 class Port(NamedTuple):
-    """One input of a program."""
+    """The name, shape and dtype of one input of an exported file or program."""
 
     name: str  # the name of the input
     shape: tuple[int | None, ...]  # `None` for a size that varies
@@ -41,14 +41,14 @@ class Port(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CacheSlot:
-    """One leaf of the cache."""
+    """One leaf of the KV cache: an input, and the output that replaces it in the next call."""
 
     port: Port  # the input
     present: str | None  # the output that replaces it in the next call; `None` if the leaf is unchanged
 
 
 def present_of(name: str) -> str | None:
-    """Return the output that is the input of the next call; ``None`` if the input is not part of the cache.
+    """Return the name of the output that replaces a cache input in the next call; ``None`` for any other input.
 
     >>> present_of("past_key_values.0.key"), present_of("input_ids")
     ('present.0.key', None)
@@ -60,7 +60,7 @@ def present_of(name: str) -> str | None:
 def check_cache_outputs(
     inputs: Iterable[str], outputs: Collection[str], where: str, *, of: str | None = None, remedy: str = _NAMES
 ) -> None:
-    """Refuse files that accept a growing cache and do not return all of it.
+    """Raise an error if a file accepts a growing KV cache but does not return all leaves of the cache.
 
     >>> check_cache_outputs(["past_key_values.0.key"], ["logits", "present.0.key"], "model.onnx")
     """
@@ -83,7 +83,7 @@ def _grown(name: str) -> str | None:
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
-    """Find the inputs that are the cache.
+    """Return the inputs that are leaves of the KV cache, each with the output that replaces it.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
@@ -100,14 +100,14 @@ def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = ""
 
 
 def is_present(name: str) -> bool:
-    """Return whether an output is part of the cache."""
+    """Return whether an output, by its name, is a leaf of the KV cache."""
     return name.startswith(f"{PRESENT}.")
 
 
 def split_cache(
     found: Mapping[str, Any], slots: Iterable[CacheSlot], cache: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the outputs of a step from the cache of the next one.
+    """Split everything that a step returned into its outputs and the KV cache for the next step.
 
     >>> slots = [CacheSlot(Port("past_key_values.length", (), torch.int64), "present.length")]
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
@@ -128,7 +128,7 @@ def split_cache(
 
 
 def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
-    """Return a cache leaf with other rows; a leaf that all rows share, such as a token counter, is unchanged.
+    """Return a cache leaf with selected rows of the batch; a leaf without rows, such as a token counter, is unchanged.
 
     >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
     [[3, 4], [3, 4], [1, 2]]
@@ -149,7 +149,7 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
 
 
 class Runner(Protocol):
-    """One exported file or program, open."""
+    """The interface of an open exported file or program, which comparisons and generation loops call."""
 
     runtime: ClassVar[str]  # name of the library that runs it, for reports
     name: str  # the name of the file or program, for messages
@@ -169,13 +169,13 @@ class Runner(Protocol):
         ...
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`."""
+        """Convert cache tensors by input name to the KV cache that :meth:`step` accepts."""
         ...
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop."""
+        """Run one step of a generation loop, and return the outputs and the KV cache for the next step."""
         # last_scores: whether the scores of the last token are enough, which some files return in less time; `False`,
         # the default, for those of all tokens
         # returns: the outputs that are not part of the cache, and the cache for the next step. The tensors of `cache`
@@ -183,7 +183,7 @@ class Runner(Protocol):
         ...
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the cache with selected rows, as a beam search needs it."""
+        """Return the KV cache with selected rows of the batch, as beam search needs."""
         # cache: what `cache` or `step` returned; it may not be used any more
         # rows: for each new row the place of an old one, int64; there may be more or fewer than before
         ...
@@ -203,7 +203,7 @@ class Runner(Protocol):
 
 
 class Element(NamedTuple):
-    """How one type of elements is stored."""
+    """How an ONNX file stores the elements of tensors of one dtype."""
 
     code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
     pair: bool = False  # whether each element is stored as two numbers, in an additional last axis
@@ -212,7 +212,7 @@ class Element(NamedTuple):
     packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """The bytes of a number of elements."""
+        """Return the number of bytes in which ``count`` elements are stored."""
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
@@ -250,7 +250,7 @@ ELEMENTS: dict[str, Element] = {
 
 
 def pack(codes: Any, packed: int) -> Any:
-    """Pack several numbers into a byte, the first in the lowest bits, as ONNX does.
+    """Pack several small numbers into each byte, the first number in the lowest bits, as ONNX does.
 
     >>> import numpy
     >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()
@@ -266,7 +266,7 @@ def pack(codes: Any, packed: int) -> Any:
 
 
 def unpack(data: Any, packed: int, count: int) -> Any:
-    """Undo :func:`pack`: return a flat array of ``count`` bytes."""
+    """Return the ``count`` numbers that :func:`pack` packed, each as one byte of a flat array."""
     import numpy
 
     bits = 8 // packed

@@ -25,7 +25,7 @@ from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 def open_program(
     path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError
 ) -> ExportedProgram:
-    """Load a program that ``ExportedModel.save`` stored."""
+    """Load an exported program from a file that ``ExportedModel.save`` wrote."""
     # trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
     # failure: class of the error where there is no such file, or it is damaged
     if not os.path.isfile(path):
@@ -47,7 +47,7 @@ def open_program(
 
 
 class ProgramRunner:
-    """One program, open; a :class:`.runner.Runner`."""
+    """Runs an exported program of ``torch.export``; a :class:`.ports.Runner`."""
 
     # program: the program. Only one that was exported with keyword arguments is run by name.
     # options: the options of `register_flattening_functions`; by default for the libraries that this process has
@@ -68,7 +68,7 @@ class ProgramRunner:
         return register_flattening_functions(**self._options)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the program as the module was called."""
+        """Call the exported program with the positional and keyword arguments of the original module."""
         with self._block():
             return self.module(*args, **kwargs)
 
@@ -93,35 +93,35 @@ class ProgramRunner:
 
     @property
     def ports(self) -> Mapping[str, Port]:
-        """The inputs that are tensors or counters, by name."""
+        """The program's inputs that are tensors or token counters, by name."""
         return self._interface[0]
 
     @functools.cached_property
     def outputs(self) -> Sequence[str]:
-        """Names of the outputs, in order."""
+        """The names of the program's outputs, in order."""
         spec = self._program.call_spec.out_spec
         with self._block():
             return output_names(pytree.tree_unflatten(list(range(spec.num_leaves)), spec), self._leaves)
 
     @functools.cached_property
     def slots(self) -> Sequence[CacheSlot]:
-        """The inputs that are the cache."""
+        """The program's inputs that are leaves of the KV cache."""
         return cache_slots(self.ports.values(), self.outputs)
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`."""
+        """Run the program once, with inputs by name; see :meth:`.ports.Runner.run`."""
         # a guard, or any operator
         with raised_as(lambda e: ReplayError(f"torch.export fails on the inputs of the case: {first_line(e)}")):
             return self._call({name: inputs[name] for name in self.ports})
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache for :meth:`step`: the tensors themselves."""
+        """Return the given cache tensors as the KV cache for :meth:`step`."""
         return dict(tensors)
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         try:
             found = self._call({**cache, **feeds})
         except (RuntimeError, AssertionError, ValueError, IndexError) as error:  # a guard, or an operator
@@ -129,7 +129,7 @@ class ProgramRunner:
         return split_cache(found, self.slots, cache)
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         return {name: with_rows(value, rows) for name, value in cache.items()}
 
     def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:

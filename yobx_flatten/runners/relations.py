@@ -49,7 +49,7 @@ def names_in(found: Expression) -> set[str]:
 
 
 def value_of(found: Expression, sizes: Mapping[str, int]) -> int:
-    """Return the value of an expression that is a number."""
+    """Compute an arithmetic expression of sizes, such as a sum, for given sizes."""
     if isinstance(found, tuple):
         return FUNCTIONS[found[0]]([value_of(part, sizes) for part in found[1:]])
     return sizes[found] if isinstance(found, str) else found
@@ -69,7 +69,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return the lower bound of a size that equals a sum of other sizes, each two or more.
+    """Return the least value of a size that the relations equate with sums of other sizes, each of which is at least 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4
@@ -95,7 +95,7 @@ _TRIED = (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # and not sizes of 
 
 
 def decides_by_parts(relation: Expression) -> bool:
-    """Return whether a comparison is of quotients or remainders, and sizes of two and more do not meet it.
+    """Return whether a comparison contains ``//`` or ``%`` and is false for some sizes of at least 2.
 
     >>> decides_by_parts(("<=", ("%", ("+", 4, ("*", -1, ("%", "s1", 4))), 4), 0))
     True
@@ -114,7 +114,7 @@ def decides_by_parts(relation: Expression) -> bool:
 
 
 def is_of_one_size(relation: Expression) -> bool:
-    """Return whether a comparison excludes a single size of two or more.
+    """Return whether a comparison only excludes one value of a size, as ``s1 != 6`` does; the value is at least 2.
 
     >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
     (True, False)
@@ -147,7 +147,7 @@ def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
 
 
 def from_lists(found: Any, *, top: bool = True) -> Expression:
-    """Read a comparison from JSON's lists."""
+    """Convert a comparison from nested lists, as JSON stores it, to nested tuples."""
     # top: whether it has to be a comparison, `True` by default; a number otherwise
     if not top and (type(found) is int or isinstance(found, str)):
         return found

@@ -19,7 +19,7 @@ from .ports import Runner
 
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the leaves of a cache as tensors, by name of the input."""
+    """Return the leaves of a runner's KV cache as tensors, by input name."""
     # cache: what a runner's `cache` or `step` returned
     written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
     values = {name: written.get(name, value) for name, value in cache.items()}
@@ -27,14 +27,14 @@ def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cache that later calls do not change."""
+    """Return a KV cache with the same contents that later calls do not change."""
     if not isinstance(cache, InPlaceCache):
         return dict(cache)
     return runner.cache({name: leaf.clone() for name, leaf in cache_tensors(cache).items()})
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return a cache without its last tokens; ``None`` if a leaf is not separable by token, such as a state."""
+    """Return a KV cache with its first ``kept`` tokens; ``None`` if a leaf, such as a state, cannot be cropped."""
     # cache: the cache; it may not be used any more
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
@@ -54,12 +54,12 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves that must be saved during a call so that :func:`rewound` can restore them."""
+    """Return the cache leaves that the caller must keep during a call, so that :func:`rewound` can undo the call."""
     return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
 
 
 def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
-    """Return the cache that was there before a call."""
+    """Return the KV cache as it was before a call, with the leaves that :func:`held_before` returned."""
     # cache: the cache after the call; it may not be used any more
     # seen: how many tokens it held before the call
     if not isinstance(cache, InPlaceCache):

@@ -58,7 +58,7 @@ class Signature:
 
     @property
     def ports(self) -> dict[str, Port]:
-        """The inputs by name."""
+        """The inputs of the file, by name."""
         return {
             name: Port(name, tuple(size if isinstance(size, int) else None for size in sizes), dtype)
             for name, dtype, sizes in self.inputs
@@ -71,7 +71,7 @@ class Signature:
         where: str,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Return the inputs in order, contiguous, after their types and sizes are checked."""
+        """Check the dtypes and sizes of inputs, and return the inputs in order as contiguous tensors."""
         # held: shapes of inputs that the library has in its own memory, which are left out; none by default
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
@@ -87,7 +87,7 @@ class Signature:
         return found
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:
-        """Refuse inputs whose sizes do not fit the file, or each other."""
+        """Raise an error if the shapes of the inputs do not fit the file, or do not fit each other."""
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
@@ -127,7 +127,7 @@ class Signature:
                 )
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return the signature as JSON text, which :meth:`from_json` reads."""
         rows = [[name, str(dtype).removeprefix("torch."), list(sizes)] for name, dtype, sizes in self.inputs]
         about = {"inputs": rows, "outputs": [*self.outputs]}
         bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
@@ -137,7 +137,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Signature:
-        """Read what :meth:`to_json` wrote; nothing in it is evaluated."""
+        """Make a signature from the JSON text that :meth:`to_json` returned; nothing in the text is evaluated."""
         found = parse_document(text, dict[str, Any], f"The signature in {where}", failure=DamagedFileError)
         try:
             if found["format"] > _FORMAT:
@@ -175,7 +175,7 @@ def _alone(size: Size) -> str | None:
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return for the name of each size the first input and axis that have it as their size."""
+    """Return the first input and axis that have each dynamic size, by the name of the size."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):

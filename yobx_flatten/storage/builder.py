@@ -214,7 +214,7 @@ def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def randomized(structure: Structure) -> Structure:
-    """Drop the data of float tensors; the model draws the same random numbers in each run instead."""
+    """Replace the data of float tensors by seeds, from which the ONNX model draws the same numbers in each run."""
     payloads: list[Payload] = []
     for payload in structure.payloads:
         if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:
@@ -231,7 +231,7 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
-    """The outputs of a model without inputs; a :class:`.values.Source`."""
+    """Runs an ONNX model that has no inputs, and reads leaves from its outputs; a :class:`.values.Source`."""
 
     # path: the file it is from; `None` for a model in memory
     # engine: `"onnxruntime"` or `"ReferenceEvaluator"`
@@ -264,13 +264,13 @@ class RunOutputs:
                 self._outputs.update({f"{base}.{key}": value for key, value in zip(keys, values, strict=True)})
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse an output of another shape."""
+        """Raise an error if the model has no output with the record's name and this shape."""
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output to memory; outputs that the graph cast to float32 are cast back."""
+        """Copy the bytes of an output into ``view``, after casting back an output that the graph cast to float32."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

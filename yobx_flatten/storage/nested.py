@@ -111,7 +111,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 def read(
     given: str | os.PathLike[str] | onnx.ModelProto, function: str, *, device: Device, content: str | None
 ) -> PyTree:
-    """Read a file, or a model in memory, from its initializers."""
+    """Return the nested object that is stored in the initializers of an ONNX file, or of a model in memory."""
     # content: the expected kind of content; `None` for any
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
@@ -150,7 +150,7 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
 
 
 def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
-    """Check a model's metadata, and return the structure stored in it."""
+    """Check that an ONNX model contains nested values, and return their structure, which its metadata stores."""
     # content: the expected kind of content; `None` for any
     # protobuf returns bytes for invalid text
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
@@ -177,7 +177,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
 
 
 class Initializers:
-    """The initializers of a model, read one at a time; a :class:`.values.Source`."""
+    """Reads leaves from the initializers of an ONNX model, one at a time; a :class:`.values.Source`."""
 
     # folder: where its external data are, `None` if it has none
 
@@ -187,7 +187,7 @@ class Initializers:
         self._sizes: dict[str, int] = {}
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not match the stored data, before memory is allocated for it."""
+        """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
             raise self._damaged(record, "has a different type or shape than its metadata")
@@ -205,7 +205,7 @@ class Initializers:
             raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an initializer to memory."""
+        """Copy the bytes of a leaf's initializer into ``view``."""
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)
@@ -318,7 +318,7 @@ def save_case(
 
 
 def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> StoredCase:
-    """Read a case that :func:`save_case` stored.
+    """Read inputs and expected outputs that :func:`save_case` stored.
 
     Args:
         path: the file.

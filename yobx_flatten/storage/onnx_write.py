@@ -31,7 +31,7 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    """Collects initializers and their nodes, then makes a model."""
+    """Collects initializers, nodes and outputs, and makes an ONNX model of them."""
 
     # opset: the version of ONNX's operators; an element type can require a newer version
     # external: file for the data, `None` to store it in the model
@@ -55,7 +55,7 @@ class OnnxWriter:
         self._outputs: list[Any] = []
 
     def add_structure(self, structure: Structure) -> None:
-        """Make every leaf an output."""
+        """Add every leaf of a flattened object to the model as an output."""
         self._taken |= {payload.record["name"] for payload in structure.payloads}
         self._taken |= {record["name"] for record in structure.again}
         for payload in structure.payloads:
@@ -66,7 +66,7 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one initializer, or the node that draws random numbers instead."""
+        """Add one leaf: its initializer, or a node that draws random numbers if the leaf was stored as a seed."""
         # output: whether the graph returns it; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
@@ -86,7 +86,7 @@ class OnnxWriter:
             self.add_output(name, code, payload.dims)
 
     def add_sequence(self, name: str, payloads: Sequence[Payload]) -> None:
-        """Make a sequence of several initializers an output."""
+        """Add an output that is a sequence of several leaves."""
         for payload in payloads:
             if payload.record["name"] not in self._payloads:
                 self.add(payload, output=False)
@@ -96,7 +96,7 @@ class OnnxWriter:
         self.add_output(name, _FLOAT if first.cast else first.code, None, sequence=True)
 
     def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
-        """Add a node of one output."""
+        """Add a node with one output to the graph."""
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
@@ -155,7 +155,7 @@ class OnnxWriter:
 
 
 def crc_of_strings(strings: Sequence[bytes]) -> int:
-    """The checksum of a tensor of strings, each with a zero after it."""
+    """Return the checksum of a list of strings, computed with a zero byte after each string."""
     checksum = 0
     for text in strings:
         checksum = zlib.crc32(text + b"\0", checksum)
@@ -170,7 +170,7 @@ def save(
     content: str = "values",
     external_data: bool | None = None,
 ) -> int:
-    """Write a nested object to an ONNX file; large tensors go to a second file next to it.
+    """Write a flattened object to an ONNX file; large tensors are written to a second file next to it.
 
     Both are written in a hidden folder, and moved when they are complete.
     """
@@ -196,7 +196,7 @@ def save(
 
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
-    """Refuse a model that is too large for one file."""
+    """Raise an error if this many bytes are too large for one ONNX file."""
     if nbytes > _LARGEST:
         raise InvalidArgumentError(
             f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, which ends at 2 GB; {remedy}."

@@ -68,7 +68,7 @@ class CaseReport(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield the difference between every computed output and the stored output."""
+        """Yield for every output the largest difference between the computed and the stored values."""
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
@@ -137,7 +137,7 @@ def replay_case(
 
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
-    """Run an open file or program on the inputs of a case, and compare its outputs with those of the case."""
+    """Run an open file or program on the inputs of a stored case, and compare its outputs with the stored outputs."""
     inputs, unused = _inputs(runner, case.inputs)
     start = time.perf_counter()
     results = runner.run(inputs)

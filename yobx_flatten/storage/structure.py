@@ -27,7 +27,7 @@ from .values import Payload, Source, load_trusted, read_leaf, write_leaf
 
 
 class Structure(NamedTuple):
-    """A nested object, flattened."""
+    """A flattened nested object: its structure as JSON, and the data of its leaves."""
 
     json: dict[str, Any]  # the metadata; the records of the payloads are parts of it
     payloads: list[Payload]  # payloads of the initializers, in the order of the leaves
@@ -35,7 +35,7 @@ class Structure(NamedTuple):
 
 
 def flatten_tree(tree: PyTree) -> Structure:
-    """Flatten a nested object by its registrations, or by those of our block outside of it."""
+    """Flatten a nested object; classes that ``register_flattening_functions`` knows need no open with block."""
     check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])

@@ -32,7 +32,7 @@ _DRAWN = 10**9  # bytes; the file's size does not limit random numbers, since th
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """The contents of an initializer."""
+    """The data of one leaf, for an initializer of an ONNX file."""
 
     record: Record  # the leaf's metadata; the writer adds a checksum
     element: Element  # the type of the elements
@@ -43,23 +43,23 @@ class Payload:
 
 
 class Source(Protocol):
-    """Reads the data of initializers."""
+    """The interface for reading the stored data of leaves, from initializers or from the outputs of a run."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not match the stored data, before memory is allocated for it."""
+        """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
 
     def fill(self, record: Record, element: Element, view: memoryview) -> None:
-        """Copy the bytes of an initializer to memory."""
+        """Copy the stored bytes of a leaf into ``view``."""
 
     def strings(self, record: Record) -> list[bytes]:
-        """Return the elements of an initializer that holds strings."""
+        """Return the elements of a leaf that contains strings."""
 
 
 # -- to a file -------------------------------------------------------------------------------------------------------
 
 
 def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
-    """Return the record and the payload of a leaf."""
+    """Convert a leaf to a record for the file's metadata, and to the data of an initializer if the leaf needs one."""
     # leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: `None`, enums,
     # dtypes, slices, sets
     if isinstance(leaf, torch.Tensor):
@@ -300,7 +300,7 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 
 
 class Obstacle(NamedTuple):
-    """Why a tensor is not stored as it is."""
+    """Why a tensor cannot be stored directly, and the line that stores a plain tensor instead."""
 
     what: str  # description of the tensor and the reason, for the message
     line: str  # what to store instead
@@ -352,7 +352,7 @@ _NO_DATA = "which has no plain data to store"
 
 
 def load_trusted(data: Static) -> Static:
-    """Load static data, as :func:`.load_static` does."""
+    """Load static data with :func:`.load_static`; raise ``DamagedFileError`` if the data cannot be read."""
     with raised_as(_damaged, NotRegisteredError):
         return load_static(data)
 

@@ -52,7 +52,7 @@ def explain_failure(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Print the error on stderr, and return the exit status."""
+    """Print the error that ended a command on stderr, and return the exit status of the command."""
     # error: the error that ended the command. The text of a `KeyboardInterrupt` lists the files written until then.
     # expected: error classes with a complete message; other errors are shown with their class
     if debug:
@@ -65,7 +65,7 @@ def explain_failure(
 
 
 def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the Ctrl-C that caused an error, for example if a library's import was interrupted."""
+    """Return the ``KeyboardInterrupt`` that caused an error, such as that of an interrupted import, or ``None``."""
     below = error.__cause__ or error.__context__
     behind = None if below is None else interruption_behind(below)
     return error if isinstance(error, KeyboardInterrupt) else behind
@@ -129,12 +129,12 @@ def _about_files(error: BaseException) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM; the text lists what was written before."""
+    """The process received SIGTERM; the text lists the files that were written before."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """A block in which SIGTERM raises :class:`Terminated`, unless the process handles it in another way."""
+    """Raise :class:`Terminated` on SIGTERM in the with block, unless the process handles this signal itself."""
     # outside of the main thread, the only one that gets signals, it does nothing
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

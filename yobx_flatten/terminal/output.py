@@ -22,7 +22,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a rich console; a log, which has no width, gets 120 columns."""
+    """Return a rich console, with a width of 120 columns if the output is not a terminal."""
     from rich.console import Console
 
     made = Console(highlight=False, stderr=stderr)
@@ -41,13 +41,13 @@ def printable(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
-    """Print text and flush, with escaped control characters."""
+    """Print text with escaped control characters, and flush stdout."""
     sys.stdout.write((text if is_result and not sys.stdout.isatty() else printable(text)) + end)
     sys.stdout.flush()
 
 
 def say_json(value: object) -> None:
-    """Print a value as JSON; infinite numbers, which JSON does not have, as ``null``."""
+    """Print a value as JSON; infinite numbers and NaN, which JSON does not have, become ``null``."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
@@ -67,7 +67,7 @@ def _finite(value: object) -> object:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; cells are plain text, without rich markup. No word is broken.
+    """Print a table of plain text without rich markup; lines are never broken inside a word.
 
     If the longest words of all columns do not fit next to each other, a row takes several lines.
     """
@@ -115,7 +115,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line for each stage.
+    """Show the progress of a command on stderr: a bar on a terminal, elsewhere a line for each step.
 
     If a stage is logged with ``done`` and ``total``, the bar shows both and an estimate of the remaining time; after a
     stage with the finished ``share`` of all work, each stage shows the remaining time of the command.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
 ) -> int:
-    """Import a command line, which takes seconds, and run it."""
+    """Import a command-line program, which takes seconds, run it, and return its exit status."""
     with terminable():
         try:
             with ended_by_ctrl_c(program):
@@ -46,7 +46,7 @@ def has_libraries(program: str) -> bool:
 
 
 def reflow_help(app: typer.Typer) -> None:
-    """Wrap help texts to the width of the terminal instead of that of the docstrings."""
+    """Join the lines of help texts, so that they wrap at the width of the terminal and not of the docstring."""
     for command in (app.registered_callback, *app.registered_commands):
         paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -76,7 +76,7 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run one command and return its exit status. The arguments are in the command's ``context.obj``.
+    """Run one command and return its exit status. The command reads its command-line words from ``context.obj``.
 
     A reader that closes early, like ``| head``, neither ends the command nor changes its status.
     """
@@ -162,7 +162,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """A block in which printing never raises; characters that the terminal lacks are printed by their number."""
+    """Make printing in the with block never raise an error; characters that the terminal lacks are escaped."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)

@@ -40,7 +40,7 @@ def adapted_shapes(
     shapes: DynamicShapes,
     recipe_of: _RecipeOf,
 ) -> DynamicShapes:
-    """Return ``dynamic_shapes`` with the entries of caches in our order."""
+    """Return ``dynamic_shapes`` with the entries of a KV cache in the order in which this package flattens it."""
     # shapes: the argument of `torch.export.export`
     # recipe_of: our recipe of a class, `None` for a class that is not ours
     from ..private_names.of_torch import combine_args
@@ -87,7 +87,7 @@ class _Adapting:
         return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
 
     def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
-        """Fix axes that never vary, such as heads, if the caller used ``Dim.AUTO`` for them."""
+        """Drop ``Dim.AUTO`` from axes of a KV cache that never vary, such as heads."""
         rows = recipe.flatten_with_keys(cache)[0]
         if len(rows) != len(entries) or recipe.axes is None:
             return entries
@@ -97,7 +97,7 @@ class _Adapting:
         ]
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """The entries of a cache's children in our order, if their form is recognized."""
+        """Return a cache's entries in the order of this package's children; an unknown form stays unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -118,7 +118,7 @@ class _Adapting:
         ]
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
-        """Write the entries of children in the order of their tensors."""
+        """Return the entries of a cache's children, in order, from entries by the ``id`` of each tensor."""
         varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
@@ -227,7 +227,7 @@ _ATTACHED = "_dynamic_spec"
 
 
 def spec_classes() -> types.ModuleType | None:
-    """Return ``torch.fx.experimental.dynamic_spec``; ``None`` if it is not imported, or if torch is too old."""
+    """Return the module ``torch.fx.experimental.dynamic_spec``; ``None`` if it is not imported or incomplete."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 
@@ -253,12 +253,12 @@ def elements_of(spec: DynamicShapes) -> list[Any]:
 
 
 def attached_spec(forward: Callable[..., Any]) -> DynamicShapes:
-    """Return what the decorator ``dynamic_spec`` attached to a function; ``None`` for nothing."""
+    """Return the specification that the decorator ``dynamic_spec`` attached to a function, or ``None``."""
     return getattr(forward, _ATTACHED, None)
 
 
 def forget_attached(forward: Callable[..., Any]) -> None:
-    """Remove the decorator's data from a wrapper function."""
+    """Remove the specification that the decorator ``dynamic_spec`` attached to a function."""
     vars(forward).pop(_ATTACHED, None)
 
 
@@ -269,7 +269,7 @@ def refuse_specs_of_keys(
     spec: DynamicShapes,
     recipe_of: Callable[[type], Recipe | None],
 ) -> None:
-    """Refuse a specification for ``torch.export.export`` itself that has entries for an object known by its keys.
+    """Refuse a ``ShapesSpec`` with entries for a KV cache or similar: ``torch.export`` cannot look up these entries.
 
     torch looks up the entries of an ``ObjectSpec`` by attribute name. The children of caches have keys.
     """

@@ -60,7 +60,7 @@ from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``TransformerEncoder.forward`` for traces, with the result of the original in eager mode."""
+    """Wrap ``TransformerEncoder.forward`` for traces, so that it returns zeros at padding as in eager mode."""
 
     @functools.wraps(original)
     def forward(
@@ -88,7 +88,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_TypePromotionInterpreter.run_node`` that takes the value of a node from the graph, where it is there.
+    """Wrap ``_TypePromotionInterpreter.run_node``, so that it reads a node's value from the graph if it is known.
 
     A node whose arguments are cast is run by the pass, which stores the new value.
     """
@@ -108,7 +108,7 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ExportHook:
-    """Wraps torch's export functions while at least one block is open."""
+    """Wraps torch's export functions while a with block of ``register_flattening_functions`` is open."""
 
     def __init__(self) -> None:
         # these modules import all of dynamo or onnxscript, which a block that only flattens does not need
@@ -142,12 +142,12 @@ class ExportHook:
 
     @property
     def active(self) -> bool:
-        """Whether exports are wrapped at present."""
+        """Whether torch's export functions are wrapped now."""
         with LOCK:
             return bool(OPEN)
 
     def acquire(self, support: TraceSupport | None) -> None:
-        """Open: exports from now on are wrapped, with ``support`` if given."""
+        """Wrap torch's export functions for a with block, with helpers for a model library if given."""
         if support is not None:
             support.acquire()
         with LOCK:
@@ -161,7 +161,7 @@ class ExportHook:
             imported.acquire()
 
     def release(self, support: TraceSupport | None) -> None:
-        """Close what :meth:`acquire` opened."""
+        """End the wrapping for a with block; the last block restores torch's export functions."""
         if support is not None:
             support.release()
         with LOCK:
@@ -314,7 +314,7 @@ def _drops_padding(encoder: Any, src: Tensor) -> bool:
 def check_nested_kwargs(
     export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
 ) -> None:
-    """Refuse an export whose program would end in a ``NameError`` at every call."""
+    """Refuse nested values in ``**kwargs`` if torch would export a program that raises ``NameError`` at every call."""
     # shapes: the dynamic shapes; without them there are no such guards
     parameters = inspect.signature(module.forward).parameters
     if shapes is None or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):

@@ -28,7 +28,7 @@ from .onnx_repairs import REPAIRS, plain_attention
 
 
 class Translation(NamedTuple):
-    """The translation of one operator to ONNX."""
+    """The translation of one PyTorch operator to ONNX operators."""
 
     operator: Any  # an operator of PyTorch
     function: Callable[..., Any]  # builds it from ONNX operators, called with the values of its arguments
@@ -37,7 +37,7 @@ class Translation(NamedTuple):
 
 
 def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
-    """Add a translation to a registry of torch's exporter, in front of those of the same operator."""
+    """Add a translation to a registry of torch's ONNX exporter, which prefers it to others of the same operator."""
     if registry.opset_version < translation.opset:
         return
     # `register_op` would print on the terminal that a plain function has no ONNX signature
@@ -176,7 +176,7 @@ _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
 def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an ``ONNXRegistry`` that the caller may add to."""
+    """Return a copy of torch's filled ``ONNXRegistry``, to which the caller may add translations."""
     # read: the original classmethod `from_torchlib`
     asked = read, cls, args, tuple(sorted(kwargs.items()))
     with LOCK:
@@ -192,7 +192,7 @@ def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any
 
 
 def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
-    """Return ``create_onnx_friendly_decomposition_table`` that makes a table once for the same operators."""
+    """Wrap ``create_onnx_friendly_decomposition_table``, so that the table for the same operators is made once."""
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
@@ -227,27 +227,27 @@ def _known() -> tuple[Any, ...]:
 
 
 class TraceSupport(Protocol):
-    """Support of a model library while its models are traced, and while their programs are loaded."""
+    """The interface of helpers for a model library, used while its models are traced and its programs are loaded."""
 
     modules: str
 
     def acquire(self) -> None:
-        """Open a block: install the replacements that programs need wherever they are called."""
+        """Install, for a with block, the replacements of library functions that exported programs need when called."""
 
     def release(self) -> None:
-        """Close a block: restore the originals."""
+        """Restore, at the end of a with block, the library functions that :meth:`acquire` replaced."""
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return keyword arguments, or their dynamic shapes, under the parameter names of a forward."""
+        """Rename keyword arguments, or their dynamic shapes, to the parameter names of a module's ``forward``."""
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the keyword arguments of a call under the input names of a program."""
+        """Rename the keyword arguments of a call to the input names of an exported program."""
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return the example inputs for the trace."""
+        """Return example inputs with KV caches in the form that a trace needs."""
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
-        """Install the traceable versions."""
+        """Return a context manager that replaces library functions by versions that can be traced."""
 
     def translations(self) -> Iterable[Translation]:
         """Return the translations to ONNX of the operators that the library defines."""
@@ -258,6 +258,6 @@ OPEN: list[TraceSupport | None] = []
 
 
 def open_supports() -> list[TraceSupport]:
-    """Return the trace supports of the open blocks, each once."""
+    """Return the helpers for model libraries in all open with blocks, each once."""
     with LOCK:
         return [support for support in dict.fromkeys(OPEN) if support is not None]

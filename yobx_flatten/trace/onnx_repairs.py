@@ -424,7 +424,7 @@ def plain_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> OnnxValue:
-    """Write attention as basic operators, for any number of axes; a fully masked query gets zeros, as in PyTorch."""
+    """Translate attention to basic ONNX operators, for any number of axes; fully masked queries get zeros."""
     op = _operators()
     rank, width = len(key.shape), query.shape[-1]
     if enable_gqa and not (isinstance(query.shape[-3], int) and query.shape[-3] == key.shape[-3]):

@@ -18,12 +18,12 @@ from ..recipe.aliases import PyTree
 
 
 def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
-    """Return the argument of each leaf of the inputs, in order; parameters and buffers are left out."""
+    """Return the program's graph argument for each leaf of the user's inputs, without parameters and buffers."""
     return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
 
 def traced_inputs(program: ExportedProgram) -> list[Any]:
-    """Return a tensor or a size for each leaf of the inputs; ``None`` for constants of the program."""
+    """Return the traced tensor or size of each leaf of the user's inputs; ``None`` for a leaf fixed as a constant."""
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
@@ -39,7 +39,7 @@ _Members = dict[int, enum.Enum]
 
 
 def text_of(value: object) -> str:
-    """Return the text of a constant in reports.
+    """Return the text by which reports show a constant among the inputs.
 
     >>> import inspect
     >>> text_of(0.5), text_of("mean"), text_of(inspect._ParameterKind.KEYWORD_ONLY)
@@ -53,7 +53,7 @@ def _is_enum(leaf: object) -> bool:
 
 
 def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
-    """Replace the members of enums among the arguments of an export by texts; return them by number of the leaf."""
+    """Replace enum members in the arguments of an export by texts; also return the members by number of the leaf."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
     if members:
@@ -64,7 +64,7 @@ def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Membe
 
 
 def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTree, PyTree]:
-    """Restore the enum members in the arguments of a call that :func:`enums_as_texts` replaced."""
+    """Return a call's arguments with the enum members that :func:`enums_as_texts` replaced by texts."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     args, kwargs = pytree.tree_unflatten([members.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
     return args, kwargs
@@ -72,7 +72,7 @@ def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTre
 
 @contextlib.contextmanager
 def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
-    """Pass enum members to a module whose trace has texts instead."""
+    """Make a module's ``forward`` receive enum members in the with block, while its trace receives texts."""
     # names: the keyword arguments, in the order in which the places of members were counted
     if not members:
         yield
@@ -89,7 +89,7 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 
 def checking_constants(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that compares the inputs of a call with the constants of a program."""
+    """Make a hook that refuses a call if an input differs from the constant that the exported program has for it."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
     # `yobx_flatten.errors.SpecMismatchError`. `None` where all inputs are tensors, or numbers that vary.
     given = arguments_of(program)
@@ -149,11 +149,11 @@ def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
 
 
 class StoredInteger(int):
-    """A number that is an integer among the leaves, not a tensor."""
+    """A token counter for an older exported program, which takes an integer where caches now flatten to a tensor."""
 
 
 def with_integers(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that passes integers to a program for inputs that must be integers."""
+    """Make a hook that converts tensors in a call to integers where an older exported program takes integers."""
     # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
     given = arguments_of(program)
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
@@ -179,7 +179,7 @@ aten = torch.ops.aten
 
 
 class Flat(torch.nn.Module):
-    """A graph, called with a list of tensors."""
+    """A module that calls a graph module with the tensors of one list argument."""
 
     def __init__(self, called: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Flat(torch.nn.Module):
 
 
 def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return the sizes of the inputs in the trace."""
+    """Return the shapes that the named inputs have in the trace of an exported program."""
     # program: what `flat_program` returned
     values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
     return {name: values[arg.name].shape for name, arg in zip(inputs, arguments_of(program), strict=True)}

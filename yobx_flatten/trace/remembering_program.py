@@ -69,7 +69,7 @@ def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
 
 
 def remembering(original: Callable[..., None]) -> Callable[..., None]:
-    """Make the constructor of programs that remember their classes."""
+    """Wrap ``ExportedProgram.__init__``, so that calls of the program name unregistered classes in their errors."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
 
 
 def concise(program: ExportedProgram) -> ExportedProgram:
-    """Leave out assertions that a program does not need."""
+    """Remove the assertions of an exported program that hold for all sizes."""
     # imported here because it imports sympy, which takes half a second and which every export needs
 
     return without_needless_assertions(program)
@@ -126,7 +126,7 @@ def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, arg
 
 
 def require_registered(classes: tuple[type, ...], subject: str) -> None:
-    """Return the error that names the unregistered classes and the line that registers them."""
+    """Raise an error, with the line to type, if any of these classes is not registered with torch."""
     missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
@@ -140,7 +140,7 @@ def require_registered(classes: tuple[type, ...], subject: str) -> None:
 
 
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Take assertions out of a new program that hold for all sizes."""
+    """Remove assertions that hold for all sizes, and nodes that only they read, from an exported program."""
     graph = program.graph_module.graph
     assertion = torch.ops.aten._assert_scalar.default
     asserted = {node: _expression(node.args[0]) for node in graph.nodes if node.target is assertion}
@@ -238,7 +238,7 @@ def _names_of_classes(schema: object) -> Iterator[str]:
 
 
 def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
-    """Return a ``typing`` module for torch's reader of programs, whose ``get_type_hints`` caches by class."""
+    """Return a ``typing`` module whose ``get_type_hints`` caches by class, so that torch loads programs faster."""
 
     @functools.wraps(typing.get_type_hints)
     def get_type_hints(
@@ -257,7 +257,7 @@ def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
 
 
 def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``GraphModuleDeserializer._parse_sym_expr`` with a cache by text and example size.
+    """Wrap ``GraphModuleDeserializer._parse_sym_expr`` with a cache of parsed sizes, so that programs load faster.
 
     Its effect on the symbols of the program is idempotent.
     """
@@ -284,7 +284,7 @@ _METADATA = "aot_inductor.metadata"
 
 
 def remembering_strides(flatten_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the version of ``_aoti_flatten_inputs`` (``torch._inductor.compile_fx``) that records contiguous inputs."""
+    """Wrap inductor's ``_aoti_flatten_inputs``, so that a package records which of its inputs are contiguous."""
 
     @functools.wraps(flatten_inputs)
     def _aoti_flatten_inputs(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def remembering_strides(flatten_inputs: Callable[..., Any]) -> Callable[..., Any
 
 
 def called_contiguous(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the version of ``AOTICompiledModel.__call__`` that passes such inputs contiguous."""
+    """Wrap ``AOTICompiledModel.__call__``, so that inputs are contiguous where the package has recorded it."""
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +318,7 @@ class _Runner:
         return getattr(self._loader, name)
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """Run; a wrong number of inputs is refused by the package itself."""
+        """Run the package after making inputs contiguous where its metadata require it; ``inputs`` is emptied."""
         wanted = self._contiguous.ljust(len(inputs), "0")[: len(inputs)]
         found = [leaf.contiguous() if one == "1" else leaf for leaf, one in zip(inputs, wanted, strict=True)]
         inputs.clear()  # like the loader, which consumes its inputs

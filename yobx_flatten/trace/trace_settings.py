@@ -27,7 +27,7 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class AttentionSizes:
-    """Inside the block, a trace computes the output size of an attention from its arguments.
+    """A context manager in which a trace computes the output size of an attention directly from the arguments.
 
     torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
     trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
@@ -104,7 +104,7 @@ class _PlainAttention:
                 self._context.run(self._choice.close)
 
     def forget_others(self) -> None:
-        """End the traces of all other threads."""
+        """Forget the traces of all other threads, which do not exist in a forked child process."""
         with LOCK:
             held = bool(self._holders)
             self._holders = [thread for thread in self._holders if thread == threading.get_ident()]
@@ -119,7 +119,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @contextlib.contextmanager
 def duck_shapes_off() -> Iterator[None]:
-    """Keep sizes independent that are equal only in the example."""
+    """Make traces in the with block treat sizes that are equal in the example as independent (no duck shapes)."""
     # a setting per thread (a ContextVar), so it is set in the tracing thread, not in the thread that entered the block
     found = fx_config.use_duck_shape
     fx_config.use_duck_shape = False
@@ -133,7 +133,7 @@ FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
 
 
 def sizes_differ(*trees: Any) -> bool:
-    """Return whether torch's cache of operator results slows a trace down.
+    """Return whether inputs have so many tensors that torch's cache of fake tensor results slows a trace down.
 
     The cache helps if layers have equal shapes (without it, a trace of an encoder takes 1.6 times as long). With keys
     and values each layer has its own sizes: there are few hits, an entry costs more than its operator, and without the
@@ -144,7 +144,7 @@ def sizes_differ(*trees: Any) -> bool:
 
 @contextlib.contextmanager
 def fake_tensor_cache_off() -> Iterator[None]:
-    """Clear torch's cache of operator results for other tensors."""
+    """Disable torch's cache of fake tensor results in the with block."""
     # Also a setting per thread; imported here because it imports all of dynamo.
     from ..private_names.of_torch import dynamo_config
 

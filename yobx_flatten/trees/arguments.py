@@ -19,7 +19,7 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Refuse anything but a module, arguments that its ``forward`` does not accept, cycles and nested tensors."""
+    """Raise an error if ``module`` is not a module, or if its ``forward`` or ``torch.export`` refuses the arguments."""
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
         name, kind = module.__name__, type(owner).__qualname__
@@ -78,7 +78,7 @@ def instance_hint(given: object) -> str:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """A sentence that suggests names for misspelt ones, or an empty string.
+    """Return a sentence that suggests known names for misspelt names, or an empty string.
 
     >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
     " Did you mean 'attention_mask'?"
@@ -89,7 +89,7 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 
 def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All inputs by the names of ``forward``'s parameters, in their order."""
+    """Return all inputs of a module by the parameter names of its ``forward``, in the order of the parameters."""
     # returns: the inputs by name; under `args` and `kwargs` if the names of `forward` are unknown or do not fit
     kwargs = kwargs or {}
     if isinstance(module, torch.nn.Module):
@@ -147,7 +147,7 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
-    """Return why a module cannot run: the module or an input has shapes but no data. Empty if it can run."""
+    """Return which weight or input has a shape but no data, as the reason why a module cannot run, or an empty text."""
     # brought: names of weights that are loaded when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 
@@ -161,7 +161,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
 
 
 def check_not_offloaded(module: torch.nn.Module) -> None:
-    """Refuse a module whose weights accelerate loads when a layer is called: a trace cannot see them."""
+    """Refuse a module with weights offloaded by the library accelerate, which ``torch.export`` would not find."""
     for name, part in module.named_modules():
         hook = getattr(part, "_hf_hook", None)
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
@@ -174,7 +174,7 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
 
 
 def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, str, str]]:
-    """List inputs on another device than the weights: path, device, device of the weights.
+    """Return the inputs on a different device than the weights, as (path, input's device, weights' device).
 
     Empty if the weights are on several devices, if there are none, or if hooks of accelerate move the inputs. A 0-d
     tensor may be on the CPU.
@@ -192,7 +192,7 @@ def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]
 
 
 def about_devices(path: str, found: str, weights: str) -> str:
-    """Explain the error of an input on another device."""
+    """Return the error text for an input on a different device than the weights."""
     return f"{path} is on {found}, the weights are on {weights}. The trace fails unless forward moves it. Move it:"
 
 

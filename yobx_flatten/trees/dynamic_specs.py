@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Size(NamedTuple):
-    """A size that a specification describes."""
+    """One dynamic size of a ``torch.fx.experimental.dynamic_spec`` specification, and its value in the example."""
 
     leaf: int  # the number of the leaf, in the order of the inputs
     axis: int | None  # the axis; `None` for a number
@@ -46,12 +46,12 @@ class Size(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The place, for messages."""
+        """The path and axis of the size, for messages."""
         return self.path if self.axis is None else f"{self.path}: axis {self.axis}"
 
 
 class Stated(NamedTuple):
-    """A specification in the form of ``dynamic_shapes``."""
+    """A specification of ``torch.fx.experimental.dynamic_spec``, converted to ``dynamic_shapes``."""
 
     shapes: dict[str, Any]  # entries by parameter name
     sizes: tuple[Size, ...]  # the sizes that vary
@@ -59,7 +59,7 @@ class Stated(NamedTuple):
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return the specification of each input by name, and its assumptions."""
+    """Return a ``ShapesSpec`` or ``ParamsSpec`` as entries by name of the input, and its assumptions about sizes."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form: the entries of `"*args"` and of `"**kwargs"`,
     # which may have the function's own names, get the names of the inputs. Anything else is returned unchanged.
     shapes, assumptions = opened_spec(shapes)
@@ -82,7 +82,7 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
-    """Write the entries of a specification as ``dynamic_shapes``; other entries are unchanged."""
+    """Convert ``TensorSpec`` and similar entries to ``dynamic_shapes``; entries in that form are unchanged."""
     # assumptions: see `by_parameter`; none by default
     classes = spec_classes()
     if classes is None:  # this torch has no such classes
@@ -101,7 +101,7 @@ class _Writing:
         self.sizes: list[Size] = []
 
     def write(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
-        """Write one entry; an entry of ``dynamic_shapes`` is returned unchanged, and its leaves are counted."""
+        """Convert one entry to ``dynamic_shapes``, and count the leaves of the input that the entry describes."""
         node = node_of(obj)
         if node is None:
             self.leaves += 1
@@ -119,7 +119,7 @@ class _Writing:
     def entries(
         self, obj: object, node: Node, names: list[str], spec: DynamicShapes, path: tuple[str, ...]
     ) -> list[Any] | None:
-        """One entry for each child; ``None`` where there is no specification."""
+        """Return a specification's entries for the children of an input; ``None`` if it has no entry per child."""
         place, kind = ".".join(path), builtin_kind(obj, node)
         keys: list[Any] = list(obj) if isinstance(obj, Mapping) and kind is not None else names
         if isinstance(spec, self.classes.SeqSpec):

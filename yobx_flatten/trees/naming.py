@@ -12,7 +12,7 @@ from .walk import key_name, leaf_places, node_of, own_children
 
 
 def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
-    """Name every leaf by its path.
+    """Return a name for every leaf of nested inputs, made from the leaf's path.
 
     >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
@@ -43,7 +43,7 @@ def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
 
 
 def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
-    """Name every leaf of a module's outputs.
+    """Return a name for every leaf of a module's outputs, made from the leaf's path.
 
     >>> output_names(3), output_names((1, 2)), output_names({"logits": 1, "cache": [{"key": 2, "value": 3}]})
     (['output'], ['output.0', 'output.1'], ['logits', 'present.0.key', 'present.0.value'])
@@ -59,12 +59,12 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
 
 
 def leaves_of(tree: PyTree) -> list[Any]:
-    """List the leaves in the order of their names, inside or outside of the block."""
+    """Return the leaves in the order of :func:`leaf_names`, also without an open with block."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 
 def plain_names(tree: PyTree) -> list[str]:
-    """Name every leaf by its keys, as ``torch.export`` does: ``cache.key_0``.
+    """Return the key path of every leaf, as ``torch.export`` names it: ``cache.key_0``.
 
     Exporters use these names, with underscores, unless names are given.
 
@@ -75,7 +75,7 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Find the leaf for each name of a graph.
+    """Return the position of the leaf that each input or output name of a graph stands for.
 
     First, spellings are compared exactly; then in lower case, with underscores for all characters except letters and
     digits. Leaves are matched by order if the remaining leaves have no names (entries of a tuple, or a single value),

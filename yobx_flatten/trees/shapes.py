@@ -135,7 +135,7 @@ with axes [0, 1].
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
-    """Return a specification with ``Dim.DYNAMIC`` instead of names, which ``torch.export`` does not accept.
+    """Replace names of sizes in ``dynamic_shapes``, which ``torch.export`` does not accept, by ``Dim.DYNAMIC``.
 
     >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
     True
@@ -151,7 +151,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Replace None for a container, which ``torch.export`` does not accept, by a None for each leaf."""
+    """Replace a ``None`` for a container, which ``torch.export`` does not accept, by one ``None`` per leaf."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes
@@ -159,7 +159,7 @@ def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
 
 
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
-    """List the entries of a specification, one for each leaf."""
+    """Return the entry of ``dynamic_shapes`` for each leaf of the inputs, in order."""
     # shapes: a specification that fits the leaves; `None` for a container covers all its leaves
     # returns: a dict by axis for every leaf; `None` for a fixed leaf, and for a number
     node = node_of(inputs)
@@ -237,7 +237,7 @@ def _axes(recipe: Recipe | None, key: object) -> dict[int, str] | None:
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
-    """Combine entries in torch's form: built-in containers and named tuples keep their type, others become a list."""
+    """Combine the entries of an object's children in the container that ``torch.export`` expects for the object."""
     kind = builtin_kind(obj, node)
     if kind is None or kind is list:
         return below
@@ -254,7 +254,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def builtin_kind(obj: object, node: Node | None = None) -> Any:
-    """The type that a built-in container's specification must have; ``None`` for a registered class."""
+    """Return the type that ``dynamic_shapes`` must have for a built-in container; ``None`` for a registered class."""
     kind = get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch converts it to a tuple before its check
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None

@@ -19,7 +19,7 @@ _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 class Place(NamedTuple):
-    """One object of a walk."""
+    """One object that :func:`walk` visits, with its key path and its parent."""
 
     keys: tuple[Any, ...]  # the keys from the root to the object
     obj: Any
@@ -34,7 +34,7 @@ Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
-    """Walk over a nested object top-down, in the order of its leaves.
+    """Yield a nested object and everything inside it, parents before children, in the order of the leaves.
 
     >>> tree = {"x": [1]}
     >>> tree["x"].append(tree)
@@ -62,7 +62,7 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
 
 
 def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that torch's pytree sees, with their keys; a cycle is not followed."""
+    """Yield the path and the value of each leaf that torch's pytree sees; cycles are not followed."""
     # name: name of the root, with which paths begin
     for place in walk(tree, torch_children(name)):
         if place.is_leaf:
@@ -90,7 +90,7 @@ def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, .
 
 
 def format_path(name: str, keys: Iterable[Any]) -> str:
-    """Write the path to an object as Python.
+    """Return the path to an object as a Python expression.
 
     >>> format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)])
     "batch['x'][1]"
@@ -99,7 +99,7 @@ def format_path(name: str, keys: Iterable[Any]) -> str:
 
 
 def format_entry(key: object) -> str:
-    """Spell one step of a key path as Python.
+    """Return one key of a path as Python code.
 
     >>> format_entry(pytree.MappingKey("a")), format_entry(pytree.SequenceKey(2)), format_entry(pytree.GetAttrKey("x"))
     ("['a']", '[2]', '.x')
@@ -110,7 +110,7 @@ def format_entry(key: object) -> str:
 
 
 def class_name(cls: type) -> str:
-    """The full name of a class, read without calling its metaclass.
+    """Return the full name of a class without calling code of its metaclass.
 
     >>> from collections import OrderedDict
     >>> class_name(OrderedDict), class_name(dict)
@@ -124,7 +124,7 @@ def class_name(cls: type) -> str:
 
 
 class Leaf(NamedTuple):
-    """One leaf of a nested object.
+    """One leaf of a nested object: its path, its value and the meaning of its axes.
 
     Attributes:
         path: key path of the leaf, as Python.
@@ -169,7 +169,7 @@ def _meaning(place: Place) -> dict[int, str] | None:
 
 
 class Node(NamedTuple):
-    """One level of a nested object."""
+    """The children of an object, their keys, and the recipe of the object's class."""
 
     keys: list[Any]
     children: list[Any]
@@ -177,7 +177,7 @@ class Node(NamedTuple):
 
 
 def node_of(obj: object) -> Node | None:
-    """Flatten one level of an object."""
+    """Return the direct children of an object and their keys; ``None`` if the object is a leaf."""
     # obj: anything. Classes that `patch_transformers=True` knows are also flattened outside the context manager.
     recipe = recipe_for(type(obj))
     if recipe is not None:
@@ -198,13 +198,13 @@ def node_of(obj: object) -> Node | None:
 
 
 def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
-    """Return the children of :func:`node_of` with their keys, ``None`` for a leaf; for :func:`.walk.walk`."""
+    """Return the direct children of an object with their keys, ``None`` for a leaf, as :func:`walk` needs them."""
     node = node_of(obj)
     return None if node is None else list(zip(node.keys, node.children, strict=True))
 
 
 def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
-    """Yield the leaves of a nested object."""
+    """Yield the leaves of a nested object, or raise an error if the object contains itself."""
     # name: name of the object in the error; `"tree"` by default
     for place in walk(tree, children):
         if place.outer is not None:
@@ -215,7 +215,7 @@ def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterato
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """The recipe for a class: the registered recipe, or the recipe that the context manager would register."""
+    """Return a class's recipe: the registered one, or the one ``register_flattening_functions`` would register."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes
@@ -241,7 +241,7 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
 
 
 def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
-    """Refuse an object that contains itself."""
+    """Raise an error if an object contains itself, directly or nested."""
     # caller: the function that the user called; empty if the name states it
     cycle = find_cycle(tree, name)
     if cycle is not None:
@@ -249,7 +249,7 @@ def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
 
 
 def format_cycle(inner: str, outer: str) -> str:
-    """Describe the error of an object that contains itself, and its repair."""
+    """Return the error text for an object that contains itself."""
     return (
         f"{inner} is {outer} itself. Such a cycle cannot be flattened. Leave this reference out of the children of its "
         "class, or set it to None first:"
@@ -257,7 +257,7 @@ def format_cycle(inner: str, outer: str) -> str:
 
 
 def key_name(key: object) -> str:
-    """Spell one key without its brackets.
+    """Return one key of a path as plain text, without brackets or quotes.
 
     >>> import torch.utils._pytree as pytree
     >>> key_name(pytree.MappingKey("input_ids")), key_name(pytree.SequenceKey(1)), key_name(pytree.GetAttrKey("x"))

@@ -31,7 +31,7 @@ _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
-    """Yield the calls of a model that a file may implement, likely ones first. The block must be open."""
+    """Yield the ways of calling a model that a file may implement, likely ones first, inside an open with block."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
             call = fitting(what, module, [_given(case, left, counted) for case in cases], runner, stated, counted)
@@ -56,7 +56,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return the call that a file stands for, if it takes all leaves of the cases."""
+    """Return a :class:`Call` of the module if the file's inputs match the inputs of the cases, else ``None``."""
     # counted: inputs that the file works out from others
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)

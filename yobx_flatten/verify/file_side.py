@@ -31,7 +31,7 @@ WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a laye
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the module from which a file was exported."""
+    """A way of calling a model that an exported file may implement, with inputs for a comparison."""
 
     what: str  # in words, for the report
     module: torch.nn.Module
@@ -42,18 +42,18 @@ class Call:
 
     @property
     def window(self) -> int:
-        """How many tokens the layers attend to; 0 if they attend to all tokens."""
+        """The number of tokens in the layers' sliding window; 0 if they attend to all tokens."""
         configs = (getattr(module, "config", None) for module in self.module.modules())
         return next(filter(None, (getattr(config, "sliding_window", None) for config in configs)), 0)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the call continues with a cache."""
+        """Whether the inputs of the call include a KV cache."""
         return any(place_of(name) for name in self.leaves)
 
 
 class FileSide(ByName):
-    """A file of another exporter; see :class:`.exported_call.ByName`."""
+    """Runs a file of another exporter in comparisons with its model; see :class:`.exported_call.ByName`."""
 
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
@@ -64,7 +64,7 @@ class FileSide(ByName):
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
-        """Compare the outputs of the file; see :class:`.replay.Side`."""
+        """Compare the outputs of the file with those of the eager model; see :class:`.replay.Side`."""
         leaves = pytree.tree_leaves(eager)
         kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
         if not kept:
@@ -75,7 +75,7 @@ class FileSide(ByName):
         return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the next inputs with the file's own cache instead of the eager one."""
+        """Return the inputs of the next call with the KV cache that the file returned instead of the eager model's."""
         lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
         lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
         if lost:
@@ -110,7 +110,7 @@ class FileSide(ByName):
 
 
 def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torch.Tensor:
-    """Make an input that follows from the others: the branch of a merged decoder, positions, empty parts."""
+    """Compute an input that only the file has, such as positions, from the inputs of the model."""
     tokens = next(inputs[name] for name in ("input_ids", "decoder_input_ids", "inputs_embeds") if name in inputs)
     rows, new = tokens.shape[:2]
     mask = inputs.get("attention_mask")

@@ -36,7 +36,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Place(NamedTuple):
-    """Where a part of the cache belongs."""
+    """The layer, side (encoder or decoder) and kind (key or value) of one tensor of a KV cache."""
 
     layer: int
     side: str  # `"decoder"` or `"encoder"`
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, *, flat: int = 2) -> Place | None:
-    """Return which keys or values a name stands for; ``None`` for any other name.
+    """Return which tensor of a KV cache an input or output name stands for; ``None`` for other names.
 
     >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
     (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
@@ -69,7 +69,7 @@ def place_of(name: str, *, flat: int = 2) -> Place | None:
 def matched(
     graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
 ) -> dict[str, str]:
-    """Return the matching leaf for each input or output name of a file."""
+    """Return the name of the model's input or output that each input or output name of a file stands for."""
     # names, plain: of each leaf, as our files and as torch.export name it
     # stated: the mapping of the user, by the file's name
     # by_order: whether what has no known name at all is taken in order, as outputs may be

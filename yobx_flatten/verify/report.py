@@ -33,11 +33,11 @@ class VerifiedFile:
 
     @property
     def ok(self) -> bool | None:
-        """Whether every case matches the model; ``None`` if nothing was compared."""
+        """Whether the file matches the model for all tested inputs; ``None`` if nothing was compared."""
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return this result and the checked cases of another result for the same file, as one result."""
+        """Return this result together with the comparisons of other results for the same file, as one result."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases

@@ -29,7 +29,7 @@ _AVERAGING: dict[Callable[..., Any], Counted] = {
 
 @dataclasses.dataclass
 class Items:
-    """The items that the losses of one forward average over."""
+    """The numbers of items (tokens, labels or rows) over which the losses of one forward are averaged."""
 
     counts: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean, in order
     # number of items of each mean that has a gradient, in order
@@ -68,7 +68,7 @@ class _Watch(TorchFunctionMode):
         return found
 
     def finish(self) -> None:
-        """Read the counts, late, since reading a value ends the graph of a compiled loss."""
+        """Read the counts, after the whole loss: reading a value earlier would break the graph of a compiled loss."""
         counts = [(float(count), is_trained) for count, is_trained in self.counts]
         self.items.counts += [count for count, _ in counts]
         self.items.trained += [count for count, is_trained in counts if is_trained]
@@ -98,7 +98,7 @@ def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, 
 
 @contextlib.contextmanager
 def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Iterator[Items]:
-    """Count the items of the losses that are computed in the block."""
+    """Count the items over which torch's loss functions average when they are called in the with block."""
     # more: functions that also average, and what they count. Default: those of torch only.
     items = Items()
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
@@ -115,7 +115,7 @@ _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_att
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout, which would differ between all rows and parts of them."""
+    """Disables dropout in the with block, since random draws for all rows and for some of the rows would differ."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,7 +129,7 @@ class NoDropout(TorchFunctionMode):
         return self.call(func, args, kwargs)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function other than a dropout."""
+        """Call a torch function that is not a dropout function."""
         return func(*args, **kwargs)
 
 
@@ -141,7 +141,7 @@ class _HasState(Protocol):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces all random numbers by a constant, and disables dropout.
+    """Replaces all random numbers in the with block by constants, and disables dropout.
 
     Integers become the reversed range, which is a permutation, so that functions that exchange rows still do so.
     """
@@ -155,7 +155,7 @@ class SteadyDraws(NoDropout):
         self._generators = [torch.default_generator, *([] if generator is None else [generator])]
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function, and replace its random numbers by constants."""
+        """Call a torch function, and replace its result by constants if the function drew random numbers."""
         if torch.compiler.is_dynamo_compiling():  # flex attention compiles itself, and states cannot be read in a trace
             return func(*args, **kwargs)
         before = [one.get_state() for one in self._generators]

@@ -36,7 +36,7 @@ _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One leaf of the inputs or labels, with all that is known before the batch size is."""
+    """One leaf of the inputs or labels, with its key path, the user's rule for it, and its batch axis if known."""
 
     path: str  # key path
     value: Any  # the leaf
@@ -46,17 +46,17 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor; batch and heads of a mask; ``()`` for everything else."""
+        """The shape of the leaf if it is a tensor, batch and heads if it is a mask, else ``()``."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
     def stated(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch, if this is packed data that stores them."""
+        """The number of rows in each microbatch, if the leaf is ``RoundPipePackedData`` that stores these numbers."""
         return known_rows(self.value) if isinstance(self.value, RoundPipePackedData) else None
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """Count the rows of each microbatch of packed data from its tensors, along axis 0 or the axis of a rule."""
+        """The number of rows in each microbatch, counted from tensors, if ``RoundPipePackedData`` does not store it."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # a rule that passes it whole gives no rows: packed data is split by entries anyway
@@ -64,17 +64,17 @@ class Entry:
 
 
 def entries_of(tree: PyTree, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a tree, with facts about their axes."""
+    """Return the leaves of nested inputs or labels as entries, with their batch axes where these are known."""
     return entries_of_flat(FlatTree.of(tree, name), rules)
 
 
 def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a flattened tree, with facts about their axes."""
+    """Return the leaves of flattened inputs or labels as entries, with their batch axes where these are known."""
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
 
 
 def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
-    """Check that every object that holds tensors is flattened, or that a rule passes it on whole."""
+    """Raise an error for an object that contains tensors but is neither flattened nor passed whole by a rule."""
     if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
@@ -144,7 +144,7 @@ def _axis_of_mask(path: str, rule: Rule | None) -> int | None:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a cache of transformers."""
+    """Return whether a value is an instance of transformers' class ``Cache``."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
@@ -157,7 +157,7 @@ def is_cache(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`."""
+    """A nested value and the list of its leaves; a ``BlockMask`` of flex attention is one leaf."""
 
     name: str  # name of the value in key paths
     tree: Any
@@ -165,14 +165,14 @@ class FlatTree:
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
-        """Flatten a nested value."""
+        """Flatten a nested value, whose key paths begin with ``name``."""
         found = leaves(_with_held_masks(tree), name=name)
         return cls(name, tree, [_hold(leaf) if is_block_mask(leaf.value) else leaf for leaf in found])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Inputs and labels of a batch."""
+    """The arguments and labels of a batch, flattened."""
 
     args: FlatTree  # positional arguments
     kwargs: FlatTree  # keyword arguments
@@ -180,21 +180,21 @@ class FlatBatch:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
-        """Flatten inputs and labels."""
+        """Flatten the positional arguments, keyword arguments and labels of a batch."""
         return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
 
     def __iter__(self) -> Iterator[FlatTree]:
         return iter((self.args, self.kwargs, self.label))
 
     def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
-        """Return the structures of ``(args, kwargs)`` and of the labels."""
+        """Return the tree specs of ``(args, kwargs)`` and of the labels."""
         call = _with_held_masks((self.args.tree, self.kwargs.tree))
         return pytree.tree_structure(call), pytree.tree_structure(_with_held_masks(self.label.tree))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMicrobatch:
-    """The leaves of one microbatch."""
+    """The leaves of the arguments and labels of one microbatch, with their tree specs."""
 
     inputs: list[Any]  # leaves of arguments and keyword arguments
     spec: pytree.TreeSpec  # structure of `(args, kwargs)`
@@ -246,7 +246,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_labels(label: FlatTree) -> None:
-    """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels."""
+    """Raise an error if a label requires a gradient: devices compute with copies, so labels never get gradients."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
@@ -273,7 +273,7 @@ Rows = tuple[int, ...]
 
 
 def check_packed_counts(entries: Sequence[Entry]) -> None:
-    """Check that all packed data has the same number of microbatches."""
+    """Raise an error if the ``RoundPipePackedData`` among inputs and labels differ in their number of microbatches."""
     counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
     if len(set(counts.values())) > 1:
         counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
@@ -283,7 +283,7 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
 def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
-    """Return the rows of the microbatches of packed data; ``None`` without packed data."""
+    """Return the number of rows in each microbatch of ``RoundPipePackedData``; ``None`` if there is no such data."""
     # apart: whether rules cut each leaf separately
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
@@ -309,7 +309,7 @@ def rows_with_packed(
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Check that packed data has as many microbatches as the user's function returned for the other side."""
+    """Check that ``RoundPipePackedData`` has the same microbatches as the user's split function returned."""
     # rows: rows of each microbatch of the other side
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
@@ -328,7 +328,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return the rows of each part returned by a user's function; ``None`` for each if they cannot be determined.
+    """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
 
     An object that is identical in all parts was not split. For the other leaves, the rows are the sizes along the batch
     axis: if these differ, the sizes that add up to the original size, or those that the other side also has.

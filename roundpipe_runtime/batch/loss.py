@@ -67,7 +67,7 @@ class BackwardTerm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossValue:
-    """The value that a loss function returned, parsed."""
+    """A loss function's value for one microbatch, parsed: a tensor, several tensors, or a sum and its weight."""
 
     kind: Literal["tensor", "sequence", "pair"]
     tensors: tuple[torch.Tensor, ...]  # loss, losses, or sum
@@ -116,7 +116,7 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 
 
 class LossContract:
-    """Collects the losses of one batch, and returns the backward terms and the total loss.
+    """Collects the losses of a batch's microbatches; returns the terms that start each backward, and the total.
 
     The threads that run the fused stage call :meth:`add` for each microbatch; afterwards any thread may read the rest.
     One instance per call of ``forward_backward``.
@@ -145,7 +145,7 @@ class LossContract:
         self._lock = threading.Lock()
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Add the loss of one microbatch to those of the batch.
+        """Add the loss of one microbatch, and return the terms from which its backward starts.
 
         Args:
             index: the microbatch.
@@ -231,7 +231,7 @@ class LossContract:
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
-        """Return the factor for the accumulated gradient, which is known after the last microbatch.
+        """Return the factor by which to multiply the accumulated gradient, known after the last microbatch.
 
         ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
         back, so there is nothing to multiply.
@@ -308,7 +308,7 @@ class LossContract:
 
 
 def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[BackwardTerm]]:
-    """Return the loss of a whole batch, and the terms to go back from.
+    """Return the detached loss of a whole batch, and the terms from which its backward starts.
 
     >>> total, terms = terms_of_batch(WeightedLoss(torch.tensor(6.0, requires_grad=True), 3))
     >>> total, terms[0].seed
@@ -322,7 +322,7 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
 
 
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
-    """Warn that a loss divided by the number of microbatches is not the mean of this batch.
+    """Warn if microbatches have different sizes, since the mean of their losses is then not the batch's mean.
 
     The caller asks for losses that are not pairs with ``loss_reduction="sum"``, and only until the first ``True``.
     """
@@ -385,7 +385,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) -> None:
-    """Refuse a loss other than zero without a graph, of outputs that have one: nothing would be trained."""
+    """Refuse a nonzero loss without an autograd graph if the outputs have a graph: nothing would be trained."""
     if terms or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
         return
     read = read_loss(value)

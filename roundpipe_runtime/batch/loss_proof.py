@@ -31,12 +31,12 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss cannot be called for a few rows, or differs at each call; the message gives the reason."""
+    """The loss function cannot be checked: it fails for a few rows, or returns different values at each call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Outputs and gradients that were computed for some rows."""
+    """The losses that a loss function returned for some rows, with the number of rows and of averaged items."""
 
     losses: Sequence[torch.Tensor]  # with their graphs
     rows: int
@@ -45,14 +45,14 @@ class Part:
 
     @property
     def value(self) -> str:
-        """The losses as a text."""
+        """The losses, and the weight if there is one, as text for messages."""
         numbers = ", ".join(f"{loss.item():.4g}" for loss in self.losses)
         return numbers if self.weight is None else f"({numbers}, {self.weight:g})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights for which the losses of parts add up, or the reason why none do."""
+    """The weights with which losses of parts of the rows add up to the loss of all rows, or losses that never do."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -62,7 +62,7 @@ class Proof:
 
 @dataclasses.dataclass(frozen=True)
 class LossProof:
-    """How the loss of a kind of call is computed."""
+    """How ``forward_backward`` computes a loss: per microbatch with certain weights, or once for the whole batch."""
 
     # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, on what the layers return
     # for all rows. `"whole"`: in one microbatch.
@@ -74,7 +74,7 @@ class LossProof:
 
     @property
     def is_sum(self) -> bool:
-        """Whether losses of microbatches add up."""
+        """Whether the loss of the batch is a sum of weighted losses of its microbatches."""
         return self.way not in ("joined", "whole")
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ Values: TypeAlias = Sequence[torch.Tensor]
 def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
-    """Find the first weights that hold for all values."""
+    """Find weights with which losses of parts of the rows add up to the loss of all rows, for all given values."""
     # evaluate: function that computes losses for values of the columns
     # changes: values of the columns, first those of the batch
     # as_stated: whether the only question is if the loss is a mean over rows as stated: different numbers of items
@@ -154,7 +154,7 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Whether the loss and every gradient equal those of the whole rows."""
+        """Return whether weighted losses of the parts give the loss and all gradients of the rows in one piece."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -215,7 +215,7 @@ def _norm(gradient: torch.Tensor) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A tensor with a row for each row of the batch."""
+    """An output, label or mask tensor that has one row for each row of the batch."""
 
     value: torch.Tensor
     axis: int  # axis of the rows
@@ -224,7 +224,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield the values of columns, first unchanged, then varied."""
+    """Yield the tensors of columns, first unchanged, then with outputs scaled and labels and masks changed."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)

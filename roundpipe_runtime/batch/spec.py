@@ -14,7 +14,7 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 
 
 class RoundPipePackedData(list[Any]):
-    """An output as a list with one entry per microbatch, which runs with ``merge_output=False`` return.
+    """The output of a run with ``merge_output=False``: a list with one entry per microbatch.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.
@@ -50,7 +50,7 @@ class RoundPipePackedData(list[Any]):
 
 
 def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
-    """Return the rows of each microbatch as stored by the pipeline that made the data; ``None`` if not stored.
+    """Return the number of rows in each microbatch that the data stores; ``None`` if it does not store them.
 
     The rows are unknown for a list whose length has changed since then.
 
@@ -74,7 +74,7 @@ def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorChunkSpec:
-    """Split a tensor into microbatches along an axis; concatenate outputs along this axis.
+    """A rule that splits a tensor into microbatches along an axis, or concatenates outputs along this axis.
 
     Attributes:
         dim: axis. A negative number counts from the end.
@@ -95,7 +95,7 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """Pass a leaf whole to every microbatch; as an output, it must be equal in all microbatches.
+    """A rule that passes a leaf whole to every microbatch; an output with this rule must be equal in all of them.
 
     The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
 
@@ -109,7 +109,7 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule for a leaf and everything below it."""
+    """The rule by which a leaf, and everything below its key path, is split or joined."""
 
     dim: int | None  # axis to split along; `None` passes the leaf on whole
     # function that joins outputs two by two, starting with `init`, instead of either
@@ -145,7 +145,7 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
 
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
-    """Read the specs of a tree into rules by key path.
+    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` marks to rules by key path.
 
     >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
     {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
@@ -162,13 +162,13 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule for a leaf: by its own path, or by its longest parent path."""
+    """Return the rule for a leaf: the rule of its own key path, else of its longest parent path, else ``None``."""
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 
 
 def is_below(path: str, above: str) -> bool:
-    """Report whether a path is another path or is below it.
+    """Return whether a key path equals a second key path, or continues it.
 
     >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
     (True, False, True)

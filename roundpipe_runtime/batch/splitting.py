@@ -115,7 +115,7 @@ def split(
 def split_flat(
     batch: FlatBatch, num_microbatch: int, *, split_input: Any = None, split_label: Any = None
 ) -> list[FlatMicrobatch]:
-    """Split a batch like :func:`split`, and return the leaves of each microbatch: nothing is flattened again."""
+    """Split a flattened batch into flattened microbatches, by the rules of :func:`split`."""
     rules = _rules(num_microbatch, split_input, split_label)
     _check(batch, rules)
     if _is_function(split_input) or _is_function(split_label):

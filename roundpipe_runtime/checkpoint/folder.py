@@ -49,7 +49,7 @@ class _Manifest:
 
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
-    """Return sizes and checksums of the files in a folder, and in folders in it."""
+    """Return the size and checksum of each file in a folder and its subfolders, by relative path."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {
@@ -59,7 +59,7 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
-    """List the files of a folder, and of folders in it, in its manifest, and wait until all of it is on the disk."""
+    """Write the manifest of a checkpoint, which lists its files with checksums, and flush all files to the disk."""
     # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = No
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Report whether all files exist with their sizes; their contents are not read."""
+    """Return whether all files in a checkpoint's manifest exist with the listed sizes, without reading them."""
     try:
         _check_sizes(folder)
     except CheckpointError:
@@ -77,7 +77,7 @@ def is_complete(folder: pathlib.Path) -> bool:
 
 
 def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
-    """Read every file of a checkpoint and compare it with what was written."""
+    """Raise an error if a file of a checkpoint does not match its checksum in the manifest."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     for name, entry in list(_check_sizes(folder).items())[part::parts]:
         try:
@@ -125,7 +125,7 @@ _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the checkpoints in a folder, the oldest first."""
+    """Return the paths of the checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -133,19 +133,19 @@ def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Report whether a folder is a checkpoint itself, damaged or not, also under another name."""
+    """Return whether a folder is itself a checkpoint, even if it is damaged or was renamed."""
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """Return the path of the next checkpoint: one number after the last."""
+    """Return the path for the next checkpoint in a folder: its number is one more than that of the last one."""
     there = checkpoints_in(folder)
     last = int(there[-1].name.rpartition("-")[2]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
 
 
 def writing_path(path: pathlib.Path) -> pathlib.Path:
-    """Return the path that a checkpoint has while it is written."""
+    """Return the hidden path at which a checkpoint is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.writing")
 
 
@@ -153,7 +153,7 @@ def writing_path(path: pathlib.Path) -> pathlib.Path:
 def appearing(
     path: pathlib.Path, half: pathlib.Path | None = None, *, seal: Callable[[pathlib.Path], None] = write_manifest
 ) -> Iterator[pathlib.Path]:
-    """Yield a folder to write to, which is renamed to ``path`` at the end of the block, and removed on an exception.
+    """Yield a hidden folder that is renamed to ``path`` at the end of the with block, or removed on an exception.
 
     Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. A folder that had
     the name before is removed last.
@@ -183,7 +183,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """A block in which no other process can write a checkpoint into a folder; creates the folder."""
+    """Create a folder, and prevent other processes from writing a checkpoint into it during the with block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")
@@ -202,14 +202,14 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Remove unfinished folders that a killed run has left."""
+    """Remove the unfinished checkpoint folders that a killed process has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
-    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all."""
+    """Remove all checkpoints older than the last ``keep`` complete checkpoints; ``None`` keeps all checkpoints."""
     # keep: number of complete checkpoints to keep, or `None`
     if keep is None:
         return

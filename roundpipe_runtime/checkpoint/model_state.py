@@ -22,7 +22,7 @@ _PART = 64 * 2**20
 
 
 def check_writes_at_once(model: nn.Module) -> None:
-    """Check that no pipeline of a model is on a disk, because a background save needs a copy in memory."""
+    """Raise an error if a pipeline keeps its weights on a disk: a background save needs a copy of them in memory."""
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
@@ -33,7 +33,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Collect parameters and buffers, each once, under the first of its names."""
+    """Collect a model's parameters and buffers in ``tensors``, tied ones under their first name only."""
     # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of the
     # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
@@ -59,7 +59,7 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
 def check_model(
     model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
 ) -> None:
-    """Check that a checkpoint is of this model, before anything is changed."""
+    """Raise an error, before anything is changed, if a checkpoint is for a different model."""
     # goes_on: whether the training continues; then dtypes must also be the same
     expected = dict(model.state_dict(keep_vars=True))
     frozen = stored.get("frozen", {})  # earlier versions stored none
@@ -85,7 +85,7 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check that the model has a place for all master weights, before anything is changed."""
+    """Raise an error, before anything is changed, if a checkpoint has master weights that the model does not use."""
     here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
     homeless = [name for name in stored["masters"] if name not in here]
     if homeless:
@@ -97,7 +97,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check the form of a stored progress, before anything is changed."""
+    """Check counters and tensors from :func:`collect_progress` in a checkpoint, before anything is changed."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -113,7 +113,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what :func:`collect_parameters` collected."""
+    """Load into a model the parameters and buffers that :func:`collect_parameters` collected."""
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
@@ -124,7 +124,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load weights of safetensors files part by part, without memory for all; report whether they are the model's."""
+    """Load safetensors weights into a model in parts, to save memory; return whether names and shapes match."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
@@ -162,7 +162,7 @@ def _in_parts(state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
-    """Return the training state of a model that is not in its state dict.
+    """Return the training state of a model's pipelines, except what the model's state dict contains.
 
     The number of runs, which the seeds of dropout count; master weights of ``optim_dtype``; gradients, if a step is
     still to come; buffers that the model leaves out of its state dict.
@@ -183,7 +183,7 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_progress` returned, after the parameters."""
+    """Load into a model, after its parameters, what :func:`collect_progress` returned."""
     _restore_buffers(model, stored["buffers"])
     for target in optimizer_targets(model).values():
         target.grad = None
@@ -205,7 +205,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters for an optimizer of this model by name, with master weights instead of theirs."""
+    """Return the tensors that an optimizer updates, by name: master weights where there are any, else parameters."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))
@@ -260,7 +260,7 @@ def _format_names(what: str, names: list[str]) -> str:
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names of frozen quantized weights and their scales in a state dict."""
+    """Return the names of frozen quantized weights and their scales, which checkpoints leave out."""
     # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
@@ -283,7 +283,7 @@ def digests_of_frozen(model: nn.Module) -> dict[str, str]:
 
 
 def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
-    """Check that a model has the frozen weights that a checkpoint was saved with."""
+    """Raise an error if a model's frozen quantized weights differ from those when the checkpoint was saved."""
     found = digests_of_frozen(model) if stored else {}
     changed = [name for name, digest in stored.items() if found.get(name) != digest]
     if changed:

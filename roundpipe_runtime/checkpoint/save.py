@@ -204,14 +204,14 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def finish_writing(folder: pathlib.Path) -> None:
-    """Wait for a background write to a folder, and raise its error."""
+    """Wait for a background save into a folder, and raise the error of the save if it failed."""
     writing = _PENDING.get(folder)
     if writing is not None:
         _finish(folder, writing)
 
 
 def training_objects(optimizer: Any, scheduler: Any, scaler: Any) -> TrainingObjects:
-    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take."""
+    """Combine the optimizer, scheduler and scaler arguments of :func:`save_checkpoint` in one object."""
     # optimizer: optimizer, list of optimizers, or `None`
     # scheduler: scheduler, list of schedulers, or `None`
     return TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)

@@ -33,13 +33,13 @@ SHARDS = "shards"
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Report whether a tensor is one of ``torch.distributed``, which this process may have a part of."""
+    """Return whether a tensor is a ``DTensor``, of which this process may have only a part."""
     library = sys.modules.get("torch.distributed.tensor")  # imported with the first of them
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
-    """Return tensors with the parts of this process on the host."""
+    """Return sharded tensors with the shards of this process in CPU memory."""
     found = {}
     for name, tensor in tensors.items():
         local = tensor.to_local()
@@ -49,7 +49,7 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
-    """Write the parts of all processes; all of them call it."""
+    """Write the shards of all processes into a folder; all processes must call this function."""
     # group: group of the processes; `None` for one process
     # file_bytes: largest number of bytes of a file, unless one part is larger; writing takes as much memory
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -70,7 +70,7 @@ def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: An
 def read_shards(
     folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Read tensors that were written by any number of processes.
+    """Read tensors whose shards were written by any number of processes.
 
     Each process reads for itself.
     """
@@ -141,7 +141,7 @@ _GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class CheckpointRanks:
-    """Processes that write or read a checkpoint; one alone by default."""
+    """The processes that write or read one checkpoint together; by default this process alone."""
 
     # members: their ranks in the job, in the order of the mesh. Default: this process alone.
 
@@ -166,7 +166,7 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order of ranks; a collective call."""
+        """Return the values of all ranks, in order of ranks; all ranks must call this method."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -181,7 +181,7 @@ class CheckpointRanks:
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Do something in each process, and return its result, or raise in all of them."""
+        """Call ``work`` in each process, and return its result; if one process fails, raise an error in all."""
         # work: what this process does; it calls no collective
         if self.group is None:
             return work()
@@ -197,7 +197,7 @@ class CheckpointRanks:
         return result
 
     def on_first(self, work: Callable[[], _Result]) -> _Result:
-        """Do something in the first process, and return its result in all, or raise in all."""
+        """Call ``work`` in the first process only, and return its result, or raise its error, in all processes."""
         found = self.together(lambda: work() if self.rank == 0 else None)
         first: _Result = self.exchange(found)[0]
         return first

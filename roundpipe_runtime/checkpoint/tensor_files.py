@@ -44,7 +44,7 @@ def write_tensors(
     part: int = 0,
     parts: int = 1,
 ) -> None:
-    """Write tensors to one file, or to several of about ``shard_bytes`` with an index."""
+    """Write tensors to one safetensors file, or to several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
     # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
     # part: number of the files that this process writes: each `parts`-th one, from this one on; the first also writes
@@ -67,7 +67,7 @@ def write_tensors(
 
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors that :func:`write_tensors` wrote. Each is read from its file when it is accessed."""
+    """Yield the tensors that :func:`write_tensors` wrote. A tensor is read from its file when it is accessed."""
     with contextlib.ExitStack() as files:
         found = {}
         for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:

@@ -48,7 +48,7 @@ _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingObjects:
-    """The parts of a training that are stored in addition to the model."""
+    """The optimizers, schedulers and gradient scaler of a training, which are saved with the model."""
 
     optimizers: Sequence[Any] = ()  # optimizers of the model
     schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
@@ -57,7 +57,7 @@ class TrainingObjects:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a training, which later steps do not change unless it was collected without copies."""
+    """The state of a training at one moment, as texts and tensors for the files of a checkpoint."""
 
     texts: Mapping[str, str]  # contents of text files, by name
     model: Mapping[str, torch.Tensor]  # tensors of the model, by name
@@ -65,7 +65,7 @@ class TrainingState:
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        """Write the files of a checkpoint; all processes call it."""
+        """Write the files of a checkpoint into a folder; all processes must call this method."""
         # shard_bytes: largest number of bytes of a file, unless one tensor is larger
         ranks.together(lambda: self._write_own(folder, shard_bytes, ranks))
         if self.shards:
@@ -85,7 +85,7 @@ class TrainingState:
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
-    """Collect the state of a training."""
+    """Collect the state of model, optimizers, schedulers, random generators and ``data`` for a checkpoint."""
     weights: dict[str, torch.Tensor] = {}
     state = {
         "model": collect_parameters(model, weights),
@@ -112,7 +112,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read what :func:`collect_state` collected, except the tensors of the model; everything, or some keys."""
+    """Read a checkpoint's training state, without the tensors of the model: all keys, or only some."""
     # targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients and
     # master weights are read as such. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
@@ -121,7 +121,7 @@ def read_training(
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, including those stored in shards."""
+    """Return the tensors of the model in a checkpoint, including tensors that are stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -186,7 +186,7 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read what :func:`write_values` wrote, everything or some keys."""
+    """Read the values that :func:`write_values` wrote: all keys, or only some."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
@@ -215,7 +215,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return the texts of ``config.json`` and ``generation_config.json``; none for other models."""
+    """Return the texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model, else ``{}``."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
     if library is None or not isinstance(inner, library.PreTrainedModel):
@@ -233,7 +233,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of all generators that are in use. torch's also holds the seed from which dropout counts."""
+    """Return the states of the random generators of torch, Python, NumPy and accelerators that are in use."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -265,7 +265,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore the states from :func:`random_state`; those of accelerators that do not exist here are left out."""
+    """Restore the states from :func:`random_state`, except states of accelerators that this machine lacks."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     numpy = sys.modules.get("numpy")
@@ -289,7 +289,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of an optimizer, by name."""
+    """Return the state of an optimizer, with parameters by name instead of by number."""
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -306,7 +306,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that a state is of an optimizer with the same groups, before anything is changed."""
+    """Raise an error, before anything is changed, if a stored state is for a different optimizer or other groups."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own = type(optimizer).__name__
     if stored["class"] != own:
@@ -325,7 +325,7 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load what :func:`named_state` returned, after :func:`check_optimizer`."""
+    """Load into an optimizer a state of :func:`named_state` that :func:`check_optimizer` has accepted."""
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(

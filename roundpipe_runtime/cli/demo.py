@@ -90,7 +90,7 @@ class _Block(nn.Module):
 
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
-    """Compare the memory of both ways, train both ways, and draw one step of the pipeline."""
+    """Train with plain PyTorch and with a pipeline, compare memory and losses, and draw one step of the pipeline."""
     # as_json: gets the numbers as one object; the tables then go to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
@@ -270,7 +270,7 @@ _LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """The most bytes that a device held."""
+    """The bytes that a device needs at most, with plain PyTorch and with a pipeline."""
 
     weights: int  # the weights of the model
     plain: int  # memory for weights, gradients, Adam's state and all activations on the device
@@ -286,13 +286,13 @@ class CountingDevice(VirtualDevice):
         self.footprint = _LimitedFootprint(self)
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the device, and count it."""
+        """Allocate memory on the device, and count it towards the limit."""
         tensor = super().allocate(like)
         self.footprint.count(tensor)
         return tensor
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Count the memory that the block allocates."""
+        """Count the memory that operations allocate in the with block."""
         return self.footprint
 
 
@@ -313,7 +313,7 @@ class _LimitedFootprint(Footprint):
 
 
 def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, limit: int, devices: int) -> Needs:
-    """Train copies of a model on devices that count."""
+    """Train copies of a model on counting devices, and return how much memory they need."""
     # batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
     # limit: bytes of a device, which the pipeline keeps and plain training does not
     roomy = CountingDevice("a device with room")

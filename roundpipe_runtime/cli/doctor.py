@@ -72,7 +72,7 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Return the findings in the order of the checks; a check that raises is also a finding.
+    """Run all checks, and return their findings in order; a check that raises an error is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
@@ -132,7 +132,7 @@ def _declared() -> dict[str, SpecifierSet]:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerators that torch finds here."""
+    """Return the accelerators that torch finds on this machine."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
 
@@ -229,7 +229,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
 
 
 def train_difference(devices: DeviceSpec) -> float:
-    """Train a small model for two steps, through a pipeline and plainly, and return how far they are apart."""
+    """Train a small model for two steps with a pipeline and with plain PyTorch, and return the largest difference."""
     with generator_kept():
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))

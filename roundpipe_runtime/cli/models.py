@@ -12,7 +12,7 @@ from ..fine_tune import ModelSource, Tokenizer, model_source
 
 
 def source_of(name: str, *, weights: bool = True) -> ModelSource:
-    """Return a model that is not loaded yet."""
+    """Find the model that a name on the command line means, without loading its weights."""
     # name: a folder with `config.json`, with or without weights; such a file, or a GGUF file; an id of the hub; or a
     # type such as `llama`, for a small one with random weights that reads bytes
     if pathlib.Path(name).exists():
@@ -28,7 +28,7 @@ def source_of(name: str, *, weights: bool = True) -> ModelSource:
 
 
 def read_by(source: ModelSource, tokenizer: Tokenizer) -> ModelSource:
-    """Return a model of a type with the vocabulary of its tokenizer; a model that states its own keeps that."""
+    """Adapt a model with random weights to the vocabulary of its tokenizer; other models are unchanged."""
     is_of_type = not source.has_weights and source.folder is None and not pathlib.Path(source.name).exists()
     if not is_of_type or tokenizer.vocab_size == source.vocab_size:
         return source

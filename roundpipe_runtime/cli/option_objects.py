@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def option(metavar: str, text: str, panel: str | None = None, **more: Any) -> Any:
-    """Return an option with its help, in a panel of the help."""
+    """Return a typer option with its help text, shown in a panel of the command's help."""
     return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
 
 
 def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator of a command that is called with an object for each concern.
+    """Return a decorator that passes the options of a command as objects of the given dataclasses.
 
     ::
 
@@ -68,7 +68,7 @@ def _parameters(concern: type) -> list[inspect.Parameter]:
 
 
 def flat_options(*concerns: Any) -> dict[str, Any]:
-    """Return the values of all options by name."""
+    """Return the values of all options in several dataclass objects, by name of the option."""
     return {field.name: getattr(concern, field.name) for concern in concerns for field in dataclasses.fields(concern)}
 
 
@@ -79,7 +79,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Return a number of bytes.
+    """Parse a size with a unit, such as ``24GiB``, and return the number of bytes.
 
     >>> parse_bytes("24GiB", "--memory"), parse_bytes("1.5 GB", "--memory")
     (25769803776, 1500000000)
@@ -110,7 +110,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
 
 
 def format_count(count: float) -> str:
-    """Write a large number for people.
+    """Return a large number in a readable form.
 
     >>> format_count(70_553_706_496), format_count(1_500_000), format_count(320)
     ('70.6 billion', '1.5 million', '320')
@@ -122,7 +122,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a time for people.
+    """Return a time in a readable unit.
 
     >>> format_seconds(0.00042), format_seconds(0.25), format_seconds(126.76), format_seconds(4000)
     ('420 µs', '250 ms', '127 s', '67 min')

@@ -34,7 +34,7 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is planned, and how the plan is printed."""
+    """Options of ``roundpipe plan`` for the model and the printed output."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
@@ -45,7 +45,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options that describe one machine; missing values are measured or assumed."""
+    """Options of ``roundpipe plan`` for the machine; missing values are measured or assumed."""
 
     devices: Annotated[
         str,
@@ -73,7 +73,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the profile with the given options; without a profile, measured or assumed values."""
+        """Return the machine's profile with the given options in it; without a profile, measured or assumed values."""
         from ..estimate.hardware import describe_hardware, device_kind, device_names, load_machine
 
         if self.machine is None:
@@ -92,7 +92,7 @@ class MachineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How many rows a step has, and how it is computed."""
+    """Options of ``roundpipe plan`` for the batch and the computation of a step."""
 
     batch: train_options.Batch = 8
     length: Annotated[int | None, option("N", "Tokens a row (default: model's limit, at most 512).", _STEP, min=2)] = (
@@ -131,7 +131,7 @@ class StepOptions:
         return self.host != HOST_IN_MEMORY
 
     def with_disk(self, machine: Hardware) -> Hardware:
-        """Return a machine with the rates of the disk, which are measured if the profile does not have them."""
+        """Return the machine with the speed of the ``--host`` disk, measured unless the profile states the speed."""
         from ..device.disk import disk_folder
         from ..estimate.device_rates import measure_disk
 
@@ -148,7 +148,7 @@ class StepOptions:
 
     @property
     def copies(self) -> int | Literal["auto"]:
-        """The number of devices that run the head."""
+        """The number of devices that run the LM head, or ``"auto"``."""
         return "auto" if self.last_stage_copies == "auto" else int(self.last_stage_copies)
 
 

@@ -32,7 +32,7 @@ def as_dict(
     length: int,
     reference: Reference | None = None,
 ) -> dict[str, Any]:
-    """Return everything for JSON: sizes in bytes, times in seconds, rates per second."""
+    """Return the plan as a dict for JSON: sizes in bytes, times in seconds, rates per second."""
     return {
         "model": training.cut.report.model,
         "parameters": _parameters(training),

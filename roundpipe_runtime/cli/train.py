@@ -356,7 +356,7 @@ _SECONDS = 30
 
 
 class Display:
-    """Shows records while a training runs."""
+    """Shows the progress of a training: a bar on a terminal, elsewhere a line for some of the steps."""
 
     # log_every: steps between two plain lines; the first and the last one are always shown
     # is_shown: whether this process shows a bar; only one of several does
@@ -392,7 +392,7 @@ class Display:
         self._bar.stop()
 
     def show(self, record: StepRecord | EvalRecord) -> None:
-        """Show a step or an evaluation."""
+        """Show the results of a step or of an evaluation."""
         if isinstance(record, EvalRecord):
             self._line(f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}")
             return
@@ -421,7 +421,7 @@ class Display:
 
 
 def format_step(record: StepRecord) -> list[str]:
-    """Describe a step in words, the most important facts first."""
+    """Return loss, speed, memory and other results of a step as texts, the most important first."""
     memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
     device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
     return [
@@ -434,7 +434,7 @@ def format_step(record: StepRecord) -> list[str]:
 
 
 def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
-    """Return how much text there is."""
+    """Return one line about the amount of training and held-out text."""
     rows, held_out = len(blocks.tokens), len(blocks.held_out)
     read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
     return (
@@ -444,7 +444,7 @@ def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
 
 
 def format_chats(rows: ChatRows, tokenizer: Tokenizer) -> str:
-    """Return how many conversations there are, and how many of their tokens count."""
+    """Return one line about the number of conversations, and about the tokens that are trained."""
     total, packed = rows.tokens_in(range(len(rows))), f" in {len(rows):,} rows" if rows.positions else ""
     notes = [f"held out: {len(rows.held_out):,}"]
     if rows.cut:
@@ -481,7 +481,7 @@ def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:
-    """Return the number of parameters, and how many are trainable."""
+    """Return one line about the number of parameters and of trainable parameters."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     total = count_weights(model)
@@ -494,7 +494,7 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
 
 
 def format_training(training: Training) -> str:
-    """Return one line on the progress."""
+    """Return a description of the pipeline, its devices, the batch and the number of steps."""
     report = training.pipeline.cut.report
     exact = report.equivalence
     proof = ""

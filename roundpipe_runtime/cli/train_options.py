@@ -104,7 +104,7 @@ Host = Annotated[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is trained, and where it is saved."""
+    """Options of ``roundpipe train`` for the model and its output folder."""
 
     words: Annotated[
         list[str] | None,
@@ -149,7 +149,7 @@ class ModelOptions:
 
     @property
     def more_text(self) -> list[str]:
-        """Text among the arguments."""
+        """The text files among the command's arguments."""
         return list(self.words or [])[0 if self.model is not None else 1 :]
 
     @property
@@ -160,7 +160,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """The data of a training, and the length of its rows."""
+    """Options of ``roundpipe train`` for the training data and the length of its rows."""
 
     text: Annotated[
         list[str] | None,
@@ -229,7 +229,7 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Batch size and device settings of a step."""
+    """Options of ``roundpipe train`` for the batch, the devices and the computation of a step."""
 
     devices: Annotated[
         str,
@@ -274,7 +274,7 @@ class StepOptions:
             parse_bytes(self.memory, "--memory")
 
     def device_objects(self) -> list[Device]:
-        """Return the devices, virtual ones with the memory that they may use."""
+        """Return the devices that ``--devices`` names, with ``--memory`` as the limit of virtual devices."""
         text = self.devices
         names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
         try:
@@ -295,7 +295,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """Settings of the optimizer."""
+    """Options of ``roundpipe train`` for adapters, quantization, the optimizer and evaluations."""
 
     lora: Annotated[
         str | None,
@@ -336,7 +336,7 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """The files that a training writes besides the model, how often, and how long a stopped process is waited for."""
+    """Options of ``roundpipe train`` for checkpoints, logs and other files, and for stopped processes."""
 
     timeout: Annotated[
         float,
@@ -373,11 +373,11 @@ class FileOptions:
         return self.every is not None or self.checkpoint is not None or self.resume
 
     def checkpoints(self, output: pathlib.Path) -> pathlib.Path:
-        """Return the folder of the checkpoints."""
+        """Return the folder for checkpoints: the value of ``--checkpoint``, or a folder next to the output."""
         return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
 
     def check(self, output: pathlib.Path) -> None:
-        """Refuse output places that cannot be written, before hours of training."""
+        """Raise an error, before the training, if an output file exists or cannot be written."""
         check_output(output, overwrite=self.overwrite)
         if self.plot is not None:
             check_curve(self.plot)
@@ -404,7 +404,7 @@ class FileOptions:
 def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
-    """Return the settings of a training."""
+    """Return the settings of a training, from the options of ``roundpipe train``."""
     # report_to: additional targets of the Trainer's logs
     if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
         raise UserError(
@@ -437,24 +437,24 @@ def settings_of(
 
 
 def check_update(update: str, host: str) -> None:
-    """Refuse an update of the weights themselves on a disk."""
+    """Raise an error for ``--update in_place`` or ``in_backward`` with weights on a disk."""
     if update != "masters" and host != HOST_IN_MEMORY:
         raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
 
 
 def check_quantize(kind: str, lora: str | None) -> None:
-    """Refuse quantized weights without trainable adapters."""
+    """Raise an error for ``--quantize`` without ``--lora``, since nothing would be trained."""
     if kind != "none" and lora is None:
         raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
 
 
 def few_bits(kind: str) -> FewBits | None:
-    """Return the number of bits of frozen weights; ``None`` if they are not quantized."""
+    """Return the quantization of frozen weights, such as ``"nf4"``; ``None`` for ``"none"``."""
     return None if kind == "none" else cast("FewBits", kind)
 
 
 def check_host_option(text: str) -> None:
-    """Refuse a place that is none."""
+    """Raise an error if the value of ``--host`` is neither ``memory`` nor ``disk:DIR``."""
     try:
         check_host(text)
     except ConfigError as error:
@@ -462,7 +462,7 @@ def check_host_option(text: str) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return a dtype; ``None`` for that of the weights."""
+    """Return the dtype with this name; ``None`` for ``auto`` and ``same``, which mean the dtype of the weights."""
     return None if name in ("auto", "same") else getattr(torch, name)
 
 
@@ -475,7 +475,7 @@ _LARGEST = 2**20  # bytes
 
 
 def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
-    """Use the lines of a file as defaults of the options: the callback of ``--config``, which is read first."""
+    """Use the values in a YAML file as defaults of the options: the callback of ``--config``."""
     if path is None or context.resilient_parsing:
         return path
     parameters = {one.name: one for one in context.command.params if one.name not in (*_OWN, "help")}
@@ -527,7 +527,7 @@ def _as_typed(value: object, place: str) -> Any:
 
 
 def format_config(concerns: Iterable[tuple[str, Any]]) -> str:
-    """Return the file that has the values of all options."""
+    """Return the text of a YAML file with the values of all options."""
     lines: list[str] = []
     for heading, concern in concerns:
         lines.append(f"# {heading}")

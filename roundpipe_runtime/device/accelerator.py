@@ -75,7 +75,7 @@ class _Visit(NamedTuple):
 
 
 class AcceleratorDevice:
-    """A device of ``torch.accelerator``."""
+    """An accelerator of torch, such as a GPU, with separate streams for copies and computation; a :class:`Device`."""
 
     # device: device with an index, such as `cuda:0`
     # streams: streams of an earlier object for this device, to be used again. Default: new ones.
@@ -105,7 +105,7 @@ class AcceleratorDevice:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory that this process can have of the device, where torch reports it."""
+        """Bytes of the device's memory that this process can use; ``None`` if torch does not report them."""
         try:
             free, total = memory_info(self.torch_device)
         except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a backend without this
@@ -114,14 +114,14 @@ class AcceleratorDevice:
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the device, allocated on the current stream."""
+        """Return uninitialised memory of the device, allocated on the current stream."""
         try:
             return torch.empty_like(like, device=self.torch_device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations are copied on their own streams."""
+        """Return a copy of a host tensor on the device; parameters and activations are copied on different streams."""
         # ready: event after which the host tensor is complete. Default: it is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
@@ -143,7 +143,7 @@ class AcceleratorDevice:
         return copy
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a parameter of which some rows are copied, on the stream that copies them."""
+        """Return device memory for a parameter, allocated on the stream on which :meth:`copy_rows_in` copies rows."""
         with self._activations:
             memory = self.allocate(like)
         memory.record_stream(self._compute)
@@ -157,7 +157,7 @@ class AcceleratorDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a parameter before queued parameters of other stages, since a computation waits for them."""
+        """Copy rows of a parameter to the device, before parameters of later stages that are queued already."""
         # target: reserved memory. Nothing has read these rows, so the copy waits for no computation by default.
         # after_compute: whether the computation wrote these rows. Default: `False`.
         if after_compute:
@@ -170,7 +170,7 @@ class AcceleratorDevice:
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a tensor in pinned memory with some rows of a gradient and zeros, and when it is complete."""
+        """Return a pinned tensor with some rows of a gradient and zeros elsewhere, and the event of its completion."""
         # target: host tensor to copy to. Default: a new one.
         may_be_written = is_held_elsewhere(tensor)
         tensor = tensor.detach()
@@ -196,7 +196,7 @@ class AcceleratorDevice:
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy in pinned memory, and the event after which it is complete."""
+        """Return a copy of a device tensor in pinned memory, and the event after which the copy is complete."""
         # last: whether the caller writes the tensor no more. Then the computation waits for the copy only where another
         # tensor has the same memory. Default: `False`.
         # parameter: whether the copy is large and not urgent. Default: `False`.
@@ -229,7 +229,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the block on the compute stream, after all host-to-device copies so far."""
+        """Run the with block on the compute stream, after all host-to-device copies so far."""
         # after: event that stands for the copies of parameters. Default: all of them.
         # returns: the compute stream, which is a context manager; in a `visit`, which is in it, one that does nothing
         if isinstance(after, _StreamEvent):
@@ -248,7 +248,7 @@ class AcceleratorDevice:
 
     @contextlib.contextmanager
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
-        """Hold the host, which runs ahead of the device, until there is room for a stage; the block runs in its stream.
+        """Wait until the device has memory for one more stage, and run the with block on the compute stream.
 
         There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
         upload of the stage after it would wait for the stage before it otherwise. Gradients of a stage that has
@@ -293,7 +293,7 @@ class AcceleratorDevice:
         return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Wait until all streams of the device have finished their work."""
         with noting(f"This happened while waiting for the work of {self.name}."):
             self._end().synchronize()
 
@@ -303,10 +303,10 @@ class AcceleratorDevice:
         return EventClock(self.torch_device, self._compute, others)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check nothing: the kernel raises an error for a wrong device."""
+        """Do nothing: a kernel itself raises an error for a tensor of another device."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the allocator knows the streams of every tensor."""
+        """Do nothing: torch's allocator knows which streams use a tensor."""
 
     def close(self) -> None:
         """End the thread."""
@@ -319,13 +319,13 @@ def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Report whether another tensor has this memory: a layer that keeps its output may write it again."""
+    """Return whether another tensor shares this tensor's memory, for example in a layer that keeps its output."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes, from ``torch.accelerator`` or from the module of this accelerator."""
+    """Return the free and the total memory of an accelerator in bytes."""
     try:
         free, total = torch.accelerator.get_memory_info(device)
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -334,7 +334,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Copy without waiting, in pieces of a limited size; a tensor with gaps is copied in one piece.
+    """Start a copy in pieces of ``nbytes`` bytes, without waiting; a non-contiguous tensor is copied in one piece.
 
     >>> target = torch.zeros(5)
     >>> copy_in_pieces(target, torch.arange(5.0), 8)

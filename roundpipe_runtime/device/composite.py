@@ -31,7 +31,7 @@ _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
 class StateSlot(NamedTuple):
-    """Attribute in which a module keeps an object for a quantized weight: ``owner.__dict__[name]``."""
+    """An attribute in which a module keeps an object for its quantized weight: ``owner.__dict__[name]``."""
 
     owner: nn.Module
     name: str
@@ -46,7 +46,7 @@ def is_composite(parameter: torch.Tensor) -> bool:
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return the state that a module keeps for a frozen quantized weight; empty for other modules."""
+    """Return the attributes in which a module keeps state for frozen quantized weights; empty for other modules."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -54,7 +54,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the plain tensors inside values, each memory once; a plain parameter is returned itself."""
+    """Return the plain tensors in quantized weights and states, without duplicates; plain tensors are unchanged."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -64,7 +64,7 @@ def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a parameter takes on the host and on its way to a device, its scales included.
+    """Return the bytes of a parameter in host memory, including the scales of a quantized weight.
 
     >>> stored_bytes(nn.Parameter(torch.ones(3)))
     12
@@ -73,7 +73,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a value, also those that share memory; modules and closed objects are not entered."""
+    """Yield the plain tensors in a nested value, also tensors that share memory; modules are not searched."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -88,13 +88,13 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a tensor without its class, in the same memory."""
+    """Return a tensor subclass's data as a plain tensor that shares its memory."""
     with DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
 class Rebuilding:
-    """Rebuilds weights and states from copies of their tensors; shared memory and shared objects stay shared."""
+    """Rebuilds quantized weights and their modules' states from copies of their tensors; shared parts stay shared."""
 
     # place: function that returns the copy of a plain tensor
 
@@ -105,7 +105,7 @@ class Rebuilding:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same class, built from copies; the same object each time."""
+        """Return a parameter of the same class, built from copies of its tensors; repeated calls return one object."""
         if id(parameter) in self._made:
             known: nn.Parameter = self._made[id(parameter)][1]
             return known
@@ -195,7 +195,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two views of the same memory."""
+    """Return a key for a tensor: tensors with the same memory, shape, strides and dtype have equal keys."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     with DisableTorchFunctionSubclass():

@@ -77,7 +77,7 @@ class _Place:
 
 
 class DiskMemory:
-    """Places for tensors in a scratch file of a folder, by key; a place becomes free when its tensor is deleted."""
+    """Stores tensors in a memory-mapped scratch file, by key; the place of a deleted tensor is used again."""
 
     # folder: folder on a disk
     # together: bytes that are written together; as many stay in the page cache
@@ -104,20 +104,20 @@ class DiskMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """The size of the scratch file in bytes."""
         return sum(part.nbytes for part in self._parts)
 
     # -- places ------------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve bytes at the end of the file, or raise an error before anything is written."""
+        """Reserve disk space at the end of the scratch file, or raise an error if the disk has too little."""
         with self._lock:
             self._grow(nbytes)
 
     def empty(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the place of a key; ``None`` if the place is taken."""
+        """Return an uninitialised tensor on the disk, in the place of a key; ``None`` if a tensor is stored there."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
         count = 1
         for size in shape:
@@ -136,20 +136,20 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of a dense tensor of the host in the place of a key, or of the next one that is free."""
+        """Return a copy, on the disk, of a dense host tensor, in the first free place of a key."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor like a dense one of the host, in the first place of a key that is free."""
+        """Return an uninitialised tensor on the disk, with the layout of ``like``, in the first free place of a key."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as tensors lived there at the same time
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write all of a tensor into a place of its shape."""
+        """Copy a tensor to ``place``, a tensor of the same shape on the disk."""
         part = self._part_at(place.data_ptr())
         is_alike = tensor.dtype == place.dtype and tensor.stride() == place.stride() and tensor.device.type == "cpu"
         is_alike = is_alike and not tensor.is_conj() and not tensor.is_neg()
@@ -163,7 +163,7 @@ class DiskMemory:
             written += os.pwrite(self._file, buffer[written:], offset + written)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Report whether a tensor lives in this memory."""
+        """Return whether a tensor is stored in this scratch file."""
         return self._part_at(tensor.data_ptr()) is not None
 
     def _make(self, nbytes: int) -> _Place:
@@ -202,7 +202,7 @@ class DiskMemory:
     # -- where its pages are -----------------------------------------------------------------------------------------
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
-        """Read tensors ahead, in the background."""
+        """Start to read tensors from the disk into memory in the background, and return the future of the reading."""
         return self._reader.submit(self._read_ranges, self._ranges(tensors))
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class DiskMemory:
             os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        """Remove tensors from memory: from this process now, from the page cache in the background once written."""
+        """Release the memory of tensors: of this process at once, of the page cache after the disk has the tensors."""
         # written: whether they may have been changed since they were left. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
@@ -243,7 +243,7 @@ class DiskMemory:
         self._writing.append((writing, sum(nbytes for _, nbytes in written)))
 
     def settle(self) -> None:
-        """Wait until all released tensors are on the disk."""
+        """Wait until all released tensors are written to the disk."""
         with self._lock:
             self._begin_writing()
         self._wait(-1)
@@ -279,12 +279,12 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Count one more user; the last user closes the memory."""
+        """Add a user of this memory, who must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """End the threads; tensors stay valid, and ``fetch`` and ``leave`` have no effect afterwards."""
+        """Remove a user of this memory; the last one ends the threads. The tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -303,7 +303,7 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
-    """Return the disk memory that holds a tensor; ``None`` for any other memory."""
+    """Return the :class:`DiskMemory` in which a tensor is stored; ``None`` for a tensor in ordinary memory."""
     if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
         return None
     if tensor.layout != torch.strided or not tensor.numel():
@@ -312,7 +312,7 @@ def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
 
 
 def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
-    """Remove tensors from memory that are stored on a disk."""
+    """Release the memory of tensors that are stored on a disk; other tensors are unchanged."""
     for tensor in tensors:
         memory = disk_of(tensor)
         if memory is not None:
@@ -320,18 +320,18 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """Keep a disk memory open as long as a model whose parameters it holds."""
+    """Keep a disk memory open as long as the model whose parameters are stored in it."""
     _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return disk memory in a folder for a model: the one that already holds its parameters, else a new one."""
+    """Return the disk memory in a folder that already contains the model's parameters, or a new one."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
 
 def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[list[torch.Tensor]]:
-    """Return tensors in groups of some bytes, in their order."""
+    """Split tensors into consecutive groups of about ``nbytes`` bytes."""
     groups: list[list[torch.Tensor]] = []
     size = nbytes
     for tensor in tensors:
@@ -344,7 +344,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the number of each group of tensors while it is loaded; the next is read ahead, used ones are released."""
+    """Yield the number of each group of tensors while the group is in memory, and read the next group ahead."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))
@@ -386,12 +386,12 @@ _OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def check_host(host: object) -> None:
-    """Check the value of ``host``."""
+    """Raise an error if ``host`` is neither ``"memory"`` nor ``"disk:DIR"``."""
     disk_folder(host)
 
 
 def disk_folder(host: object) -> pathlib.Path | None:
-    """Return the folder that ``host`` names; ``None`` for memory."""
+    """Return the folder ``DIR`` of ``host="disk:DIR"``; ``None`` for ``"memory"``."""
     if host == HOST_IN_MEMORY:
         return None
     if not isinstance(host, str) or not host.startswith(_PREFIX) or not host.removeprefix(_PREFIX):
@@ -400,7 +400,7 @@ def disk_folder(host: object) -> pathlib.Path | None:
 
 
 def open_scratch(folder: pathlib.Path) -> int:
-    """Return the descriptor of a new file without a name, in a folder that is on a disk."""
+    """Create an unnamed scratch file in a folder, which must be on a disk, and return its file descriptor."""
     host = f"{_PREFIX}{folder}"
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise ConfigError(f'host="{host}" needs Linux. Train in memory:\n    RoundPipe(model, host="memory")')
@@ -468,7 +468,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the addresses of whole pages that contain tensors, as ``(start, end)``; adjacent ones are joined."""
+    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined."""
     size = mmap.PAGESIZE
     found: list[tuple[int, int]] = []
     for start, nbytes in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
@@ -481,7 +481,7 @@ def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def fetch(start: int, end: int) -> bool:
-    """Read pages from the disk and map them; report whether the kernel can do so (Linux 5.14)."""
+    """Read mapped pages from the disk into memory; return ``False`` if the kernel cannot (older than Linux 5.14)."""
     return int(_libc().madvise(start, end - start, _POPULATE_READ)) == 0
 
 
@@ -491,14 +491,14 @@ def release(start: int, end: int) -> None:
 
 
 def page_out(tensor: torch.Tensor) -> None:
-    """Remove the pages of a tensor from memory; pages of a file that was only read need no write."""
+    """Remove the pages of a tensor from memory; unchanged pages of a mapped file are not written."""
     if hasattr(mmap, "MADV_DONTNEED"):  # on other kernels the meaning of the number is not known
         for start, end in ranges_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)
 
 
 def write_out(file: int, offset: int, nbytes: int) -> None:
-    """Write the changed pages of a part of a file to the disk, and wait for it."""
+    """Write the changed pages in a part of a file to the disk, and wait until they are written."""
     library = _libc()
     if not hasattr(library, "sync_file_range"):
         os.fdatasync(file)
@@ -513,6 +513,6 @@ def drop_cached(file: int, offset: int, nbytes: int) -> None:
 
 
 def return_freed() -> None:
-    """Return freed memory to the system, since glibc keeps the memory of tensors up to 32 MiB."""
+    """Return freed memory to the system: glibc keeps freed memory of tensors of up to 32 MiB for itself."""
     if hasattr(_libc(), "malloc_trim"):
         _libc().malloc_trim(0)

@@ -19,13 +19,13 @@ _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generat
 
 
 def generator_lock() -> Any:
-    """Return the lock of the generator for this thread."""
+    """Return the lock that this thread must hold to use torch's CPU random generator."""
     return _INSIDE.get() or _CPU_GENERATOR
 
 
 @contextlib.contextmanager
 def generator_alone(timeout: float = -1) -> Iterator[None]:
-    """Lock the CPU's random generator for this thread, and the threads of its pipelines, during the block."""
+    """Reserve torch's CPU random generator for this thread, and for threads of its pipelines, in the with block."""
     # timeout: seconds to wait for it. Default: as long as it takes.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
@@ -42,7 +42,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_kept(timeout: float = -1) -> Iterator[None]:
-    """Lock the CPU's random generator for this thread during the block, and restore its state."""
+    """Reserve torch's CPU random generator for this thread in the with block, and restore its state afterwards."""
     # Without the lock, the restored state could be that of a layer in another thread.
     with generator_alone(timeout), torch.random.fork_rng(devices=[]):
         yield

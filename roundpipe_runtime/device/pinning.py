@@ -38,7 +38,7 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin unpinned tensors: first the whole model, later tensors that were replaced (``load_state_dict``)."""
+        """Pin tensors that are not pinned yet: first the whole model, later those that ``load_state_dict`` replaced."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}
@@ -178,7 +178,7 @@ _LOST, _LOST_AT_END = 0.01, 0.005
 
 
 def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-    """Pack tensors into slabs, the largest first, so that about a hundredth of the slabs is left over.
+    """Plan large memory blocks (slabs) for tensors of these sizes, of which about one percent stays unused.
 
     >>> plan_slabs([6000, 2000, 100])
     [(8192, {0: 0, 1: 6016, 2: 8064})]
@@ -228,7 +228,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with a place for each tensor. A slab is allocated at the first request."""
+    """Pinned memory with a place for each tensor. Memory is allocated in slabs, at the first use of each slab."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -247,21 +247,21 @@ class PinnedMemory:
 
     @property
     def keys(self) -> list[Hashable]:
-        """The keys, in the order of their memory slabs."""
+        """The keys of the tensors' places, in the order of the slabs that contain the places."""
         return list(self._places)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs, whether they are allocated or not."""
+        """The size of all slabs in bytes, including slabs that are not allocated yet."""
         return sum(size for size, _ in self._slabs)
 
     @property
     def is_held(self) -> bool:
-        """Whether a tensor lives in this memory."""
+        """Whether any tensor is stored in this memory."""
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the place of a key, which is free again when its storage is gone."""
+        """Return an uninitialised tensor in the place of a key; the place is free again when the tensor is deleted."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
@@ -282,7 +282,7 @@ class PinnedMemory:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the strides leave no gaps: torch keeps such strides only."""
+    """Return whether a tensor's strides leave no gaps in memory: torch's copies keep only such strides."""
     if tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -78,7 +78,7 @@ class Device(Protocol):
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a host tensor with copies of some rows and zeros elsewhere; the source may not change later.
+        """Return a host tensor with copies of some rows and zeros elsewhere; ``tensor`` must not change afterwards.
 
         Args:
             tensor: tensor of the device.
@@ -173,31 +173,31 @@ NOW = _Passed()
 
 
 class Clock(Protocol):
-    """A clock of one device, for one run."""
+    """The interface of a clock that measures when the work of a device begins and ends in a run."""
 
     @property
     def is_late(self) -> bool:
         """Whether times are known only after the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return an event for the beginning or the end of work on a device."""
+        """Return the present moment in the work of the device: a time, or an event of which the time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return a time in seconds, on the clock of ``time.perf_counter``."""
+        """Convert a moment from :meth:`now` to seconds on the clock of ``time.perf_counter``."""
 
 
 class HostClock:
-    """The clock of a device that has done its work when the call returns."""
+    """The clock of a device whose work is done when a call returns, such as a virtual device."""
 
     is_late = False
 
     def now(self, kind: str) -> float:
-        """Return the time, which is known at once."""
+        """Return the current time of ``time.perf_counter``."""
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the time itself."""
+        """Return the given time unchanged."""
         assert isinstance(moment, float)
         return moment
 
@@ -206,7 +206,7 @@ HOST_CLOCK = HostClock()
 
 
 class EventClock:
-    """The clock of an accelerator: moments are events in its streams."""
+    """The clock of an accelerator, which measures times by events in the accelerator's streams."""
 
     is_late = True
 
@@ -219,10 +219,10 @@ class EventClock:
         return stream.record_event(torch.Event(self._device, enable_timing=True))
 
     def now(self, kind: str) -> torch.Event:
-        """Return an event of the stream in which this work runs."""
+        """Record an event in the stream that runs this kind of work, and return the event."""
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the time at which the stream passed an event that has passed."""
+        """Return the time in seconds at which the stream reached a completed event."""
         assert not isinstance(moment, float)
         return self._start + self._first.elapsed_time(moment) / 1e3

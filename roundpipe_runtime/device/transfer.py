@@ -27,7 +27,7 @@ from .protocol import Device, Event
 
 
 class Static:
-    """Base of classes that promise to hold no tensor: their objects are passed on unchanged."""
+    """Base of classes whose objects contain no tensors; the pipeline passes such objects on unchanged."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeStructure:
-    """A nested value without its tensors."""
+    """The structure of a nested value, with all its leaves except the tensors."""
 
     spec: pytree.TreeSpec  # structure
     # index of the tensor of each leaf, or `None`; for a mask of flex attention, the indices of all its tensors
@@ -48,7 +48,7 @@ class TreeStructure:
     constants: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """Return the value, with these tensors in it."""
+        """Return the nested value with the given tensors in it."""
         if self is _ONE_TENSOR:
             return tensors[0]
         leaves = []
@@ -65,7 +65,7 @@ _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
 def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Return the structure of a value and its tensors, each once.
+    """Return the structure of a nested value and a list of its tensors, without duplicates.
 
     >>> structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
     >>> structure.rebuild(["here"])
@@ -78,7 +78,7 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Separate the tensors among leaves from the rest, each tensor once."""
+    """Return the structure of a value, given its leaves, and a list of its tensors, without duplicates."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tupl
 
 @dataclasses.dataclass(slots=True)
 class HostValue:
-    """A nested value on the host, between two stages."""
+    """A nested value with its tensors in host memory, which one stage passes to the next stage."""
 
     structure: TreeStructure  # value without its tensors
     tensors: list[torch.Tensor]  # host copies, each once
@@ -118,22 +118,22 @@ class HostValue:
     ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
-        """Return the value; its copies are complete where the device was synchronized."""
+        """Return the nested value; its tensors are complete after the device that sent them was synchronized."""
         return self.structure.rebuild(self.tensors)
 
 
 class HostCopies:
-    """Host copies of device tensors, so that a tensor that layers pass on unchanged is copied once."""
+    """Stores host copies of device tensors, so that a tensor that several layers pass on is copied only once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Event | None]] = {}
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor, ready: Event | None) -> None:
-        """Remember a copy; the tensor itself is not kept alive."""
+        """Store the host copy of a device tensor, without keeping the device tensor alive."""
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, copy, ready
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
-        """Return the copy and its event; ``None`` if there is none, or the tensor was written since."""
+        """Return the host copy of a device tensor and its event; ``None`` without a copy, or if the tensor changed."""
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
@@ -165,12 +165,12 @@ def send(
 
 
 def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
-    """Return copies of the tensors of a host value in the memory of a device."""
+    """Copy the tensors of a host value to a device, and return the copies."""
     return [device.copy_in(tensor, ready) for tensor, ready in zip(on_host.tensors, on_host.ready, strict=True)]
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Describe tensors by dtype and shape, for a note.
+    """Describe tensors by dtype and shape, as text for the note of an error.
 
     >>> shapes_of([torch.ones(2, 3)])
     'float32(2, 3)'
@@ -186,18 +186,18 @@ _SENT_AS = "_roundpipe_sent_as"
 
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter on devices."""
+    """Return the dtype that a parameter has on devices, which can differ from its dtype on the host."""
     found: torch.dtype = parameter.__dict__.get(_SENT_AS, parameter.dtype)
     return found
 
 
 def sent_nbytes(parameter: torch.Tensor) -> int:
-    """Return the bytes of a parameter on a device."""
+    """Return the bytes of a parameter in its dtype on devices."""
     return parameter.numel() * sent_dtype(parameter).itemsize
 
 
 def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host in the dtype of devices, if the device can copy it without waiting."""
+    """Convert a host tensor to its dtype on devices; for an accelerator, the converted copy is in pinned memory."""
     if part.dtype == dtype:
         return part
     made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
@@ -205,7 +205,7 @@ def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """Give trained parameters another dtype on the host; on devices they keep their original dtype."""
+    """Convert trainable parameters to another dtype on the host; on devices they keep their original dtype."""
     for parameter in parameters:
         if not (parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype):
             continue
@@ -219,12 +219,12 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the device dtypes of parameters whose host dtype differs, by name."""
+    """Return the dtype on devices of each parameter that has a different dtype on the host, by name."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes of parameters on devices; other parameters keep their host dtype."""
+    """Set the dtypes of parameters on devices, by name; all other parameters have their host dtype on devices."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]
@@ -243,30 +243,30 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
-    """Holds a mask so that it is not flattened."""
+    """A wrapper around a ``BlockMask``, so that torch treats the mask as one leaf."""
 
     mask: Any  # `BlockMask`
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Batch and heads; either is 1 where the mask is the same for all."""
+        """The batch size and number of heads of the mask; a size is 1 if the mask is the same for all rows or heads."""
         return tuple(self.mask.kv_num_blocks.shape[:-1])
 
 
 def is_block_mask(value: Any) -> bool:
-    """Report whether this is a ``BlockMask``; nothing is imported to find out."""
+    """Return whether a value is a ``BlockMask`` of flex attention, without importing that module."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return the leaf test that keeps torch from flattening masks, if their class is registered."""
+    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch would not."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
 
 def held(tree: PyTree) -> PyTree:
-    """Return the tree with every mask in a :class:`HeldMask`; the tree itself if it has none."""
+    """Return a nested value with every ``BlockMask`` wrapped in a :class:`HeldMask`; unchanged without masks."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return tree
     leaves, spec = pytree.tree_flatten(tree, is_leaf=is_block_mask)
@@ -276,7 +276,7 @@ def held(tree: PyTree) -> PyTree:
 
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
-    """Return the mask of some rows of the batch."""
+    """Return the ``BlockMask`` for the rows from ``start`` to ``stop`` of the batch."""
     # mask: a `BlockMask` with its own batch
     part = mask[start:stop]  # blocks only: torch leaves a function there that raises
     part.mask_mod = _later(mask.mask_mod, start)
@@ -294,7 +294,7 @@ def _later(mask_mod: Callable[..., torch.Tensor], start: int) -> Callable[..., t
 
 
 def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a mask, including those in the closure of its function, and the function that rebuilds it.
+    """Return the tensors of a ``BlockMask``, also in the closure of its function, and a function that rebuilds it.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> def mask_mod_of(allowed):

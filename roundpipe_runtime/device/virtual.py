@@ -120,7 +120,7 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor after its event; in check mode, refuse an event that has not passed.
+        """Return a copy of a host tensor after the event ``ready``; in check mode, refuse an event not passed yet.
 
         Args:
             tensor: host tensor.

@@ -32,7 +32,7 @@ class StoppedRun(BaseException):
 
 
 class Worker:
-    """A thread that runs submitted work in order; it starts with the first piece of work.
+    """A thread that runs submitted functions in order; the thread starts when the first one is submitted.
 
     The thread ends with :meth:`close`, when the worker is collected, or with the interpreter, which waits for it.
 
@@ -53,7 +53,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {self.name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller."""
+        """Submit ``work(*args, **kwargs)`` with the caller's context variables, and return the future of its result."""
         bound = functools.partial(work, *args, **kwargs)
         try:
             return self._threads.submit(self._run, contextvars.copy_context(), bound)
@@ -107,17 +107,17 @@ class Mailbox:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that stopped the run, the first one of all threads."""
+        """The error that stopped the run: the first error of any thread; ``None`` while the run continues."""
         return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Store a value; a thread that waits for it continues."""
+        """Store a value under a key, and wake the threads that wait for the key."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for a value and return it; it is gone from the mailbox afterwards, unless ``keep``."""
+        """Wait for the value of a key, remove it from the mailbox unless ``keep`` is true, and return it."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._error is not None)
             self.check()
@@ -136,7 +136,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Release every value and the error, so that neither keeps memory alive.
+        """Delete all values and the error, so that they keep no memory alive.
 
         The run stays stopped: a later stage must not wait for a value that never comes.
         """
@@ -146,7 +146,7 @@ class Mailbox:
 
 
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
-    """Wait until all work of a run has ended, then raise what stopped it.
+    """Wait until all work of a run has ended, then raise the error that stopped the run, if there is one.
 
     An interruption (Ctrl-C) while waiting also stops the run; the threads end their current layer first, so that
     nothing of this run is still under way when the caller gets the exception.
@@ -172,7 +172,7 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 class Outcome:
-    """Stores the error of a block until other ranks are notified; then its owner raises it.
+    """A context manager that stores the error of the with block, so that other ranks are notified before it is raised.
 
     >>> with Outcome() as outcome:
     ...     1 / 0
@@ -197,7 +197,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
-    """Undo a block that has raised, or notify others of its error, before the error propagates.
+    """Call ``act`` with an error of the with block, for example to undo changes, before the error propagates.
 
     >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
     ...     1 / 0
@@ -211,7 +211,7 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
 
 
 def noting(note: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an error gets a note, once."""
+    """Return a context manager that adds a note to an error of the with block, unless it has this note already."""
     return on_error(partial(add_note_once, note=note))
 
 
@@ -221,7 +221,7 @@ _LOCKS: list[Any] = []
 
 
 def free_after_fork(lock: L) -> L:
-    """Return a lock that is free in a forked child, whichever thread held it: the child does not have that thread."""
+    """Return the lock, which is then released in forked child processes: they lack the thread that holds it."""
     _LOCKS.append(lock)
     return lock
 
@@ -236,7 +236,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Uninterrupted:
-    """A context manager that defers ``KeyboardInterrupt`` to its end.
+    """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
     Python raises it from its handler of SIGINT, between any two lines of the main thread. During the block
     another handler is installed. In other threads, and where Python has no handler, the block does nothing.
@@ -309,7 +309,7 @@ def wait_for(future: Future[T]) -> T:
 
 
 def is_done(future: Future[Any]) -> bool:
-    """Report whether a future is done; the main thread asks here, as it waits in :func:`wait_for`.
+    """Return whether a future is done; unlike with ``Future.done``, Ctrl-C cannot leave the future's lock locked.
 
     ``Future.done`` takes the lock that ``set_result`` needs: an interruption in between leaves it taken for ever.
     """
@@ -318,6 +318,6 @@ def is_done(future: Future[Any]) -> bool:
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """Return the error of a future that has failed; ``None`` while it is not done, and if it has a result."""
+    """Return the error of a failed future; ``None`` if the future is not done or has a result."""
     with Uninterrupted():
         return future.exception() if future.done() else None

@@ -24,23 +24,23 @@ from .run import Run
 
 
 class Executor(Protocol):
-    """The interface of an engine that runs stages and observes optimizer steps."""
+    """The interface of the engine that runs the stages of a run and writes the results to the model."""
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """The lock that a run holds: one run at a time."""
+        """The lock that a run holds, so that only one run of the engine is active at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run all stages and wait until they have ended."""
 
     def commit_forward(self, run: Run) -> None:
-        """Commit the results of the forward of a run to the model."""
+        """Write the results of a run's forward, such as buffers, to the model."""
 
     def commit_backward(self, run: Run) -> None:
-        """Commit the results of the backward of a run to the model."""
+        """Write the results of a run's backward, such as gradients, to the model."""
 
     def version(self) -> int:
-        """Return the version of the parameters to read now."""
+        """Return the number of the parameter version that a run must read now."""
 
 
 def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
@@ -58,7 +58,7 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
 
 
 def check_not_transformed() -> None:
-    """Check that no ``torch.func`` transform or forward-mode AD is active, because the node does not implement them."""
+    """Raise an error if a ``torch.func`` transform or forward-mode AD is active, which pipelines do not support."""
     if transforms_are_active():
         raise StageError(
             "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...) or forward-mode AD: its layers run "
@@ -70,7 +70,7 @@ def check_not_transformed() -> None:
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
-    """Return the output tensors of a node, and mark those without a gradient."""
+    """Return the output tensors of an autograd node, and mark tensors without a gradient as non-differentiable."""
     ctx.set_materialize_grads(False)
     pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
     ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))
@@ -153,7 +153,7 @@ def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
-    """Return a gradient when its copy to the host is complete."""
+    """Wait until the copy of a gradient to the host is complete, and return the copy."""
     gradient, ready = copy
     ready.result()
     return gradient

@@ -39,7 +39,7 @@ _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallerState:
-    """Settings of the thread that calls a pipeline."""
+    """Autocast, torch modes and thread locals of the thread that calls a pipeline, for the threads that run layers."""
 
     autocast: Sequence[dict[str, Any]] = ()  # arguments for `torch.autocast`
     functions: Sequence[Any] = ()  # torch function modes, the outermost first
@@ -67,7 +67,7 @@ class CallerState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Apply the caller's settings to this thread during the block."""
+        """Apply the caller's settings to this thread during the with block."""
         with contextlib.ExitStack() as stack:
             for local, found in self.values:
                 stack.enter_context(_set(local, found))
@@ -83,7 +83,7 @@ class CallerState:
 
 
 def gradient_mode_kept() -> Undoing:
-    """Return a context manager that restores whether this thread computes gradients.
+    """Return a context manager that restores this thread's gradient mode (``torch.is_grad_enabled()``).
 
     ``torch.no_grad()`` also does so, except after a Ctrl-C while it is entered.
     """

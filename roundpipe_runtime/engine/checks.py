@@ -35,7 +35,7 @@ _USUAL_FACTOR = 2.0**-40
 
 
 def is_due(count: int) -> bool:
-    """Report whether the next run is checked, given the number of runs of this kind so far.
+    """Return whether the next run of a kind is checked, given the number of earlier runs of this kind.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -47,7 +47,7 @@ def is_due(count: int) -> bool:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> Digest:
-    """Return a digest of the outputs that gradients flow through, to compare a recomputation.
+    """Return a digest of a layer's outputs that require a gradient, to compare it with that of the recomputation.
 
     The digest stays on the device of the outputs: reading it on the host synchronizes.
     """
@@ -65,7 +65,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
 
 
 def is_digested(tensor: torch.Tensor) -> bool:
-    """Report whether :func:`digest` includes an output: a floating-point tensor that gradients flow through."""
+    """Return whether :func:`digest` includes an output: it does for floating-point tensors that require a gradient."""
     has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
     return tensor.requires_grad and has_numbers
 
@@ -79,7 +79,7 @@ def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[torch.dtype]) -> None:
-    """Check that a layer's recomputation gave the same values as its forward."""
+    """Raise an error if a layer's recomputation gave other values than its forward."""
     for one, other, dtype in zip(before, now, dtypes, strict=False):
         norm = float(one[-1])
         # an accelerator may add in a different order
@@ -110,7 +110,7 @@ def check_leaves(
     own: Sequence[torch.Tensor],
     layers: Sequence[LayerContents],
 ) -> None:
-    """Check that the gradients of a layer flow only to its inputs and its own parameters."""
+    """Raise an error if gradients of a layer flow to tensors other than its inputs and its own parameters."""
     # entries: its inputs, `None` for an input without a gradient
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
@@ -151,7 +151,7 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Raise an error when a gradient reaches these leaves later: an escaped tensor may keep the graph."""
+    """Make a later backward to these leaves raise an error: a tensor then left the layer other than as an output."""
     # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:
@@ -180,7 +180,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Counts calls by kind, and detects changes of the user's objects between two calls."""
+    """Decides which calls are checked: it counts calls by kind, and detects changes of layers and loss functions."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()
@@ -189,7 +189,7 @@ class Repeats:
         self._open: dict[Hashable, object] = {}  # code of this call
 
     def is_due(self, kind: Hashable, code: object = None) -> bool:
-        """Count a call of some code, as in :func:`state_of`; report whether the check must be repeated."""
+        """Count a call, and return whether it must be checked, for its number or because the code has changed."""
         # changes that a call makes itself, such as a counter, are part of the state at its end
         state = state_of(code)
         is_changed = self._states.get(kind, state) != state
@@ -200,11 +200,11 @@ class Repeats:
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
     def failed(self, kind: Hashable) -> None:
-        """Let the next call of a kind be checked again: an error that the caller catches must not be forgotten."""
+        """Make the next call of a kind be checked again, since the check of this call has failed."""
         self._calls[kind] = 0
 
     def end(self) -> None:
-        """Record the state of the code after a call."""
+        """Record the state of the layers and loss functions after a call."""
         self._states |= {kind: state_of(code) for kind, code in self._open.items()}
         self._open.clear()
 

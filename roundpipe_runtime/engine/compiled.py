@@ -28,7 +28,7 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledLayers:
-    """The layers of a pipeline, compiled."""
+    """The layers of a pipeline, compiled with ``torch.compile``; the engine calls them in runs with gradients."""
 
     # options: keyword arguments of `torch.compile`; `None` disables it
 
@@ -46,7 +46,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def standing(self, index: int) -> Iterator[None]:
-        """A block in which calls of a layer run its compiled code; the caller holds the layer's lock."""
+        """Make calls of a layer run its compiled code in the with block; the caller holds the layer's lock."""
         target, called = self._called.get(index, (None, None))
         if target is None:
             yield

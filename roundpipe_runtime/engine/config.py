@@ -14,7 +14,7 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run; a field ``None`` takes the value of the model's configuration, then the default.
+    """Configuration of a pipeline run. A field that is ``None`` takes the model's setting, or else the default.
 
     Attributes:
         requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.

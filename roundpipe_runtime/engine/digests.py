@@ -26,7 +26,7 @@ _ROWS = 128  # elements per piece: 2 MB of float32, which stay in a cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
-    """A gradient, or a summary of it for comparisons."""
+    """A gradient, or random projections of a large gradient, for a later comparison with another gradient."""
 
     shape: torch.Size  # shape of the gradient
     values: torch.Tensor  # values, or sums with random factors; 0 for those that are not finite
@@ -49,7 +49,7 @@ class Digest:
 
 
 def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
-    """Return the digest of a gradient.
+    """Return a gradient for a comparison: all of it, or random projections if it has more than ``whole`` elements.
 
     >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
@@ -95,7 +95,7 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
 
 
 def typical(found: Digest) -> float:
-    """Return the root mean square of a gradient's numbers."""
+    """Return the root mean square of a gradient's elements."""
     root: float = max(math.prod(found.shape), 1) ** 0.5
     return found.norm / root
 

@@ -55,7 +55,7 @@ def run_base() -> int:
 
 @dataclasses.dataclass(eq=False)
 class Draws:
-    """Random draws of the calls of a run."""
+    """Records how the layer calls of a run use random generators, and advances the generators at the commit."""
 
     base: int  # digest of the state of torch's generator
     tag: str  # name of the pipeline
@@ -85,7 +85,7 @@ class Draws:
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
-        """Advance the generators of the caller that layers have drawn from."""
+        """Advance the caller's random generators from which layers have drawn."""
         if self.moves and (self.has_drawn or self._after):
             with moving():
                 if self.has_drawn:
@@ -95,14 +95,14 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Release this run's start state for another run, after a commit or a failure."""
+        """Note that this run has ended, so that another run from the same state may use the same seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
 
 @dataclasses.dataclass(slots=True)
 class CallDraws:
-    """Draws of one call from generators other than torch's; the caller holds the lock of all generators."""
+    """Sets and records the states of Python's, NumPy's and a layer's own generators for one call of the layer."""
 
     draws: Draws  # the draws of the run
     layer: int  # index of the layer; the number of layers for the loss function
@@ -133,7 +133,7 @@ class CallDraws:
         return generator.get()
 
     def restart(self) -> None:
-        """Reset the generators to one state for all calls of a microbatch."""
+        """Reset the generators to a state that all calls of a microbatch share."""
         draws = self.draws
         for key, (generator, found) in self._given.items():
             if draws.moves and draws.in_order:
@@ -144,7 +144,7 @@ class CallDraws:
             self._restarted[key] = generator.get()
 
     def end(self, generator: Generator, before: object) -> bool:
-        """Keep the generator states at the beginning of this call, which the recomputation needs."""
+        """Return whether the call used a generator; if so, record its state before the call for the recomputation."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         if key in draws._before:
             return True
@@ -164,7 +164,7 @@ class CallDraws:
 
 
 def move_generator() -> None:
-    """Advance torch's generator, after a call of all ranks in which any rank has drawn."""
+    """Advance torch's generator on this rank, after a call in which any rank has drawn random numbers."""
     with moving():
         _draw()
 
@@ -189,7 +189,7 @@ _MOVES: collections.deque[tuple[object, object]] = collections.deque(maxlen=64)
 
 
 class ProcessState:
-    """A state of the process's generators, read under their lock."""
+    """The state of the process's global random generators at one moment, to detect later changes."""
 
     __slots__ = ("mark", "others", "state")
 
@@ -199,11 +199,11 @@ class ProcessState:
         self.others = process_marks()
 
     def is_now(self) -> bool:
-        """Report whether the generators are in this state."""
+        """Return whether the process's random generators are still in this state."""
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Report whether only committed runs have advanced the generators since then."""
+        """Return whether only commits of runs have advanced the process's random generators since this state."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)
@@ -217,7 +217,7 @@ class ProcessState:
 
 @contextlib.contextmanager
 def moving() -> Iterator[None]:
-    """Mark the changes of generators in the block as the commit of a run."""
+    """Record that changes of random generators in the with block come from the commit of a run."""
     with generator_lock():
         before = ProcessState()
         yield
@@ -236,7 +236,7 @@ def _mark(state: torch.Tensor) -> bytes:
 
 
 class Generator(Protocol):
-    """A generator whose state can be read and written."""
+    """The interface of a random generator whose state can be read and written."""
 
     key: int
 
@@ -250,11 +250,11 @@ class Generator(Protocol):
         """Seed it."""
 
     def draw(self) -> int:
-        """Return a number of up to 56 bits, and advance the state."""
+        """Return a random number of up to 56 bits, which advances the state."""
 
 
 def is_same(one: object, other: object) -> bool:
-    """Report whether two states of a generator are equal."""
+    """Return whether two states of a random generator are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -353,7 +353,7 @@ class _OldNumPy:
 
 
 def process_generators() -> list[Generator]:
-    """Return the global generators of the process, except torch's."""
+    """Return the global random generators of Python and, if it is imported, NumPy."""
     found: list[Generator] = [_Python(random.random.__self__)]  # type: ignore[attr-defined]  # a bound method
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -408,7 +408,7 @@ _MARKS: dict[str, Callable[[], object]] = {}
 
 
 def process_marks() -> tuple[object, ...]:
-    """Return marks of the process's generators; they differ later if a generator was used."""
+    """Return values that change whenever Python's or NumPy's global random generator is used."""
     if "numpy" not in _MARKS and "numpy.random" in sys.modules:
         _MARKS["numpy"] = _numpy_marks()
     if "python" not in _MARKS:
@@ -422,7 +422,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 def held_generators(code: object) -> list[Generator]:
-    """Return the generators of a layer and its submodules: attributes, and items of lists or dicts in attributes."""
+    """Return the random generators in attributes of a layer and its submodules, also inside lists and dicts."""
     found: dict[int, Generator] = {}
     for module in code.modules() if isinstance(code, nn.Module) else ():
         for name, value in vars(module).items():
@@ -461,7 +461,7 @@ def _as_generator(value: object) -> Generator | None:
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """Observed behaviour of the code of a layer; each entry is missing until a call has shown it."""
+    """Observed behaviour of a layer or a loss function; an entry is missing until a call has shown the behaviour."""
 
     # whether it writes its inputs in place, by mode (`module.training`). Default: not known.
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
@@ -481,7 +481,7 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 
 
 def traits_of(code: Any) -> LayerTraits:
-    """Return the record of a layer or a loss function, the same one at each call.
+    """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
 
     An object without weak references (one with slots, for example) has no lasting record: every call assumes the worst
     case.

@@ -98,7 +98,7 @@ class Engine(RunLifecycle):
     def forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig, *, is_checked: bool = False
     ) -> Any:
-        """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
+        """Run the layers forward; if gradients are computed, the outputs are part of the caller's autograd graph."""
         # is_checked: whether the rows of this call were checked
         self.check_can_run()
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
@@ -126,7 +126,7 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run all layers but the last by microbatches, and the last layer once, for all rows.
+        """Run all layers except the last one microbatch by microbatch, and the last layer once for all rows.
 
         ::
 
@@ -157,18 +157,18 @@ class Engine(RunLifecycle):
             return output
 
     def outputs_before_last(self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> list[PyTree]:
-        """Return the outputs of the layer before the last one for each microbatch, without committing the run."""
+        """Return the output of the layer before the last one for each microbatch, without changing the model."""
         return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
 
     def wait_exact_step(self) -> None:
-        """Wait for an exact step in the background, and raise its error before a trial starts."""
+        """Wait for an optimizer step in the background whose weights the next run needs, and raise the step's error."""
         if self.steps.is_exact:
             self.steps.wait_update()
 
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
     ) -> list[PyTree]:
-        """Return the outputs of the last layer of a span for each microbatch, for a comparison."""
+        """Run the layers of a span without any lasting effect, and return the last one's output for each microbatch."""
         # span: indices of the layers, starting with the first
         with self._leaving_no_trace():
             return self._outputs_within(microbatches, config, span, trial=trial)
@@ -182,7 +182,7 @@ class Engine(RunLifecycle):
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward, and give the gradients of each layer to a function; none reaches a parameter."""
+        """Run forward and backward, and pass each layer's gradients to ``landed`` instead of to parameters."""
         contract = LossContract("sum", [one.rows for one in microbatches])
         each = [range(layer, layer + 1) for layer in span]
         plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
@@ -242,7 +242,7 @@ class Engine(RunLifecycle):
         return_outputs: bool,
         config: RoundPipeRunConfig,
     ) -> Any:
-        """Run forward, loss and backward."""
+        """Run forward, loss and backward of a batch, and return the loss, with the outputs if requested."""
         self.check_can_run()
         with self.lock, gradient_mode_kept(), self._noting_ends():
             outputs = None
@@ -295,7 +295,7 @@ class Engine(RunLifecycle):
     # -- splitting a batch ---------------------------------------------------------------------------------------------
 
     def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Return the microbatches of each group of this process, for a call that computes gradients."""
+        """Split a batch like :meth:`cut`, for a call that computes gradients."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but gradients are switched off here. Use forward.")
         return self.cut(batch, config)
@@ -368,7 +368,7 @@ class Engine(RunLifecycle):
                 self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Return the microbatches of each group of this process; there may be fewer rows than groups."""
+        """Split a batch into the groups of this process, and each group into microbatches; groups may be empty."""
         count = self.groups.own_groups
         check_labels(batch.label)
         if count == 1:
@@ -385,7 +385,7 @@ class Engine(RunLifecycle):
         return parts + [[] for _ in range(count - len(parts))]
 
     def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig, *, is_cut: bool = False) -> list[FlatMicrobatch]:
-        """Return the microbatches of one group; ``is_cut`` if other ranks have other rows of the batch."""
+        """Split a group of rows into microbatches; ``is_cut``: whether other groups have other rows of the batch."""
         microbatches = self.split(batch, config)
         rows = [microbatch.rows for microbatch in microbatches]
         if is_cut or len(rows) > 1:
@@ -411,6 +411,6 @@ def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
 
 
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """The settings for a call in two passes; its plan may be for a fused run."""
+    """Return the settings with a plan for separate forward and backward stages; the given plan may fuse them."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())

@@ -80,7 +80,7 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of a new graph."""
+    """Make the inputs of a layer the leaves of a new autograd graph."""
     # as_leaves: whether the layer gets the leaves themselves. This is faster, but torch refuses in-place writes to a
     # leaf.
     # returns: the leaves that get gradients, `None` for inputs without one, and the tensors for the layer
@@ -99,7 +99,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 
 
 def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the leaves of a loss's graph, except the outputs that it was given.
+    """Return the leaves in the autograd graph of losses, except the model outputs in ``entries``.
 
     These are parameters of the loss, or parameters in a penalty term.
 
@@ -124,7 +124,7 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
 
 
 def is_refused_write(error: Exception) -> bool:
-    """Report whether torch refused to write a leaf, or a view of one, in place."""
+    """Return whether an error is torch's refusal to write to a leaf, or to a view of a leaf, in place."""
     return "leaf Variable that requires grad" in str(error)
 
 
@@ -132,7 +132,7 @@ def is_refused_write(error: Exception) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach, and replace layouts that a copy would change, so that the next layer always sees the same layout."""
+    """Detach a tensor; copy it if its layout would not survive a copy, so that the next layer sees one layout."""
     tensor = tensor.detach()
     if tensor.layout == torch.strided and (
         tensor.storage_offset() or not (tensor.is_contiguous() or _is_dense(tensor))
@@ -163,7 +163,7 @@ T = TypeVar("T")
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Return ``call()``; the CPU's random generator is locked if the call repeats forward code.
+    """Run a backward and return its result, with the CPU's random generator locked if it repeats forward code.
 
     Detection is in the first call; a layer that starts to use checkpoints later is not noticed. If the thread already
     has a profiler, that one continues, and the generator is locked for every backward.
@@ -175,7 +175,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 
 def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Return ``call()``, and detect in an accelerator's first call whether the backward will repeat the forward."""
+    """Run a forward and return its result; on an accelerator, detect whether its backward will repeat forward code."""
     return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
 
 

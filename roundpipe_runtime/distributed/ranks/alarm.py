@@ -41,7 +41,7 @@ _LEFT = "left"  # instead of the last beat of a process that stops listening
 
 
 class Alarm:
-    """Passes the news that a rank has failed."""
+    """Notifies the other ranks when this rank fails, and detects ranks whose processes have ended or are stopped."""
 
     # store: store of the job, `None` for a process alone
 
@@ -80,15 +80,15 @@ class Alarm:
             self._listener = listener
 
     def raise_for(self, call: int) -> None:
-        """Notify the other ranks that this one has failed."""
+        """Notify the other ranks that this rank has failed in the call with this number."""
         self._send({"call": call})
 
     def notify_step_failed(self, text: str) -> None:
-        """Notify the other ranks that a step has failed here."""
+        """Notify the other ranks that the optimizer step of this rank has failed."""
         self._send({"step": text})
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return the rank whose step has failed and its error, once; wait a moment for the message."""
+        """Return, once, the rank whose optimizer step failed and its error; wait up to a second for the message."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)
@@ -96,7 +96,7 @@ class Alarm:
         return found
 
     def find_gone(self) -> list[int]:
-        """Return the ranks that do not answer; rank 0 where the store itself is gone, which is in that process."""
+        """Return the ranks that do not answer; rank 0, whose process has the store, if the store does not answer."""
         if self._gone is None and self._store is not None and self._size > 1:
             try:
                 self._gone = self._ask() or None
@@ -119,7 +119,7 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return for how long a rank was stopped that was given up just now."""
+        """Return for how many seconds a rank was stopped before it was given up; 0 if that was not just now."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
@@ -291,7 +291,7 @@ def this_machine() -> str:
 
 
 class Process(NamedTuple):
-    """A process of a machine."""
+    """A process, identified by its machine, its process id and its start time."""
 
     machine: str  # name of the machine
     number: int  # number of the process
@@ -303,16 +303,16 @@ class Process(NamedTuple):
         return cls(this_machine(), os.getpid(), _state(os.getpid())[1])
 
     def has_ended(self) -> bool:
-        """Report whether the process has ended; it must be one of this machine."""
+        """Return whether the process has ended; the process must be on this machine."""
         state, started = _state(self.number)
         return state in _ENDED or started != self.started
 
     def is_stopped(self) -> bool:
-        """Report whether a signal has stopped the process (SIGSTOP, Ctrl-Z); it must be one of this machine."""
+        """Return whether a signal (SIGSTOP, Ctrl-Z) has stopped the process; the process must be on this machine."""
         return _state(self.number) == ("T", self.started)  # a debugger's is "t"
 
     def end(self) -> None:
-        """Kill the process, even if it is stopped; it must be on this machine."""
+        """Kill the process, even if it is stopped; the process must be on this machine."""
         with contextlib.suppress(OSError):
             os.kill(self.number, signal.SIGKILL)
 
@@ -345,7 +345,7 @@ class _CallNews:
         self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
 
     def stop(self, reason: BaseException) -> None:
-        """Stop the run, and wake up who waits for the sums."""
+        """Stop the run, and wake the thread that waits for the summed gradients."""
         self.reason = reason
         run = self.run
         if run is not None:
@@ -353,14 +353,14 @@ class _CallNews:
         self.arrived.put(reason)
 
     def note_sums(self, summed: Future[None]) -> None:
-        """Wake threads that wait for the sums; stop the call if the sums have failed."""
+        """Wake the thread that waits for the summed gradients; stop the call if the summation has failed."""
         if error := summed.exception():
             self.stop(error)
         self.arrived.put(summed)
 
 
 class News:
-    """Stops the run that is under way, and wakes up who waits for sums."""
+    """Stops the current call of this rank, its run and its wait for summed gradients, when another rank fails."""
 
     def __init__(self, alarm: Alarm) -> None:
         self._alarm = alarm
@@ -368,12 +368,12 @@ class News:
 
     @property
     def reason(self) -> BaseException | None:
-        """Why the current call stops; ``None`` while it continues."""
+        """The error that stops the current call; ``None`` while the call continues."""
         return self._call.reason
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
-        """Hear the other ranks during a call."""
+        """Stop the call of the with block when another rank reports that it has failed."""
         # number: number of the call; news of others do not concern it
         # Other threads deliver errors of ranks, maybe after the next call has begun: each call has its own object.
         call = self._call = _CallNews()
@@ -391,7 +391,7 @@ class News:
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
-        """Stop the run in the block when another rank fails."""
+        """Stop the run of the with block when another rank fails."""
         call = self._call
         call.run = run
         try:
@@ -402,13 +402,13 @@ class News:
             call.run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
-        """Stop the call if the sums fail; return them."""
+        """Stop the call if the summation of gradients fails; return the future of the summation."""
         with Uninterrupted():
             summed.add_done_callback(self._call.note_sums)
         return summed
 
     def wait(self, summed: Future[None]) -> None:
-        """Wait for the sums, or for a reason to stop."""
+        """Wait until the gradients are summed, or raise the error that stops the call."""
         arrived = self._call.arrived
         with Uninterrupted(stop=arrived.put):
             found = arrived.get()

@@ -36,7 +36,7 @@ _CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")
 
 
 class Ranks:
-    """The ranks of a model: here one process alone, which exchanges nothing."""
+    """The processes (ranks) that train one model, and their exchanges; this base class is for one process alone."""
 
     mesh: DeviceMesh | None = None  # mesh of the ranks; `None` for a process alone
 
@@ -53,26 +53,26 @@ class Ranks:
         return [value]
 
     def fail_step(self, text: str) -> None:
-        """Notify the other ranks, which may wait in their step, that the step of this rank failed."""
+        """Notify the other ranks, which may wait in their optimizer step, that the step of this rank has failed."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with that of rank 0."""
+        """Overwrite a tensor with its values on rank 0."""
 
     def all_to_all(self, out: torch.Tensor, give: Sequence[int], into: torch.Tensor, take: Sequence[int]) -> None:
-        """Give each rank its part of a tensor, and take one of each."""
+        """Send each rank its part of ``out``, and receive a part from each rank in ``into`` (all-to-all)."""
         into.copy_(out)
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill tensors in place with the values of other ranks."""
+        """Fill the other members' parts of tensors with the values that they send (all-gather)."""
         # parts: for each tensor its parts, one per member, each contiguous; the own part is sent
 
     def shard_members(self) -> list[int]:
-        """Return the ranks that hold the other shards of this rank's copy, in the order of the shards."""
+        """Return the ranks that hold the shards of this rank's copy of the model, in the order of the shards."""
         first = self.rank - self.rank % self.num_shards
         return list(range(first, first + self.num_shards))
 
     def copy_members(self) -> list[int]:
-        """Return the ranks that hold the same shard, in the order of the copies."""
+        """Return the ranks that hold the same shard as this rank, in the order of the copies of the model."""
         return list(range(self.rank % self.num_shards, self.size, self.num_shards))
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Ranks:
 
 
 class MeshRanks(Ranks):
-    """The ranks of a mesh of processes."""
+    """The processes (ranks) of a ``DeviceMesh`` that train one model, and their exchanges over gloo."""
 
     # mesh: mesh of host devices: `(N,)` for shards over all ranks; `(M, K)` for M copies of K shards
 
@@ -109,7 +109,7 @@ class MeshRanks(Ranks):
         return found
 
     def fail_step(self, text: str) -> None:
-        """Notify the other ranks, which may wait in their step, that the step of this rank failed."""
+        """Notify the other ranks, which may wait in their optimizer step, that the step of this rank has failed."""
         with contextlib.suppress(
             RuntimeError
         ):  # the store is gone, which the other ranks notice at their next exchange
@@ -117,18 +117,18 @@ class MeshRanks(Ranks):
         self._close("step")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with that of rank 0."""
+        """Overwrite a tensor with its values on rank 0."""
         with self._watched("control"):
             dist.broadcast(tensor, src=self._members[0], group=self._group("control"))
 
     def all_to_all(self, out: torch.Tensor, give: Sequence[int], into: torch.Tensor, take: Sequence[int]) -> None:
-        """Give each rank its part of a tensor, and take one of each."""
+        """Send each rank its part of ``out``, and receive a part from each rank in ``into`` (all-to-all)."""
         with self._watched("data"):
             dist.all_to_all_single(into, out, list(take), list(give), group=self._group("data"))
         self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill tensors in place with the values of other ranks."""
+        """Fill the other members' parts of tensors with the values that they send (all-gather)."""
         count, own, group = len(members), members.index(self.rank), self._group(channel)
         ops = []
         for distance in range(1, count):
@@ -147,7 +147,7 @@ class MeshRanks(Ranks):
                     work.wait()
 
     def close(self) -> None:
-        """Stop listening to the other ranks."""
+        """End the thread that listens to the other ranks."""
         self.alarm.close()
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class MeshRanks(Ranks):
 
 
 def meet(mesh: DeviceMesh) -> None:
-    """Wait until all ranks of a mesh are here, or one is gone: a group that is made waits for its whole timeout."""
+    """Wait until all ranks of a mesh call this function; raise an error if one is gone, without a long timeout."""
     try:
         for group in reversed(mesh.get_all_groups()):
             if dist.get_world_size(group) > 1:
@@ -195,7 +195,7 @@ def meet(mesh: DeviceMesh) -> None:
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of a mesh; without a mesh, or with one process, a group of this process alone."""
+    """Return the ranks of a mesh; without a mesh, or with one process, the ranks object of this process alone."""
     if mesh is None:
         return Ranks()
     check_mesh(mesh)
@@ -203,7 +203,7 @@ def ranks_of(mesh: DeviceMesh | None) -> Ranks:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Check that a mesh is one of processes on the host that this process is part of."""
+    """Raise an error if ``mesh`` is not a CPU ``DeviceMesh`` with one or two axes that contains this process."""
     line = '\n    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))'
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a DeviceMesh of torch.distributed, found {type(mesh).__qualname__}:{line}")
@@ -222,7 +222,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def job_timeout() -> datetime.timedelta | None:
-    """Return how long the default group waits, which the user gave to ``init_process_group``."""
+    """Return the timeout of the default process group, which the user gave to ``init_process_group``."""
     with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
         options = backend_options(torch.device("cpu"))
         found: datetime.timedelta = options._timeout

@@ -18,7 +18,7 @@ from .reduction import ReductionPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opening:
-    """The message of a rank before a call."""
+    """The message of a rank to all ranks before a call of ``forward_backward``."""
 
     rows: list[list[int | None]]  # rows of each microbatch, for each group of the rank
     seed: int  # seed of random layers
@@ -29,7 +29,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The message of a rank after its runs."""
+    """The message of a rank to all ranks after its part of a call: its losses, or its error."""
 
     begun: int  # number of exchanges of gradients that it has begun
     failure: str | None  # error of this rank; `None` if it has none
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Halfway:
-    """The message of a rank between forward and backward, if the loss is one of the whole batch."""
+    """The message of a rank to all ranks between forward and backward, if one loss is computed for the whole batch."""
 
     of_groups: Sequence[Any]  # what the loss needs to know of each group of the rank
     failure: str | None = None  # error of this rank; `None` if it can continue
@@ -52,7 +52,7 @@ class Halfway:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
-    """One call of ``forward_backward``, as all ranks have agreed on it."""
+    """One call of ``forward_backward`` on several ranks, on which all ranks have agreed."""
 
     plan: ReductionPlan  # what is summed
     first_rank: int  # rank with the first group that has rows
@@ -64,11 +64,11 @@ class RankCall(Call):
     feeds: bool = True  # whether the call continues backward from the inputs; autograd does otherwise
 
     def losses(self, turn: int) -> LossContract:
-        """Return the object that collects the losses of a group."""
+        """Return the object that collects the losses of one group of rows."""
         return GroupLosses(self.contract, self.firsts[turn], len(self.parts[turn]))
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
-        """Add the successful run of a group."""
+        """Add the run of a group of rows, after the run has succeeded."""
         if len(run.spec.contents) in run.collected.gradients:
             raise DistributedError(
                 "The loss function has trainable parameters that belong to no layer, so their gradients are not "
@@ -81,7 +81,7 @@ class RankCall(Call):
 
 
 class GroupLosses(LossContract):
-    """The contract of a batch, as the microbatches of one group see it.
+    """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
 
     Seeds follow from the rows of all groups. The scale, which is not known before all ranks have their losses, is left
     to the sum over the groups.
@@ -92,7 +92,7 @@ class GroupLosses(LossContract):
         self._whole, self._first = whole, first
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Take the loss of one microbatch of the group; see :meth:`LossContract.add`."""
+        """Add the loss of one microbatch of the group; see :meth:`LossContract.add`."""
         return self._whole.add(self._first + index, value, items)
 
     @property
@@ -102,24 +102,24 @@ class GroupLosses(LossContract):
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each microbatch of the group."""
+        """The weight of each microbatch of the group in averages over the batch."""
         return self._whole.weights[self._first : self._first + len(self.rows)]
 
     def gradient_scale(self) -> float:
-        """Return 1: the sum over the groups is scaled, once."""
+        """Return 1, since gradients are scaled only once, after they are summed over all groups."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossReport:
-    """The loss of one microbatch on its way to the other ranks."""
+    """The loss of one microbatch, in a form that is sent to the other ranks."""
 
     index: int  # index of the microbatch in the batch
     value: LossValue  # the loss, with its tensors on the host
 
 
 def report_losses(contract: LossContract) -> list[LossReport]:
-    """Return the losses that this rank has computed."""
+    """Return the losses that this rank has computed, in a form that is sent to the other ranks."""
     values = contract.values()
     return [
         LossReport(index, dataclasses.replace(value, tensors=tuple(tensor.cpu() for tensor in value.tensors)))
@@ -128,7 +128,7 @@ def report_losses(contract: LossContract) -> list[LossReport]:
 
 
 def total_contract(contract: LossContract, reports: Sequence[LossReport]) -> LossContract:
-    """Return a contract with the losses of all ranks, which has the same bits on each of them."""
+    """Return a contract with the losses of all ranks, whose results are bitwise identical on every rank."""
     found = LossContract(contract.reduction, contract.rows)
     for report in sorted(reports, key=lambda one: one.index):
         found.add_value(report.index, report.value)

@@ -51,7 +51,7 @@ from .reduction import Reduction, ReductionPlan, groups_of
 
 
 class RankCalls(OneGroup[Engine]):
-    """The groups that a batch is split into; each rank runs some of them."""
+    """Runs the groups of rows that belong to this rank, and writes gradients when all ranks have succeeded."""
 
     # replicas: number of groups that a batch is cut into. Default: number of ranks.
     # reduce_dtype: dtype in which gradients are sent. Default: that of their sums.
@@ -91,7 +91,7 @@ class RankCalls(OneGroup[Engine]):
     # -- parts of the engine -------------------------------------------------------------------------------------------
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
-        """Return the store of the model's parameters."""
+        """Make the object that stores the model's parameters and the tensors that the optimizer updates."""
         kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
         self.store = kind(model, optim_dtype, self.ranks)
         return self.store
@@ -99,11 +99,11 @@ class RankCalls(OneGroup[Engine]):
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Return the runner of the optimizer's steps."""
+        """Make the object that runs the steps of the optimizer."""
         return RankSteps(self.store, table, scan)
 
     def begin(self, engine: Engine, model: nn.Module) -> None:
-        """Agree with all ranks on the model, and take the weights of rank 0."""
+        """Check that all ranks have the same model and settings, and take over the weights of rank 0."""
         stated = describe_model(
             model,
             replicas=self.replicas,
@@ -122,12 +122,12 @@ class RankCalls(OneGroup[Engine]):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the row count of the whole batch; ``rows`` is that of this process."""
+        """Return the number of rows of the whole batch; ``rows`` is the number on this rank."""
         return rows if self._rows_of_batch is None else self._rows_of_batch
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
-        """Notify the other ranks of an error before :meth:`run_call`, where they wait for this rank."""
+        """Notify the other ranks, which wait for this rank in :meth:`run_call`, of an error in the with block."""
         number = self._number
 
         def notify(error: BaseException) -> None:
@@ -142,7 +142,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the block; the first call after it sends all of them."""
+        """Accumulate gradients on this rank in the with block; the next call after the block sends all of them."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -150,7 +150,7 @@ class RankCalls(OneGroup[Engine]):
             self._is_deferred = before
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which errors of other ranks stop a run."""
+        """Return a context manager in which an error of another rank stops a run."""
         return self.news.stopping(run)
 
     def run_call(
@@ -161,7 +161,7 @@ class RankCalls(OneGroup[Engine]):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward of this rank's rows, and commit when all ranks have succeeded."""
+        """Run forward, loss and backward of this rank's rows; change the model only when all ranks have succeeded."""
         # cut: function that returns the microbatches of each group of this rank
         # config: settings of the call, without gaps. `num_microbatch` is that of each group.
         with self.calling():
@@ -170,7 +170,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Hear the other ranks in the block."""
+        """Stop the call of the with block when another rank reports that it has failed."""
         # The number that `open` will count to. Until then it cuts the batch, and may try layers for seconds, while news
         # of the call before arrive.
         with self.news.listening(self._number + 1):
@@ -180,7 +180,7 @@ class RankCalls(OneGroup[Engine]):
                 self._rows_of_batch = None
 
     def open(self, engine: Engine, name: str, cut: Callable[[], Cutting], config: RoundPipeRunConfig) -> RankCall:
-        """Cut this rank's rows into its groups, and agree with all ranks on the call."""
+        """Split this rank's rows into groups and microbatches, and check that all ranks make the same call."""
         parts: list[list[FlatMicrobatch]] = []
         reduction: LossReduction | None = None
         stated: dict[str, object] = {}
@@ -216,7 +216,7 @@ class RankCalls(OneGroup[Engine]):
         )
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
-        """Do the work of this rank, and commit when all ranks have succeeded; return the loss."""
+        """Run ``work``, write the summed gradients when all ranks have succeeded, and return the loss."""
         # Within `no_sync()` nothing is sent. The call after it adds to sums that are here already, so its own gradients
         # are not sent as they land either.
         is_late = self._is_deferred or bool(self._kept)
@@ -334,11 +334,11 @@ class RankCalls(OneGroup[Engine]):
     # -- state between calls -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget sums that stayed on this rank."""
+        """Delete the gradients that calls in ``no_sync()`` have accumulated on this rank."""
         self._kept.clear()
 
     def close(self) -> None:
-        """End the thread that sums, and stop listening to the other ranks."""
+        """End the thread that sums gradients, and the thread that listens to the other ranks."""
         self._is_closed = True
         self._worker.close()
         self.ranks.close()
@@ -357,7 +357,7 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 
 
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
-    """Return the microbatches of each group; none for a group without rows."""
+    """Return the microbatches of each group of rows; an empty list for a group without rows."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
@@ -365,7 +365,7 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
 
 
 def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
-    """Describe a model and its pipeline by name, for :func:`ranks_disagree`."""
+    """Return the facts about a model and its pipeline that :func:`ranks_disagree` compares between ranks."""
     stated: dict[str, object] = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _tensors(model)}
     return stated | {name: str(value) for name, value in options.items()}
 
@@ -373,7 +373,7 @@ def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
 def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
-    """Describe a call by name, for :func:`ranks_disagree`."""
+    """Return the facts about a call that :func:`ranks_disagree` compares between ranks."""
     trainable = [
         (layer.index, number)
         for layer in contents
@@ -394,7 +394,7 @@ def describe_call(
 
 @torch.no_grad()
 def share_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the weights and buffers of rank 0, where they differ."""
+    """Overwrite weights and buffers that differ between ranks with those of rank 0."""
     if ranks.size == 1:
         return
     tensors = _tensors(model)
@@ -432,7 +432,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 class KeptSums:
-    """The gradients of calls in ``no_sync()``, by group of this rank and layer."""
+    """The gradients that calls in ``no_sync()`` have accumulated on this rank, by group and layer."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}
@@ -441,11 +441,11 @@ class KeptSums:
         return bool(self._sums)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Delete all accumulated gradients."""
         self._sums.clear()
 
     def add(self, call: Call, scale: float) -> None:
-        """Add the gradients of each group of a call."""
+        """Add the gradients of a call to the accumulated gradients, for each group."""
         turns = [turn for turn, part in enumerate(call.parts) if part]
         for turn, (run, _) in zip(turns, call.runs, strict=True):
             for layer, gradients in run.collected.gradients.items():
@@ -457,7 +457,7 @@ class KeptSums:
             run.collected.gradients.clear()
 
     def send(self, plan: ReductionPlan, ranks: Ranks) -> list[dict[nn.Parameter, torch.Tensor]]:
-        """Sum them over the groups of all ranks; all ranks call this."""
+        """Return the accumulated gradients, summed over the groups of all ranks; all ranks must call this method."""
         reduction = Reduction(plan, ranks)
         sums, self._sums = self._sums, {}
         layers = {bucket.layer for bucket in plan.buckets}

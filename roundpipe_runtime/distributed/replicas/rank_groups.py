@@ -35,10 +35,10 @@ from .rank_calls import RankCalls, with_rows
 
 
 class BatchLoss(Protocol):
-    """A loss that is not a sum over microbatches."""
+    """The interface of a loss that is computed once for the whole batch, since it is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
-        """Return the state of a group for other ranks: plain values and CPU tensors."""
+        """Return what other ranks need to know of a group's outputs, as plain values and CPU tensors."""
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch and the joined output of this rank."""
@@ -48,14 +48,14 @@ class BatchLoss(Protocol):
 
 
 class RankGroups(RankCalls):
-    """The groups that a batch is split into, with calls in one pass and in two; see :class:`RankCalls`."""
+    """Runs this rank's groups of rows like :class:`RankCalls`, also with forward and backward as separate calls."""
 
     _forwarded = (0, 0)
 
     def forward(
         self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks."""
+        """Run this rank's rows forward; a later ``backward`` through the outputs sums gradients over all ranks."""
         if not config.requires_grad or self.replicas == 1:
             return super().forward(engine, args, kwargs, config)
         passes = GroupPasses(with_rows(engine.cut(FlatBatch.of(args, kwargs, None), config)), config)
@@ -82,7 +82,7 @@ class RankGroups(RankCalls):
         return outputs
 
     def backward(self, engine: Engine, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Go backward through a forward; all ranks call it."""
+        """Run the backward of an earlier :meth:`forward`; all ranks must call this method."""
         engine.check_can_run()
         with engine.lock, self.calling(), torch.no_grad():
             call = self.open(engine, "backward", lambda: Cutting(passes.parts), passes.config)
@@ -97,7 +97,7 @@ class RankGroups(RankCalls):
         loss: BatchLoss,
         config: RoundPipeRunConfig,
     ) -> tuple[Any, Any]:
-        """Run forward, a loss of the whole batch, and backward; all ranks call it."""
+        """Run forward, one loss for the whole batch, and backward; all ranks must call this method."""
         engine.check_can_run()
         with engine.lock, self.calling():
 
@@ -237,7 +237,7 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
 
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
-    """The forward of the groups of a rank, and the state for its backward."""
+    """The forward runs of this rank's groups of rows, and everything that their backward needs."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group
     config: RoundPipeRunConfig  # settings of the call
@@ -249,12 +249,12 @@ class GroupPasses:
     empty: list[HostValue] = dataclasses.field(default_factory=list)  # outputs without rows, on a rank that has none
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Pass the gradients of a layer on to the sums."""
+        """Pass the gradients of a layer on to the function that sums them over all groups."""
         if self.landed is not None:
             self.landed(turn, layer, gradients)
 
     def rows(self) -> list[int | None]:
-        """Return the rows of each microbatch."""
+        """Return the number of rows of each microbatch."""
         return [microbatch.rows for part in self.parts for microbatch in part] or [0] * len(self.empty)
 
     def outputs(self) -> list[HostValue]:
@@ -263,7 +263,7 @@ class GroupPasses:
         return found or self.empty
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the inputs that gradients continue from."""
+        """Return the input tensors that require a gradient."""
         return [
             tensor
             for _, values in self.runs
@@ -289,7 +289,7 @@ class GroupPasses:
         gradients: Sequence[torch.Tensor | None],
         stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Run the backward of each group."""
+        """Run the backward of each group of rows, from the gradients of the outputs."""
         found = iter(gradients)
         runs = iter(self.runs)
         for turn, part in enumerate(self.parts):
@@ -308,7 +308,7 @@ class GroupPasses:
 
 
 def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return outputs to compute a loss from, and their tensors."""
+    """Return the microbatches' outputs, from which a loss is computed, and a list of their tensors."""
     # flows: whether the tensors require a gradient if the model's do
     outputs, tensors = [], []
     for on_host in values:
@@ -320,7 +320,7 @@ def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], 
 
 
 def join_graph(passes: GroupPasses, backward: Callable[[Sequence[torch.Tensor | None]], None]) -> list[Any]:
-    """Return the output of each microbatch as a part of the caller's graph."""
+    """Return the output of each microbatch as a part of the caller's autograd graph."""
     anchor = torch.empty(0, requires_grad=True)  # parameters are no inputs of the node: their sums are those of ranks
     results = iter(_apply(backward, passes, anchor, *passes.inputs()))
     return [on_host.structure.rebuild([next(results) for _ in on_host.tensors]) for on_host in passes.outputs()]

@@ -28,7 +28,7 @@ from ..weights.shards import RankStore, is_cut, pieces, shards
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """The trainable parameters of a layer whose gradients are summed in one dtype: one exchange."""
+    """The trainable parameters of a layer whose gradients have the same dtype, and are summed in one exchange."""
 
     layer: int  # index of the layer
     parameters: tuple[nn.Parameter, ...]
@@ -36,7 +36,7 @@ class Bucket:
 
 
 class ReductionPlan:
-    """The gradients that a call sums, in order, and the dtype in which they are sent."""
+    """The gradients that a call sums over all ranks, in order, and the dtype in which the ranks send them."""
 
     def __init__(
         self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None
@@ -45,7 +45,7 @@ class ReductionPlan:
         self.buckets = [bucket for layer in reversed(contents) for bucket in _buckets(layer, store)]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which the gradients of a bucket are sent; with one group they are not rounded."""
+        """Return the dtype in which ranks send the gradients of a bucket; with one group, gradients are not rounded."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
@@ -60,7 +60,7 @@ def _buckets(layer: LayerContents, store: RankStore) -> list[Bucket]:
 
 
 class Reduction:
-    """The sums of one call."""
+    """Sums the gradients of one call over the groups of all ranks, layer by layer."""
 
     def __init__(self, plan: ReductionPlan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
@@ -80,21 +80,21 @@ class Reduction:
     # -- what the runs of groups give --------------------------------------------------------------------------------
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Take the gradients of a layer; they are gone from the mapping when they are sent."""
+        """Accept the gradients of a layer in one group; each is removed from the mapping when it is sent."""
         with self._changed:
             # A layer recorded as one without gradients does not replace gradients that arrived before.
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Begin no further exchange before :meth:`finish`; return how many this rank has begun."""
+        """Stop beginning exchanges until :meth:`finish` is called; return how many this rank has begun."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """End a stopped reduction: send zeros to ranks that wait for this rank."""
+        """End a stopped reduction: send zeros in exchanges in which other ranks wait for this rank."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()
@@ -102,7 +102,7 @@ class Reduction:
     # -- in its own thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Do all exchanges, in order."""
+        """Run all exchanges with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
             bucket = self._plan.buckets[number]
             if not self._may_begin(step, turn, bucket.layer):
@@ -215,7 +215,7 @@ class Reduction:
     # -- when all ranks agree that the call has succeeded ------------------------------------------------------------
 
     def results(self, scale: float, had: set[tuple[int, int]]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Yield the gradients of each layer in the rows of the targets, last layer first."""
+        """Yield the summed gradients of each layer, last layer first, for the rows that this rank updates."""
         for number, bucket in enumerate(self._plan.buckets):
             found = {}
             for index, (parameter, rows) in enumerate(zip(bucket.parameters, self._rows.pop(number), strict=True)):
@@ -234,7 +234,7 @@ class Reduction:
 
 
 def group_sizes(rows: int, replicas: int) -> list[int]:
-    """Return the rows of each group of a batch.
+    """Return the number of rows in each group of a batch.
 
     >>> group_sizes(7, 4)
     [2, 2, 2, 1]
@@ -243,7 +243,7 @@ def group_sizes(rows: int, replicas: int) -> list[int]:
 
 
 def groups_of(rank: int, size: int, replicas: int) -> range:
-    """Return the groups that a rank runs, ascending.
+    """Return the numbers of the groups that a rank runs, in ascending order.
 
     >>> list(groups_of(1, 2, 5))
     [1, 3]
@@ -252,7 +252,7 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 
 
 def num_turns(size: int, replicas: int) -> int:
-    """Return the largest number of groups of a rank, which runs them one after the other.
+    """Return how many groups a rank runs at most; a rank runs its groups one after the other.
 
     >>> num_turns(2, 5)
     3
@@ -261,7 +261,7 @@ def num_turns(size: int, replicas: int) -> int:
 
 
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
-    """Return the rows of a global batch for one rank: the rows of its groups, group after group.
+    """Return the indices of the rows of a global batch that one rank trains, group after group.
 
     A rank that splits them with ``torch.tensor_split`` into its number of groups gets these groups.
 

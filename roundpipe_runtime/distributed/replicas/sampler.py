@@ -24,7 +24,7 @@ from .reduction import rows_of_rank
 
 
 class ReplicaBatchSampler(Sampler[list[int]]):
-    """Give each rank its share of the rows of each batch, as the ``batch_sampler`` of a ``DataLoader``.
+    """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
     A global batch is cut into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g`` is a
     part of rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes, do

@@ -26,35 +26,35 @@ from ..ranks.ranks import Ranks
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor, without a graph; a tensor that is not a DTensor is complete."""
+    """Return this rank's part of a ``DTensor``, or any other tensor itself, detached."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class RankStore(ParameterStore):
-    """Parameters and all that the optimizer gets, whole on every rank."""
+    """Stores parameters and the tensors that the optimizer updates (targets), both whole on every rank."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype)
         self.ranks = ranks
 
     def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the target of a parameter has, of a tensor that is shaped like the parameter."""
+        """Return the rows of ``whole``, a tensor shaped like the parameter, that this rank's optimizer updates."""
         return whole
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a group's gradient after its run: that of the sum over the groups."""
+        """Return the dtype of a gradient after the run of a group: the dtype in which groups are summed."""
         return self.gradient_dtype(parameter)
 
     def all_targets(self) -> list[nn.Parameter]:
-        """Return the parameters for the optimizer, each once."""
+        """Return the tensors that the optimizer updates, each once."""
         return [target for _, target in self.named()]
 
     def start_publication(self) -> None:
-        """Note that a step has changed the targets on all ranks; each layer is refreshed once after it."""
+        """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
 
 
 class ShardedStore(RankStore):
-    """Whole parameters on every rank, and shards for the optimizer."""
+    """Stores whole parameters on every rank; the tensors that the optimizer updates (targets) are shards."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype, ranks)
@@ -65,7 +65,7 @@ class ShardedStore(RankStore):
         self._published: set[int] = set()
 
     def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the target of a parameter has, of a tensor that is shaped like the parameter."""
+        """Return the rows of ``whole``, a tensor shaped like the parameter, that this rank's optimizer updates."""
         if not is_cut(parameter):
             return whole.reshape(1) if whole.dim() == 0 else whole
         return shards(whole, self.ranks.num_shards)[self._number]
@@ -77,7 +77,7 @@ class ShardedStore(RankStore):
         return self._shards[name].tensor
 
     def as_dtensor(self, parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-        """Return this rank's shard of a parameter, or of its gradient, as a DTensor."""
+        """Return this rank's rows of a parameter, or of its gradient, as a ``DTensor``."""
         shape = parameter.shape if parameter.dim() else torch.Size([1])
         stride = torch.empty(shape, device="meta").stride()
         placements: list[Placement] = [Replicate()] * self._mesh.ndim
@@ -89,7 +89,7 @@ class ShardedStore(RankStore):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the targets' gradients, in the order of the list."""
+        """Add gradients to the ``grad`` of the tensors that the optimizer updates, in the order of the list."""
         # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -107,7 +107,7 @@ class ShardedStore(RankStore):
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and of targets."""
+        """Clear the gradients of the parameters and of the tensors that the optimizer updates."""
         super().zero_grad(set_to_none)
         for shard in self._shards.values():
             if set_to_none:
@@ -116,23 +116,23 @@ class ShardedStore(RankStore):
                 local_of(shard.tensor.grad).zero_()
 
     def show_gradients(self) -> None:
-        """Leave the gradients in shards: no rank has room for all of them."""
+        """Do nothing: the gradients stay in shards, since no rank has memory for all gradients."""
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to the buffers, by the name of the parameter: DTensors, or whole tensors."""
+        """Add stored gradients, which may be ``DTensor``s or whole tensors, to the shards, by name of the parameter."""
         found = {p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}
         self.add_gradients([found])
 
     # -- masters -----------------------------------------------------------------------------------------------------
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name, as DTensors; frozen parameters have empty ones."""
+        """Return the master weights by name of the parameter, as ``DTensor``s."""
         dtypes = {name: parameter.dtype for name, parameter in self._listed()}
         found = {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
         return {name: tensor for name, tensor in found.items() if tensor.dtype != dtypes.get(name)}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load what :meth:`masters` returned, or whole tensors."""
+        """Load master weights by name of the parameter: ``DTensor``s from :meth:`masters`, or whole tensors."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
@@ -142,7 +142,7 @@ class ShardedStore(RankStore):
         return local_of(value) if isinstance(value, DTensor) else self.rows_of(parameter, value)
 
     def adopt(self) -> None:
-        """Read targets again where the parameter was changed."""
+        """Update the optimizer's tensors of parameters that other code has changed."""
         for name, parameter in self.model.named_parameters():
             if name in self._shards:
                 self._shards[name].adopt(parameter)
@@ -150,7 +150,7 @@ class ShardedStore(RankStore):
     # -- weights, after a step ---------------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make targets agree with parameters that were changed; after a step, send and receive all rows."""
+        """Update shards of parameters that other code changed; after a step, update parameters from all shards."""
         self.note_published()
         self.adopt()
         if stepped:
@@ -158,14 +158,14 @@ class ShardedStore(RankStore):
             self.refresh(list(self.model.parameters()))
 
     def start_publication(self) -> None:
-        """Note that a step has changed the targets on all ranks; each layer is refreshed once after it."""
+        """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
         self._published = set()
         # A run that begins before all layers are refreshed puts copies in the places of parameters.
         self.note_names()
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update parameters of a layer from the targets of all ranks, and the copies of them that stages read."""
+        """Update the parameters of a layer, and the copies that stages read, from the shards of all ranks."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}  # others no optimizer has
@@ -196,7 +196,7 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The target of a parameter, and the parameter's version when both last agreed.
+    """The tensor that the optimizer updates for a parameter, and the parameter's version at their last comparison.
 
     Where the optimizer works in the dtype of the parameter, the target is a view of its rows. Otherwise it is a master
     weight; that of a frozen parameter is a view of one NaN, which takes no memory.
@@ -217,7 +217,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Take over whether the parameter is trainable, and its values when it first is."""
+        """Make the tensor trainable if the parameter is; copy the parameter's values when it is first trainable."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self._rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -226,7 +226,7 @@ class Target:
             self.tensor.requires_grad_(parameter.requires_grad)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Read the rows again if the parameter was changed."""
+        """Update the tensor from the parameter's rows if other code has changed the parameter."""
         if self._state(parameter) != self._agreed:
             if self.is_master:
                 self.set(parameter, self._rows(parameter))
@@ -236,7 +236,7 @@ class Target:
 
     @torch.no_grad()
     def set(self, parameter: nn.Parameter, rows: torch.Tensor) -> None:
-        """Set a master weight."""
+        """Set the values of the master weight, for this rank's rows."""
         if not self.is_master:
             self._replace(torch.empty_like(rows, dtype=self._dtype))
             self.is_master = True
@@ -244,12 +244,12 @@ class Target:
         self.note(parameter)
 
     def write(self, parameter: nn.Parameter) -> None:
-        """Round a master weight into the rows of the parameter."""
+        """Copy the master weight, rounded, to this rank's rows of the parameter."""
         if self.is_master:
             self._rows(parameter).copy_(local_of(self.tensor))
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Note that both agree."""
+        """Note that this tensor and the parameter's rows have the same values now."""
         self._agreed = self._state(parameter)
 
     def _rows(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -267,12 +267,12 @@ class Target:
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Report whether a parameter is cut into shards: matrices and tensors of more axes are."""
+    """Return whether a parameter is split into shards, as tensors with at least two axes are."""
     return tensor.dim() > 1
 
 
 def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Split a tensor along its rows, as ``Shard(0)`` does: views, with empty ones at the end.
+    """Split a tensor along axis 0 into ``count`` views, as ``Shard(0)`` does; the last views may be empty.
 
     >>> [shard.tolist() for shard in shards(torch.arange(5).reshape(5, 1), 2)]
     [[[0], [1], [2]], [[3], [4]]]
@@ -282,7 +282,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[torch.Tensor]:
-    """Return, as views, the part of a parameter-shaped tensor that each rank sums.
+    """Return views of the parts of a gradient, one part for each rank, which sums this part over all groups.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
@@ -310,7 +310,7 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients such that their norm is at most a number; all ranks call it."""
+    """Scale all gradients so that their total norm is at most ``max_norm``; all ranks must call this function."""
     # norm_type: exponent of the norm, `inf` for the largest number
     if not norm_type > 0:
         raise ConfigError(f"clip_grad_norm_: norm_type must be positive, like 2.0, found {norm_type!r}.")

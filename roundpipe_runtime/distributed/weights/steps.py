@@ -32,7 +32,7 @@ _IN_BLOCKS = ("4bit", "8bit", "fp8")  # moments in fewer bits, with a scale for 
 
 
 class RankSteps(StepRunner):
-    """Runs the steps of one rank, and publishes the weights that all ranks have updated."""
+    """Runs the optimizer steps of one rank, and exchanges the updated weights with the other ranks."""
 
     _store: RankStore
     ranks: Ranks
@@ -48,22 +48,22 @@ class RankSteps(StepRunner):
         _runners().add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run a step now, in this thread; the next run waits for the weights of each layer."""
+        """Run an optimizer step now, in this thread; the next run waits until each layer's new weights have arrived."""
         self.synchronize()
         self._store.adopt()
         self._run_agreed(step)
         self._publish_next()
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the old parameters, later runs the new ones."""
+        """Run an optimizer step in the background. The next run uses the old parameters, later runs the new ones."""
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run a step now: the weights of all ranks are gathered next to the run that follows."""
+        """Run an optimizer step now; the new weights of all ranks are gathered in parallel with the next run."""
         self.run(step)
 
     def run_ended(self) -> None:
-        """Note that the run during the last step has succeeded: the result of the step may now be published."""
+        """Note that the run in parallel with the last step has succeeded, so that the new weights may be exchanged."""
         if self._unpublished:
             self.wait_update()
             self._start_publication()
@@ -102,12 +102,12 @@ class RankSteps(StepRunner):
         self._store.start_publication()
 
     def close(self) -> None:
-        """Finish, and end the thread."""
+        """Finish the current step, and end the thread that runs steps."""
         _runners().discard(self)
         super().close()
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Report whether an optimizer has the parameters of this pipeline that it should have."""
+        """Return whether an optimizer updates this pipeline; raise an error if the optimizer cannot update shards."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         targets = {id(target) for target in self._store.all_targets()}
         own = held & targets
@@ -141,13 +141,13 @@ class RankSteps(StepRunner):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for weights in transit before an optimizer changes them; refuse an optimizer that cannot."""
+        """Wait until all weights have arrived before an optimizer changes them; raise an error as in :meth:`owns`."""
         if self.owns(optimizer) and not self._is_inside:
             self.synchronize()
             self._store.adopt()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish the result of an optimizer that the caller ran on all ranks."""
+        """Exchange the new weights after the caller has run an optimizer step on all ranks."""
         if not self._is_inside and self.ranks.num_shards > 1 and self.owns(optimizer):
             self._publish_next()
 

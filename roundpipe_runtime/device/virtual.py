@@ -136,7 +136,7 @@ class VirtualDevice:
             ready.result()
         if self.check and (found := _LEDGER.read(tensor)) is not None:
             raise UseAfterReleaseError(
-                f"{self.name}: copy_in of a {_drawn(tensor)} that is in memory of {found[0]}. Copy it out first."
+                f"{self.name}: copy_in of a {_drawn(tensor)} that is in the memory of {found[0]}. Copy it out first."
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)
@@ -229,7 +229,7 @@ class VirtualDevice:
         for tensor in tensors:
             owner, state = _LEDGER.read(tensor) or (self.name, "ready")
             if owner != self.name:
-                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} read here is in memory of {owner}.")
+                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} read here is in the memory of {owner}.")
             if state != "ready":
                 raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
 

@@ -67,8 +67,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, template: pathlib.Path | None = None) -> None:
         if not isinstance(tokenizer, FolderTokenizer):
             raise FineTuneError(
-                "Conversations need a tokenizer with special tokens, and bytes have none for them. Name a model with "
-                "a tokenizer, or its folder: --tokenizer DIR"
+                "Conversations need a tokenizer with special tokens, and the byte tokenizer has none for roles. Name a "
+                "model with a tokenizer, or its folder: --tokenizer DIR"
             )
         self._inner, self.name = tokenizer.inner, tokenizer.name
         self._write = Limited(self._inner.apply_chat_template)
@@ -333,8 +333,8 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if messages is None:
         if others:
             raise FineTuneError(
-                f"{place} has {', '.join(map(repr, others))} next to text, which no template adds to it. Write it into "
-                f"the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
+                f"{place} has {', '.join(map(repr, others))} besides text, and no template adds it to the text. Write "
+                f"it into the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
             )
         return Conversation(place, prompt=row["prompt"], completion=row["completion"])
     if not any(message["role"] == "assistant" for message in messages):
@@ -430,8 +430,8 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
         raise FineTuneError(f"{place} {found}. Write one of {', '.join(_ROLES)}")
     if row.get("weight", 1) not in (1, None):
         raise FineTuneError(
-            f"{place} has the weight {row['weight']!r}, but all answers have the same weight. Leave it out, or end "
-            'the \'prompt\' after it: {"prompt": [...], "completion": [...]}'
+            f"{place} has the weight {row['weight']!r}, but all answers have the same weight. Leave the weight out, or "
+            'end the \'prompt\' after this message: {"prompt": [...], "completion": [...]}'
         )
     used = ("role" if "role" in row else "from", "content" if "content" in row else "value", "weight")
     others = {

@@ -223,7 +223,7 @@ def _check_stages(name: str, stages: Any) -> list[range]:
     for index, stage in enumerate(stages):
         layers = list(stage)
         if not layers:
-            raise PlanError(f"{name}[{index}] is empty. A stage has at least one layer.")
+            raise PlanError(f"{name}[{index}] is empty. A stage must have at least one layer.")
         if not all(type(layer) is int for layer in layers):
             raise PlanError(f"{name}[{index}] must contain indices of layers, found {layers}.")
         if layers[0] < 0:

@@ -64,7 +64,7 @@ def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
     others = [one for name, value in failure.inputs().items() for one in find_unregistered(value, name=name)]
-    text = "The unflattened program was called with inputs of another structure than it was exported with."
+    text = "The unflattened program was called with inputs of another structure than those of the example."
     if not others:
         return Explanation(
             f"{text} Pass inputs like the example's, where their classes are registered:",
@@ -102,7 +102,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
 
 def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
-        "Weights on the meta device, and offloaded ones, have no data, so the program cannot be compared with the "
+        "Weights that are offloaded or on the meta device have no data, so the program cannot be compared with the "
         "module. Load the weights, or trace without the comparison, with inputs on the same device:",
         (),
         "torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
@@ -133,8 +133,8 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
-        f"The program ignores its input {name} ({value}), and a file cannot store it. Keep the value in the module, or "
-        "make it static data of its object:",
+        f"The program ignores its input {name} ({value}), and a file cannot store this. Keep the value in the module, "
+        "or make it static data of its object:",
         (name,),
         'field: object = dataclasses.field(metadata={"static": True})',
     )

@@ -256,7 +256,7 @@ def _check_names(cls: type, names: list[str]) -> None:
     if computed:
         raise InvalidRegistrationError(
             f"functions_from_fields({cls.__qualname__}): {computed[0]!r} is a property without a setter, so an "
-            "instance cannot be rebuilt from it. Name the attribute that it reads."
+            "instance cannot be rebuilt from it. Name the attribute that the property reads."
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

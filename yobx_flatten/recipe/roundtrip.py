@@ -49,7 +49,7 @@ def _check_keys(recipe: Recipe, sample: object) -> None:
     children, static = _flatten(recipe, sample)
     keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
     if not all(isinstance(item, tuple) and len(item) == 2 for item in keyed):
-        raise RoundTripError(f"{name}: f_flatten_with_keys must return a list of (key, child) pairs first.")
+        raise RoundTripError(f"{name}: f_flatten_with_keys must return (list of (key, child) pairs, static part).")
     for key, _ in keyed:
         if not isinstance(key, (pytree.MappingKey, pytree.GetAttrKey, pytree.SequenceKey)):
             raise RoundTripError(

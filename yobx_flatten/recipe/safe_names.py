@@ -55,7 +55,7 @@ def find_named(name: object, kind: str) -> Any:
     # kind: what it has to be: `"class"`, `"enum"`, `"flag"`, `"namedtuple"`, `"dataclass"`, `"config"`, `"function"`,
     # `"constant"` or `"numpy scalar"`
     if not isinstance(name, str):
-        raise StaticDataError(f"A file names {describe_class(name)} where it should name a {kind}.")
+        raise StaticDataError(f"A file contains {describe_class(name)} instead of the name of a {kind}.")
     module, _, qualified = name.partition(":")
     import_known(module)
     if module not in sys.modules:

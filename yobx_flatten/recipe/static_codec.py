@@ -193,7 +193,7 @@ def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
     obj = object.__new__(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     if not values.keys() <= fields:  # such as __class__, which would change the object's class
-        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which are not fields of it.")
+        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which has no such fields.")
     for field, value in values.items():
         object.__setattr__(obj, field, load_static(value))
     return obj
@@ -210,7 +210,7 @@ def _load_config(name: str, text: str) -> Any:
     values = json.loads(text)
     # these keys name code to load with the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
-        raise StaticDataError(f"A file holds a configuration {name} that names its own code.")
+        raise StaticDataError(f"A file holds a configuration {name} that names code to run.")
     objection = objection_to(values)
     if objection is not None:
         raise StaticDataError(f"A file holds a configuration {name} that {objection}.")

@@ -166,7 +166,7 @@ class _AxisReading:
             found = ", ".join(f"{path} {_format(sizes.values())}" for (path, _), sizes in first.items())
             self.axes.remarks.append(
                 f"no axis was recognized as the batch: sizes along axis 0 differ ({found}) and never vary. Record a "
-                "call with another batch."
+                "call with another batch size."
             )
             return
         chosen = max(varying or groups, key=len)
@@ -230,8 +230,8 @@ class _AxisReading:
             seen = set(self.axes.sizes[name].values())
             if len(seen) == 1 and name != "new":
                 is_declared = name in declared or name in self.declared.values()
-                why = "a registered class states it" if is_declared else "axis 0 of every tensor has this size"
-                self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}), assumed to vary, since {why}.")
+                why = "a registered class says so" if is_declared else "axis 0 of every tensor has this size"
+                self.axes.remarks.append(f"{name}: one size ({seen.pop()}) was seen. It is assumed to vary, as {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
         if len(self.calls) == 1:
@@ -373,6 +373,6 @@ def _resized(leaf: object, sizes: Mapping[int | None, int]) -> object:
 def _check_sizes(sizes: Mapping[str, int], known: set[str]) -> None:
     for name, size in sizes.items():
         if name not in known or name == "total":
-            raise RecordError(f"There is no size {name!r} to choose. There are {sorted(known - {'total'})}.")
+            raise RecordError(f"There is no size {name!r} to choose. Choose among {sorted(known - {'total'})}.")
         if type(size) is not int or size < 1:
             raise RecordError(f"{name}: expected a number of 1 or more, found {size!r}.")

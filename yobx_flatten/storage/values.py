@@ -179,7 +179,7 @@ def _write_static(leaf: object, where: str) -> Record:
             raise NotRegisteredError(str(found[0])) from error
         if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
             raise InvalidArgumentError(
-                f"{where} is an array of JAX. Store one of NumPy:\n    numpy.asarray(array)"
+                f"{where} is an array of JAX. Store a NumPy array:\n    numpy.asarray(array)"
             ) from error
         raise
 

@@ -71,7 +71,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
                 "    ReplicaBatchSampler(batches, replicas=8, rank=dist.get_rank(), size=dist.get_world_size())"
             )
         if (replicas is not None and replicas < 1) or not 0 <= rank < size:
-            raise ConfigError(f"There is no rank {rank} of {size} with {replicas} groups.")
+            raise ConfigError(f"rank={rank} must be from 0 to {size - 1}, and replicas={replicas} at least 1.")
         self.batches = batches
         self.rank, self.size = rank, size
         self._model, self._replicas = model, replicas

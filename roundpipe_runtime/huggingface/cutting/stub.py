@@ -59,7 +59,7 @@ def running(session: Session) -> Iterator[None]:
 def _answer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     session = _RUNNING.session
     if session is None:
-        raise RuntimeError(f"The stub of {self.__dict__['_rp_name']} was called outside of a phase.")
+        raise RuntimeError(f"The placeholder of {self.__dict__['_rp_name']} was called outside of a run.")
     return session.call(self.__dict__["_rp_name"], args, kwargs)
 
 

@@ -48,7 +48,7 @@ def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
     calls = record({"x": (4, 3), "y": (4,)}, {"x": (4, 3), "y": (4,)})
     assert set(calls.axes().names.values()) == {"batch"}
     assert calls.axes().remarks == [
-        "batch: one size was seen (4), assumed to vary, since axis 0 of every tensor has this size."
+        "batch: one size (4) was seen. It is assumed to vary, as axis 0 of every tensor has this size."
     ]
 
 

@@ -130,8 +130,8 @@ def test_ranks_that_draw_other_rows_are_refused():
     ("numbers", "stated"),
     [
         ({}, "ReplicaBatchSampler(batches, model)"),
-        ({"replicas": 2, "rank": 2, "size": 2}, "There is no rank 2 of 2"),
-        ({"replicas": 0, "rank": 0, "size": 1}, "with 0 groups"),
+        ({"replicas": 2, "rank": 2, "size": 2}, "rank=2 must be from 0 to 1"),
+        ({"replicas": 0, "rank": 0, "size": 1}, "replicas=0 at least 1"),
     ],
 )
 def test_numbers_that_cannot_be(numbers, stated):

@@ -70,7 +70,7 @@ def test_what_has_no_template_is_refused():
         FineTuneError, match=r"words has no chat template, which a:1 needs. Give a template: --chat-template"
     ):
         encoder(None)(conversation_of({"messages": TURNS}, "a:1"))
-    with pytest.raises(FineTuneError, match=r"bytes have none for them.*--tokenizer DIR"):
+    with pytest.raises(FineTuneError, match=r"the byte tokenizer has none for roles.*--tokenizer DIR"):
         Encoder(ByteTokenizer())
 
 

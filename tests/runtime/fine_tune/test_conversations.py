@@ -125,7 +125,7 @@ MISTAKES = {
     "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' is a str. Write an object"),
     "beside text": (
         {"prompt": "x", "completion": "y", "system": "z"},
-        "a:1 has 'system' next to text, which no template",
+        "a:1 has 'system' besides text, and no template",
     ),
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},

@@ -223,7 +223,7 @@ def changed_results(layer: str) -> str:
     """Return the message for layers that return tensors for a batch where they returned ``None`` for the example."""
     return (
         f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
-        "model was split with, or the reverse. Wrap it with an example like this batch:\n"
+        "model was split with, or the reverse. Wrap the model with an example like this batch:\n"
         "    wrap_model_to_roundpipe(model, example=batch)"
     )
 

@@ -241,7 +241,7 @@ def _refusal(value: Any, path: str) -> str:
         return f"{message} Store its state:\n    generator.get_state()"
     if callable(getattr(value, "state_dict", None)):
         return f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()"
-    return f"{message} It accepts dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
+    return f"{message} Supported are dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
 
 
 _Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]

@@ -83,7 +83,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
         raise ConfigError(
             f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, and a pipeline loads its "
             "layers to new addresses."
-            ' Use mode="max-autotune-no-cudagraphs", or leave it out.'
+            ' Use mode="max-autotune-no-cudagraphs", or leave mode out.'
         )
     if given.get("dynamic", True) is None:
         raise ConfigError(

@@ -102,7 +102,7 @@ class Sample:
         number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
         leaves = [held, *(pytree.tree_leaves(one) for one in zip(outputs[1:], labels[1:], strict=True))]
         if len({len(one) for one in leaves}) > 1:
-            raise SplitError("The outputs of some rows have a different structure.")
+            raise SplitError("The outputs of different rows have different structures.")
         of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
         roles = [role if isinstance(leaf, torch.Tensor) else None for role, leaf in zip(of_tensors, held, strict=True)]
         return cls(leaves, [one.rows or 0 for one in given], roles, dict(enumerate(others, number)), spec)
@@ -286,7 +286,7 @@ class LossChecks:
                 if found.shown is not None:
                     what = _STATED.get(stated, "a sum or a mean over rows or labels")
                     reason = f"loss_fn returns {found.shown}. So it is not {what}: it would depend on how the batch is "
-                    reason += "split. It may compare rows, select them, or read what its own calls change."
+                    reason += "split. loss_fn may compare rows, select them, or read what its own calls change."
                     return LossProof("joined", reason, found.compared)
                 if found.compared or found.is_pair:
                     way, is_late = found.way or "rows", found.is_pair or found.way == "items"

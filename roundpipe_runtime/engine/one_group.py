@@ -152,7 +152,7 @@ def merge_outputs(
     # weights: weight of each microbatch in an average
     # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`
-    with noting(f"While the outputs of {len(outputs)} microbatches were joined."):
+    with noting(f"This happened while the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:
             return _pack(outputs, rows)
         joined = join(outputs, weights, rows=rows, merge=config.merge_output)

@@ -152,9 +152,9 @@ def _save_after_error(training: Training, saved: str | None) -> str | None:
     def save() -> str:
         is_saved = saved is not None and saved.endswith(f"checkpoint-{training.step}")
         path = saved if is_saved else trainer.save()
-        return f"The {training.step} steps before are saved in {path}. To continue: --resume"
+        return f"The first {training.step} steps are saved in {path}. To continue: --resume"
 
-    return result_or(save, lambda error: f"The {training.step} steps before could not be saved: {error}")
+    return result_or(save, lambda error: f"The first {training.step} steps could not be saved: {error}")
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:

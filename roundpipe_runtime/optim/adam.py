@@ -48,7 +48,7 @@ class Adam(torch.optim.Adam):
         if capturable or differentiable:
             raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
         if foreach is not None or fused is not None:
-            warn("Adam: foreach and fused are ignored; the fused kernel is used.", UserWarning)
+            warn("Adam: foreach and fused are ignored; a fused kernel is always used.", UserWarning)
         how = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=True, **how)
         self._choose_kernels()

@@ -269,7 +269,7 @@ class StepRunner:
             return
         call = self._call()
         try:
-            with noting(f"While waiting for the function given to {call}."):
+            with noting(f"This happened while waiting for the function given to {call}."):
                 wait_for(update)
         finally:
             if is_done(update):  # an interruption ends the wait, and not the step
@@ -346,8 +346,8 @@ class StepRunner:
 
     def _publish(self, version: int) -> None:
         note = (
-            "While the result of step(..., is_async=True) was copied to the parameters of the next run. Nothing is "
-            "lost: the next call of the pipeline continues the copy."
+            "This happened while the result of step(..., is_async=True) was copied to the parameters of the next run. "
+            "Nothing is lost: the next call of the pipeline continues the copy."
         )
         with on_error(self._table.fail), noting(note):  # runs that wait for this version hear of it
             for contents in self._scan():
@@ -460,7 +460,7 @@ class LayerSteps:
             obstacle = f"{type(optimizer).__name__} updates parameters that were already updated in this step."
         if obstacle is not None and self.is_ahead:
             raise StageError(
-                f"{obstacle} The next run may be reading them. Run the whole function first:\n    model.step(step_fn)"
+                f"{obstacle} The next run may read the weights. Run the whole function first:\n    model.step(step_fn)"
             )
         self.met += 1
         self.reason = obstacle or self.reason

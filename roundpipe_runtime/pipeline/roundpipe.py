@@ -267,9 +267,9 @@ class RoundPipe(OptimizedModel, SavedModel):
         if error.proof.compared and not self._rp_warned_of_loss:
             self._rp_warned_of_loss = True
             warn(
-                f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} It is computed "
-                "once from all outputs, which must fit in memory together. To compute the loss so without this "
-                'warning: loss_reduction="joined".',
+                f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} So the loss is "
+                "computed once from all outputs, which must fit in memory together. To compute the loss so without "
+                'this warning: loss_reduction="joined".',
                 RoundPipeWarning,
             )
         return found

@@ -379,7 +379,7 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
         raised = f"torch.export raises {type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
         reason = error.reason if isinstance(error, ConversionRefusedError) else raised
         way = "To set which sizes vary, pass dynamic_shapes=."
-        remark = f"{what} is fixed as in the example: where {where}, {reason}. {way}"
+        remark = f"{what} is fixed as in the example, because if {where}, {reason}. {way}"
         shapes = narrowed(example, kept) if kept else None
         yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))
 

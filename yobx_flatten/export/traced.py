@@ -109,17 +109,17 @@ class Traced:
         for device, dtype in _autocasts(self.program):
             found.append(
                 f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
-                "onnxruntime lacks kernels for bfloat16 on the CPU. If the export is refused, turn it off in forward: "
+                "onnxruntime lacks kernels for bfloat16 on the CPU. If the export is refused, turn autocast off: "
                 "torch.autocast(..., enabled=False)."
             )
         if self.fixed:
             sizes = [f"{name}.shape[{axis}] is fixed at {size}" for (name, axis), size in self.fixed.items()]
-            found.append(f"{', '.join(sizes)}, since the model's code rounds a number computed from it.")
+            found.append(f"{', '.join(sizes)}, since the model's code rounds a number computed from this size.")
         if self.largest:
             sizes = [f"{name}.shape[{axis}] is {size} at most" for (name, axis), size in self.largest.items()]
             found.append(
                 f"{', '.join(sizes)}: for larger sizes, the model's code takes another branch. The program and its "
-                "files refuse them."
+                "files refuse larger sizes."
             )
         if self.asserts_values:
             found.append(

@@ -255,7 +255,7 @@ class Generator:
             raise InvalidArgumentError(f"num_beams must be an int of 1 or more, found {describe_class(beams)}.")
         if beams > 1 and sampling is not None and sampling.do_sample:
             raise InvalidArgumentError(
-                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() for the likeliest ones."
+                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() to search for the likeliest."
             )
         several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
         if stated.get("return_timestamps") not in (None, True, False):

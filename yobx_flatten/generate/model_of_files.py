@@ -170,7 +170,7 @@ class FileModel(ModelWithoutWeights):
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
-                "return_token_timestamps: the files return scores only. Export them with export_folder(..., "
+                "return_token_timestamps: the files return scores only. Export the model with export_folder(..., "
                 "word_times=True) (--word-times), or call the model itself."
             )
         configs = (kwargs, *(vars(one) for one in (kwargs.get("generation_config"), self.generation_config) if one))
@@ -263,7 +263,7 @@ class FileModel(ModelWithoutWeights):
             if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
                 raise InvalidArgumentError(
                     "pixel_attention_mask is 0 inside a picture: the vision file reads whole pictures. Let the "
-                    "processor resize them to the size that the model reads."
+                    "processor resize pictures to the size that the model reads."
                 )
         settings = self.steps.settings
         videos = settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
@@ -354,13 +354,13 @@ class FileModel(ModelWithoutWeights):
         if decoder_attention_mask is not None and not bool(decoder_attention_mask.all()):
             raise InvalidArgumentError(
                 "decoder_attention_mask contains zeros, but the exported decoder has no mask for its own tokens. "
-                "Pass rows of one length, or one row at a time (Whisper: condition_on_prev_tokens)."
+                "Pass rows of one length, or one row at a time (Whisper pads rows with condition_on_prev_tokens=True)."
             )
         mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if attention_mask is None else attention_mask.long()
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of that shape, and no prefill_chunk_size."
+                f"{tuple(hidden.shape[:2])}. Pass a mask of the shape of the input, without prefill_chunk_size."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):
@@ -503,6 +503,6 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
     if not issubclass(own, GenerationMixin):  # a class of another task, whose folder was written for its decoder
         return GenerationMixin
     raise GenerationError(
-        f"{own.__name__} has its own generate, which needs layers of the model. Generate without further keywords, "
-        "with open_generator(folder).generate(...), or with the model itself."
+        f"{own.__name__} has its own generate, which needs layers of the model. Call the generate of the model itself, "
+        "or open_generator(folder).generate(...) without further keywords."
     )

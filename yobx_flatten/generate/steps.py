@@ -186,7 +186,7 @@ class Steps:
             unread += ["pixel_values" for one in pictures if one.pixels is not None]
         if unread:
             reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
-            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, and no {unread[0]}: leave it out.")
+            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, not {unread[0]}: leave that out.")
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id

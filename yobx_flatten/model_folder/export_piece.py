@@ -71,7 +71,7 @@ def export_piece(
             return None
         return GenerationError(
             f"Exporting {model} to {path.name} failed ({type(error).__name__}: {first_line(error)[:300]}). Export it "
-            "with your own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+            "with your own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
             "record_calls(model) as calls: ..."
         )
 

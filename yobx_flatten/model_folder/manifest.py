@@ -119,7 +119,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     # an author who states more than that would have every folder verified
     if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(
-            f"{path} sets the tolerance {found.tolerance}, but {found.dtype} has {tolerance('file', found.dtype)}."
+            f"{path} sets the tolerance {found.tolerance}, but {found.dtype} allows {tolerance('file', found.dtype)}."
         )
     if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
         raise DamagedFileError(f"{path} has a tolerance that is not a number of at least 0.")

@@ -262,7 +262,7 @@ def open_model(
     found = next((one for one in FolderModel.__subclasses__() if task in one.tasks), None)
     if found is None:
         raise InvalidArgumentError(
-            f"{os.fspath(folder)} is for {task}, for which there is no class. Run its files yourself: "
+            f"{os.fspath(folder)} is for {task}, for which there is no model class. Run its files yourself: "
             "onnxruntime.InferenceSession(path)"
         )
     where: dict[str, Any] = {"device": device, "providers": providers}

@@ -144,7 +144,7 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
         found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
             "adapters= is for ONNX files of onnxruntime, of models that generate text or run in one call; found "
-            f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), with the folder that PEFT wrote."
+            f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
         )
     adapters = read_adapters(plan.model, folders)
     return dataclasses.replace(plan, adapters=adapters, rooms=rooms_of(plan.model, adapters))
@@ -198,7 +198,7 @@ def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, p
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
-            'or proof="none" for unchecked files of another provider.'
+            'or proof="none" for unchecked files for another execution provider.'
         )
     if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do

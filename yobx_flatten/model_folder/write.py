@@ -381,7 +381,7 @@ def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, option
     for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(
-                f"{name}={value!r} is for a model given by name; a loaded one has its own. Leave it out."
+                f"{name}={value!r} is for a model given by name or folder, not for a loaded model. Leave {name} out."
             )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InvalidArgumentError(
@@ -432,7 +432,7 @@ def write_card(
             rows.append((f"the same greedy token, {case}", f"{count.agreed:.1%} after the model's own text"))
     lines = [f"# {name}, quantised", "", "Exported with yobx-flatten, and measured next to the model:", ""]
     lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
-    lines += ["`yobx-flatten verify FOLDER` measures it again, without the model.", ""]
+    lines += ["`yobx-flatten verify FOLDER` repeats the measurement, without the model.", ""]
     (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -61,7 +61,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
                 "adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"
             )
         if matrix.dtype != port.dtype:
-            raise DamagedFileError(f"{where}: {name} is of {matrix.dtype}, and the files take {port.dtype}.")
+            raise DamagedFileError(f"{where}: {name} has the dtype {matrix.dtype}, but the files take {port.dtype}.")
         sizes = list(zip(matrix.shape, port.shape, strict=False))
         if matrix.ndim != 2 or any(size not in (None, given) for given, size in sizes):
             wanted = ", ".join("rank" if size is None else str(size) for size in port.shape)
@@ -76,7 +76,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             raise DamagedFileError(f"{where} holds {name} without {other}.")
         if which == FIRST and matrix.shape[1] != found[other].shape[0]:
             raise DamagedFileError(
-                f"{where}: {name} has a rank of {matrix.shape[1]}, and {other} of {found[other].shape[0]}."
+                f"{where}: {name} has a rank of {matrix.shape[1]}, but {other} has a rank of {found[other].shape[0]}."
             )
 
 

@@ -161,8 +161,8 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
         )
     if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
         raise ForeignFileError(
-            f"{name} is of version {found.get(VERSION)!r} of the format, this yobx_flatten reads version "
-            f"{_KNOWN_VERSION}. Update it:\n    pip install --upgrade yobx-flatten"
+            f"{name} is of version {found.get(VERSION)!r} of the format, but yobx_flatten here reads version "
+            f"{_KNOWN_VERSION}. Update the package:\n    pip install --upgrade yobx-flatten"
         )
     if content is not None and found.get(CONTENT) != content:
         function = {"case": "load_case", "values": "load_nested"}.get(found.get(CONTENT, ""), "load_nested")

@@ -199,7 +199,7 @@ def check_size(nbytes: int, function: str, remedy: str) -> None:
     """Raise an error if this many bytes are too large for one ONNX file."""
     if nbytes > _LARGEST:
         raise InvalidArgumentError(
-            f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, which ends at 2 GB; {remedy}."
+            f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, whose limit is 2 GB; {remedy}."
         )
 
 

@@ -214,7 +214,7 @@ def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
             found = first.setdefault(size.expression, size)
             if found.value != size.value:
                 raise DynamicShapesError(
-                    f"{size.place} is {_name(size.expression)} and {size.value} in the example, but {found.place} is "
+                    f"{size.place} ({_name(size.expression)}) is {size.value} in the example, but {found.place} is "
                     f"{found.value} under that name. Sizes of one variable must be equal: use a second variable."
                 )
     values = {symbol: size.value for symbol, size in first.items()}
@@ -237,7 +237,7 @@ def _check_range(size: Size) -> None:
     if (least is not None and size.value < least) or (most is not None and size.value > most):
         limits = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
         raise DynamicShapesError(
-            f"{size.place} is {size.value} in the example, and {_name(size.expression)} is {', '.join(limits)}."
+            f"{size.place} is {size.value} in the example, but {_name(size.expression)} must be {', '.join(limits)}."
         )
 
 

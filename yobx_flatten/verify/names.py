@@ -77,7 +77,7 @@ def matched(
     found = {name: stated[name] for name in graph if name in stated}
     unknown = sorted(set(found.values()) - set(names))
     if unknown:
-        raise InvalidArgumentError(f"There is no {unknown[0]} to map a name to. There are {', '.join(names)}.")
+        raise InvalidArgumentError(f"A name is mapped to {unknown[0]}, not to one of {', '.join(names)}.")
     flat = 4 if any(".encoder." in name for name in names) else 2
     places = {place_of(name): name for name in names}
     for name in graph:

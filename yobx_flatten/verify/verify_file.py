@@ -99,7 +99,7 @@ def verify_file(
     base = find_model(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model
     if given is None and isinstance(base, torch.nn.Module) and not hasattr(base, "config"):
         raise InvalidArgumentError(
-            f"verify_file: {type(base).__qualname__} is not a Hugging Face model, whose inputs are made here. Pass "
+            f"verify_file: {type(base).__qualname__} is not a Hugging Face model, so its inputs are unknown. Pass "
             'cases=[Case("the example", args), Case("five rows", others)].'
         )
     found: dict[str, VerifiedFile] = {}

@@ -343,7 +343,7 @@ class _MadeEntries(list[Any]):
             if super().__getitem__(number) is None:
                 raise BatchStructureError(
                     f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
-                    "example that the model was split with. Wrap it with an example like this batch:\n"
+                    "example that the model was split with. Wrap the model with an example like this batch:\n"
                     "    wrap_model_to_roundpipe(model, example=batch)"
                 )
         return super().__getitem__(index)

@@ -441,7 +441,7 @@ def _run(
         if len(ends) > _MOST_PHASES:
             raise CutError(
                 "structure",
-                f"The model runs code between its layers {len(ends)} times or more, each time as another piece.",
+                f"The model runs code between its layers {len(ends)} times or more, which is too often to split it.",
             )
 
 

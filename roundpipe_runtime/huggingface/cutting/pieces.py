@@ -104,7 +104,7 @@ class Phase(nn.Module):
         if is_finished != self._is_last:
             raise BatchStructureError(
                 f"This batch {'skips' if is_finished else 'needs'} layers, or code between layers, differently than "
-                "the example that the model was split with. Wrap it with an example like this batch:\n"
+                "the example that the model was split with. Wrap the model with an example like this batch:\n"
                 "    wrap_model_to_roundpipe(model, example=batch)"
             )
         return result.output if isinstance(result, Finished) else result.state
@@ -151,7 +151,7 @@ class MissingValueError(BatchStructureError):
 
     def __init__(self, key: Key) -> None:
         super().__init__(
-            f"The model reads output {key.leaf} of its call {key.call} of a layer, but did not read it with the "
+            f"The model reads output {key.leaf} of layer call number {key.call}, but did not read it with the "
             "example that it was split with. Wrap it with an example like this batch:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
@@ -374,7 +374,7 @@ class PhaseSession:
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         if self.program.calls[place].layer != layer:
             raise BatchStructureError(
-                f"The model called {layer} where it called {self.program.calls[place].layer} in the phase before: its "
+                f"The model called {layer} where it called {self.program.calls[place].layer} before: its "
                 "forward is not deterministic."
             )
         given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
@@ -467,7 +467,7 @@ class PhaseSession:
                 raise CutError(
                     "structure",
                     f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model creates. Layers "
-                    "cannot exchange keys and values in such objects, as gradients would have to flow back.",
+                    "cannot exchange keys and values in such objects, as gradients cannot flow back.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

@@ -148,7 +148,7 @@ def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
             run(made, checkpoints=tmp_path / "c", save_model=lambda: done.append("model"))
     assert done == ["model", "evaluation"]
     place = saved(tmp_path / "c")[7]
-    notes = ["The trained model is saved.", f"The 7 steps before are saved in {place}. To continue: --resume"]
+    notes = ["The trained model is saved.", f"The first 7 steps are saved in {place}. To continue: --resume"]
     assert caught.value.__notes__ == notes
     with training(eval_every=None, steps=8) as made:  # one more
         assert made.restore(tmp_path / "c")
@@ -175,7 +175,7 @@ def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, fail
             run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
     assert (
         caught.value.__notes__[-1]
-        == f"The 4 steps before are saved in {saved(tmp_path / 'c')[4]}. To continue: --resume"
+        == f"The first 4 steps are saved in {saved(tmp_path / 'c')[4]}. To continue: --resume"
     )
     with training() as made:
         assert made.restore(tmp_path / "c")
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_saved_is_in_a_checkpoint(tmp_path):
 
     with training() as made, pytest.raises(OSError, match=r"No space left.*model\.safetensors") as caught:
         run(made, checkpoints=tmp_path / "taken", save_model=full_and_taken)
-    assert caught.value.__notes__[0].startswith("The 7 steps before could not be saved: ")
+    assert caught.value.__notes__[0].startswith("The first 7 steps could not be saved: ")
 
 
 @pytest.mark.parametrize("place", ["file", "file/c", "file/a/b"])

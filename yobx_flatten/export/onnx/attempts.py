@@ -260,8 +260,8 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
     remarks = []
     if traced.written:
         remarks.append(
-            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has the value of the "
-            "export."
+            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has its value "
+            "from the export."
         )
     if traced.drawing:
         remarks.append(

@@ -51,8 +51,8 @@ def check_opset(opset_version: int | None) -> None:
     newest = onnx.defs.onnx_opset_version()
     if opset_version > newest:
         raise InvalidArgumentError(
-            f"opset_version={opset_version}: the installed onnx has operators up to version {newest}. Pass None for "
-            "the exporter's own choice."
+            f"opset_version={opset_version}: the installed onnx has operators up to version {newest}. Pass None to "
+            "let the exporter choose the version."
         )
 
 
@@ -103,7 +103,7 @@ def convert(
     if opset_version is not None and found != opset_version:
         raise InvalidArgumentError(
             f"opset_version={opset_version}: torch's exporter cannot write this version for this model, and wrote "
-            f"{found}. Pass opset_version={found}, or None for the exporter's own choice. No file was kept."
+            f"{found}. Pass opset_version={found}, or None to let the exporter choose. No file was kept."
         )
     read_lazily(converted.model, readers or {})
     graph = converted.model.graph
@@ -417,5 +417,5 @@ def _state_rank(first: ir.Value, rank: str) -> None:
     for node, place in first.uses():
         product = node.outputs[0]
         if node.op_type != "MatMul" or place != 1 or product.shape is None:
-            raise FlattenError(f"{first.name} is not multiplied by the input of a layer, but read by {node.op_type}.")
+            raise FlattenError(f"{first.name} must be multiplied by a layer's input, but {node.op_type} reads it.")
         product.shape = ir.Shape([*product.shape[:-1], rank])

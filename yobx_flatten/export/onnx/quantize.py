@@ -227,7 +227,7 @@ def remark_quantized(
         report.remark(
             f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
             f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
-            f"{'norms' if found.tables else 'embeddings and norms'} as they are."
+            f"{'norms' if found.tables else 'embeddings and norms'} are unchanged."
         )
     if found.by_token:
         report.remark(

@@ -87,7 +87,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
     if changes:
         found.append(
             f"forward changes {changes} in its arguments and does not return the change. Files lose the change; the "
-            "program only writes to tensors in place."
+            "program repeats only writes into tensors."
         )
     return found
 

@@ -263,7 +263,7 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
     return [
         f"{yardstick.precise} weights would change the model's own results by up to {yardstick.costs[name]:.1e} "
-        f"(output {name!r}); there the file may differ from the model by {yardstick.largest[name]:.1e}."
+        f"(output {name!r}); in this output the file may differ from the model by {yardstick.largest[name]:.1e}."
     ]
 
 

@@ -129,7 +129,7 @@ class _Job:
         written = source.traced.written
         if written and source.cases:
             report.remark(
-                f"a file keeps no state between calls: {', '.join(written)} always has the value of the export."
+                f"a file keeps no state between calls: {', '.join(written)} always has its value from the export."
             )
 
         def load() -> Sequence[Side]:

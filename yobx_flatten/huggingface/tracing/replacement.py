@@ -114,7 +114,7 @@ def _warn(original: Function, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this release. The "
+            f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this version. The "
             "comparison with the model shows whether this matters. The newest tested transformers is "
             f"{NEWEST_TRIED['transformers']}.",
             ReplacedFunctionWarning,

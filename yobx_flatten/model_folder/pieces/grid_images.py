@@ -191,7 +191,7 @@ class TiledVisionEncoder(torch.nn.Module):
             if not compare(features, packed, "sums"):
                 raise GenerationError(
                     f"{type(model).__qualname__} processes images in more modules than its vision tower, projector "
-                    "and packing. Export the calls of a run: with record_calls(model) as calls: model.generate(...)"
+                    "and packing. Export recorded calls: with record_calls(model) as calls: model.generate(...)"
                 )
 
 

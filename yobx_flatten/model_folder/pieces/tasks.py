@@ -146,7 +146,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
         raise GenerationError(
             f"{type(model).__qualname__} does not take the inputs of a folder for {wanted} ({type(error).__name__}: "
             f"{first_line(error)[:200]}). {one_row}Export it with its own inputs, export_onnx(model, kwargs=inputs, "
-            "path=...), or the calls of a run: with record_calls(model) as calls: ..."
+            "path=...), or export recorded calls: with record_calls(model) as calls: ..."
         ) from error
 
 

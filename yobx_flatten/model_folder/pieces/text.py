@@ -527,8 +527,8 @@ def check_other_media(model: TransformersModel, task: str) -> None:
     lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
     if lost and model.main_input_name != "inputs":  # of a speech encoder-decoder, which is one of the others
         raise GenerationError(
-            f"{type(model).__qualname__} reads {', '.join(lost)} next to {model.main_input_name}, and the files for "
-            f"{task} take {model.main_input_name} alone. Export the calls of a run, with record_calls(model) as calls: "
+            f"{type(model).__qualname__} reads {', '.join(lost)} besides {model.main_input_name}, but the files for "
+            f"{task} take {model.main_input_name} alone. Export recorded calls, with record_calls(model) as calls: "
             f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={task!r})."
         )
 

@@ -33,7 +33,7 @@ from .grid_images import (
 from .text import EVERY, Piece, Split, random_tokens, random_values
 
 _OTHER_WAYS = (
-    "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or the calls of a run: with "
+    "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
     "record_calls(model) as calls: model.generate(...)"
 )
 

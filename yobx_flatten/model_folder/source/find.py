@@ -140,7 +140,7 @@ class FoundModel:
         if self.adapter is not None:
             raise ModelSourceError(
                 f"{self.name} contains an adapter for a quantized model. Merge the adapter with its library and save "
-                f"the full model, or name {self.folder} for the model alone."
+                f"the full model, or pass {self.folder} to export the model alone."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # what is loaded is in full

@@ -49,7 +49,7 @@ def packing_of(config: Any, name: str) -> Packing | None:
         return found
     raise ModelSourceError(
         f"{name} is quantised by {method}{found}. Supported are GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
-        "compressed-tensors in 4 and 8 bits (pack-quantized) and torchao with weights alone (Int8WeightOnlyConfig, "
+        "compressed-tensors in 4 and 8 bits (pack-quantized) and weight-only torchao (Int8WeightOnlyConfig, "
         "IntxWeightOnlyConfig). Load the model with its library, save it unquantized, and name that folder."
     )
 
@@ -220,7 +220,7 @@ class KeyDifferences:
         # option: how the choice is typed, as `"--unmatched-weights {}"`; that of Python and of the command line where
         # it is empty
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
-        own = f"Name a folder with the weights of a {kind}, or state its class in config.json (architectures)."
+        own = f"Pass a folder with {kind} weights, or set architectures in config.json to the class of the weights."
         on_purpose = f"To use random weights on purpose: {typed.format('random')}"
         if self.missing and choice != "random":
             raise failure(f"{name} lacks {_weights(self.missing)} of {kind}, which would be random. {own} {on_purpose}")

@@ -271,7 +271,7 @@ def test_a_device_that_is_not_there_names_one_that_is():
     [
         (["verify", "a.txt"], "yobx-flatten verify a.txt --model MODEL"),
         (["chat", "a.txt"], "a.txt is a file. Name the folder"),
-        (["chat", "nowhere"], "There is no folder nowhere. To write it: yobx-flatten export MODEL -o nowhere"),
+        (["chat", "nowhere"], "There is no folder nowhere. To export one: yobx-flatten export MODEL -o nowhere"),
         (["generate", "a.txt", "--prompt", "x"], "a.txt is a file. Name the folder"),
         (["export", "lama", "-o", "out"], "Did you mean llama"),
         (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name a"),

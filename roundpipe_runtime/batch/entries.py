@@ -225,7 +225,7 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
-            f"{type(input_args).__qualname__}. A model of one argument:\n"
+            f"{type(input_args).__qualname__}. For one argument, write:\n"
             "    forward_backward((x,), label=labels, loss_fn=loss_fn)"
         )
     if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
@@ -294,7 +294,7 @@ def rows_with_packed(
     if len(found) == 1:
         return list(found.pop())
     if found and not apart:
-        raise SplitError(f"{paths}: the rows of the microbatches differ, {[list(rows) for rows in sorted(found)]}.")
+        raise SplitError(f"{paths}: the rows per microbatch differ: {[list(rows) for rows in sorted(found)]}.")
     if count == 1:
         return [batch]
     if apart and batch is not None:

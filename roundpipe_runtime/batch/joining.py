@@ -99,7 +99,7 @@ def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
 def _check_paths(paths: Sequence[str], rules: Rules) -> None:
     for written in rules:
         if not any(is_below(path, written) for path in paths):
-            raise JoinError(f"merge_output: {written!r} is not among the outputs. Their key paths are:\n    {paths}")
+            raise JoinError(f"merge_output: {written!r} is not among the outputs. The key paths are:\n    {paths}")
 
 
 def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
@@ -185,7 +185,7 @@ def _the_same(path: str, values: Sequence[Any]) -> Any:
         if not _equal(value, values[0]):
             raise JoinError(
                 f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. A value "
-                "that is not split must be the same in all microbatches. Give a function that joins the outputs:\n"
+                "that is not split must be the same in all microbatches. Pass a function that joins the outputs:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
     return values[0]

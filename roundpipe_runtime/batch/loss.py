@@ -187,8 +187,8 @@ class LossContract:
             return
         raise LossError(
             f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. An average over "
-            'rows (loss_reduction="mean") is then not the loss of the batch. Return the sum and its divisor:\n'
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. Averaged by "
+            'rows (loss_reduction="mean"), these means are not the loss of the batch. Return sum and divisor:\n'
             '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
             "    return WeightedLoss(summed, (labels != -100).sum())"
         )
@@ -208,7 +208,7 @@ class LossContract:
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
                     raise LossError(
                         f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for "
-                        f"microbatch {other}. All values must be of one kind."
+                        f"microbatch {other}. All microbatches must return the same kind."
                     )
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)
@@ -376,7 +376,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.numel() != 1:
         raise LossError(
             f"{what} has shape {tuple(tensor.shape)}; it must be one number. Without loss_fn=, the "
-            "output of the model is the loss: pass loss_fn=. A loss_fn reduces it:\n"
+            "output of the model is the loss: pass loss_fn=. Reduce the loss in loss_fn:\n"
             "    return loss.sum()"
         )
     if tensor.is_complex():

@@ -196,7 +196,7 @@ def _rows(
         return list(sizes(decided.batch if decided.batch is not None else 1, num_microbatch))
     for path, size in cut.items():
         if size < len(rows):
-            raise SplitError(f"{path} has only {size} rows for the {len(rows)} packed microbatches.")
+            raise SplitError(f"{path} has only {size} rows, but the packed data has {len(rows)} microbatches.")
     return rows
 
 
@@ -249,7 +249,7 @@ def _split_by_functions(
         labels = _checked_labels(split_label(label, num_microbatch if calls is None else len(calls)))
     if calls is not None and labels is not None and len(calls) != len(labels):
         raise SplitError(
-            f"split_input made {len(calls)} microbatches and split_label {len(labels)}. Both numbers must be equal."
+            f"split_input made {len(calls)} microbatches, but split_label {len(labels)}. Both numbers must be equal."
         )
     named_calls = [{"args": call[0], "kwargs": call[1]} for call in calls or []]
     named_labels = [{"label": one} for one in labels or []]
@@ -470,7 +470,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
         axis = shape.index(batch)
         raise SplitError(
             f"{entry.path} has shape {shape}: the {batch} rows of the batch are not on axis 0, but axis {axis} has "
-            "that size. Split it there, or pass it whole to every microbatch, one of\n"
+            "that size. Split it there, or pass it whole to every microbatch. Write one of:\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: TensorChunkSpec({axis})}})\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: Replicate}})"
         )
@@ -494,7 +494,7 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
         below = [entry for entry in entries if is_below(entry.path, path)]
         if not below:
             raise SplitError(
-                f"split_input: {path!r} is not among the inputs. Their key paths are:\n"
+                f"split_input: {path!r} is not among the inputs. The key paths of inputs are:\n"
                 f"    {[entry.path for entry in entries]}"
             )
         if rule.reduce is not None:

@@ -102,7 +102,7 @@ def _read(folder: pathlib.Path) -> dict[str, _File]:
         version = read_document(folder / MANIFEST, _Version, failure=DamagedCheckpointError).format
         if version != _VERSION:
             raise CheckpointError(
-                f"{folder} has format {version!r}, and {_VERSION} is the newest known. Update yobx-flatten."
+                f"{folder} has format {version!r}, but {_VERSION} is the newest that is known. Update yobx-flatten."
             )
         files = read_document(folder / MANIFEST, _Manifest, failure=DamagedCheckpointError).files
     except FileNotFoundError as error:

@@ -128,7 +128,7 @@ def _check_writer(path: pathlib.Path) -> None:
     """A Trainer's checkpoint has the same manifest."""
     if not (path / TRAINING).exists() and (path / "trainer_state.json").exists():
         raise CheckpointError(
-            f"{path} was written by a Trainer. Resume it with the Trainer:\n"
+            f"{path} was written by a Trainer. Resume training with the Trainer:\n"
             f"    trainer.train(resume_from_checkpoint={str(path)!r})"
         )
 

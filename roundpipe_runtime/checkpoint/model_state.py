@@ -27,7 +27,7 @@ def check_writes_at_once(model: nn.Module) -> None:
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
                 f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has "
-                f'host="{pipeline.host}", so the copy may not fit. Write it synchronously:\n'
+                f'host="{pipeline.host}", so the copy may not fit. Save synchronously:\n'
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )
 
@@ -101,7 +101,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
-            raise TypeError(f"runs and replicas are counts, found {counts}")
+            raise TypeError(f"runs and replicas must be counts of 0 or more, found {counts}")
     targets = optimizer_targets(model)
     for table in (stored["masters"], stored["gradients"], stored["buffers"]):
         for name, value in table.items():
@@ -109,7 +109,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name} is not a tensor")
             target = targets.get(name)
             if table is not stored["buffers"] and target is not None and value.shape != target.shape:
-                raise CheckpointError(f"The checkpoint is for a different model: {name} is {_described(value)} in it.")
+                raise CheckpointError(f"The checkpoint is for a different model: its {name} is {_described(value)}.")
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

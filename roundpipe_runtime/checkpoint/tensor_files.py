@@ -185,7 +185,7 @@ def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):
         module, _, name = stored["class"].rpartition(".")
         raise CheckpointError(
-            f"The checkpoint contains tensors of class {name}, which torch does not know. Import it before loading:\n"
+            f"The checkpoint contains tensors of class {name}, which torch does not know. Import the class first:\n"
             f"    import {module}"
         )
     rest = _decode(stored["rest"], tensors)

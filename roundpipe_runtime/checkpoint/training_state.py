@@ -261,7 +261,7 @@ def check_random_state(state: dict[str, Any]) -> None:
         for number, generator in enumerate(stored["states"][: library.device_count()]):
             present = library.get_rng_state(number)
             if (generator.dtype, generator.shape) != (present.dtype, present.shape):
-                raise TypeError(f"the entry {kind}:{number} is not an optimizer state")
+                raise TypeError(f"the entry {kind}:{number} is not a state of a random generator")
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -312,13 +312,13 @@ def check_optimizer(
     if stored["class"] != own:
         raise CheckpointError(f"The checkpoint contains the state of {stored['class']}, but your optimizer is {own}.")
     if len(found) != len(expected):
-        raise CheckpointError(f"The optimizer has {len(expected)} groups, but the stored one had {len(found)}.")
+        raise CheckpointError(f"The optimizer has {len(expected)} groups, but the stored state has {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Group {number} of the optimizer has {len(here)} parameters, but the stored one had {len(there)}. "
-                f"Only one of the two has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Group {number} of the optimizer has {len(here)} parameters, but the stored group {len(there)}. "
+                f"Only one of the two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

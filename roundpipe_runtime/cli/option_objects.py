@@ -105,7 +105,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise UserError(f"{option} is a number of GB of at least 0, or auto, found {text!r}: {option} 2.5")
+        raise UserError(f"{option} must be a number of GB (0 or more) or auto, found {text!r}: {option} 2.5")
     return found
 
 

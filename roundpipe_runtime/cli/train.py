@@ -307,8 +307,8 @@ def _adapters(learning: LearningOptions, source: tuning.ModelSource) -> tuning.L
         )
     if learning.quantize_aware != "none":
         raise UserError(
-            f"{source.name} has random weights, and its embedding would not learn. Name a folder with weights, or "
-            "leave --quantize-aware out"
+            f"{source.name} has random weights, and --quantize-aware does not train its embedding. Name a folder with "
+            "weights, or leave --quantize-aware out"
         )
     return None
 

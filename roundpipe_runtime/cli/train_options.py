@@ -221,10 +221,10 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if self.chat and self.text:
-            raise UserError("--text and --chat exclude each other. Leave one out")
+            raise UserError("--text and --chat cannot be combined. Leave one of them out")
         for name, is_given in (("--chat-template", self.chat_template), ("--pack", self.pack)):
             if is_given and not self.chat:
-                raise UserError(f"{name} applies to conversations only. Name a file of them: --chat FILE")
+                raise UserError(f"{name} applies to conversations only. Name a file of conversations: --chat FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ class StepOptions:
         if self.update != "masters" and self.replicas is not None:
             raise UserError(f"--update {self.update} trains in one group. Leave --replicas {self.replicas} out")
         if self.steps is not None and self.epochs is not None:
-            raise UserError("--steps and --epochs both set the length. Leave one out")
+            raise UserError("--steps and --epochs both set the length of the training. Leave one of them out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         if self.memory is not None:
             parse_bytes(self.memory, "--memory")
@@ -286,8 +286,8 @@ class StepOptions:
             for device in found:
                 if not isinstance(device, VirtualDevice):
                     raise UserError(
-                        f"--memory limits virtual devices, and {device.name} has its own memory. Leave it "
-                        "out, or: --devices virtual:2"
+                        f"--memory limits virtual devices, but {device.name} has its own memory. Leave --memory "
+                        "out, or use virtual devices: --devices virtual:2"
                     )
                 device.memory_limit = parse_bytes(self.memory, "--memory")
         return found
@@ -484,7 +484,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
         name = str(key).replace("-", "_")
         if name not in parameters:
             meant = meant_option(name, [str(one).replace("_", "-") for one in parameters])
-            raise UserError(f"{path}: there is no option {key}.{meant} All of them: roundpipe train --print-config")
+            raise UserError(f"{path}: there is no option {key}.{meant} All options: roundpipe train --print-config")
         if value is not None:  # as where it is left out
             takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)
             typed = _as_typed(value, f"{path}: {key}")
@@ -508,7 +508,7 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
     with raised_as(refused, UserError):  # what makes a date or a number of a text raises errors of Python
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             # a few of them stand for any number of values, or for a list in itself
-            raise UserError(f"--config {path}: it has an alias (*name). Write the value itself.")
+            raise UserError(f"--config {path} contains a YAML alias (*name). Write the value itself.")
         found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise UserError(f"--config {path}: expected lines like `batch: 4`, found a {type(found).__name__}")

@@ -204,7 +204,7 @@ class AcceleratorDevice:
         if tensor.device != self.torch_device:
             raise DeviceError(
                 f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs "
-                f"on {self.name}. Create it on the device of the layer's input:\n"
+                f"on {self.name}. Create the tensor on the device of the layer's input:\n"
                 "    torch.zeros(3, device=x.device)"
             )
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them

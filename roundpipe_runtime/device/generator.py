@@ -29,7 +29,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
     # timeout: seconds to wait for it. Default: as long as it takes.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
-        raise TimeoutError(f"Another thread used the CPU's random generator for {timeout} s.")
+        raise TimeoutError(f"Another thread held the CPU's random generator for more than {timeout} s.")
     try:
         inside = _INSIDE.set(threading.RLock())
         try:

@@ -135,7 +135,7 @@ def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device)
         if status == 0:
             registered.append(start)
         elif status != _ALREADY_REGISTERED:
-            raise DeviceError(f'pin_model="register": CUDA error {status} for parameters of {nbytes} bytes.')
+            raise DeviceError(f'pin_model="register": cannot pin {nbytes} bytes of parameters: CUDA error {status}.')
 
 
 def _unregister(library: Any, starts: Sequence[int]) -> None:

@@ -132,11 +132,11 @@ class VirtualDevice:
         """
         if ready is not None and not ready.done():
             if self.check:
-                raise UseAfterReleaseError(f"{self.name}: copy_in of a {_drawn(tensor)} before its event has passed.")
+                raise UseAfterReleaseError(f"{self.name}: copy_in reads a {_drawn(tensor)} before its event passed.")
             ready.result()
         if self.check and (found := _LEDGER.read(tensor)) is not None:
             raise UseAfterReleaseError(
-                f"{self.name}: copy_in of a {_drawn(tensor)} that is in the memory of {found[0]}. Copy it out first."
+                f"{self.name}: copy_in takes host memory, but this {_drawn(tensor)} is on {found[0]}. Call copy_out."
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)
@@ -229,9 +229,9 @@ class VirtualDevice:
         for tensor in tensors:
             owner, state = _LEDGER.read(tensor) or (self.name, "ready")
             if owner != self.name:
-                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} read here is in the memory of {owner}.")
+                raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} that is in the memory of {owner}.")
             if state != "ready":
-                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
+                raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} after its release.")
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release memory; in check mode its contents become NaN (arbitrary values for integers)."""

@@ -59,7 +59,7 @@ class Worker:
             return self._threads.submit(self._run, contextvars.copy_context(), bound)
         except RuntimeError as error:  # what an executor raises after its shutdown, and at the end of the interpreter
             raise DeviceError(
-                f"{self.name} was closed, by this pipeline or by another one that shares it. Make a new pipeline:\n"
+                f"{self.name} was closed, by this pipeline or by another that uses the device. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
             ) from error
 

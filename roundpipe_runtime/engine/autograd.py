@@ -62,7 +62,7 @@ def check_not_transformed() -> None:
     if transforms_are_active():
         raise StageError(
             "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...) or forward-mode AD: its layers run "
-            "on devices and in other threads. Differentiate its output:\n"
+            "on devices and in other threads. Differentiate the output of the pipeline:\n"
             "    loss = loss_fn(pipeline(x), y)\n"
             "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
             "or transform the model itself, pipeline.model."
@@ -110,7 +110,7 @@ class _Pipeline(torch.autograd.Function):
             )
         if run is None:
             raise StageError(
-                "backward() already ran through this forward of the pipeline, and what it saved is freed; "
+                "backward() already ran through this forward of the pipeline and freed its saved tensors; "
                 "retain_graph has no effect. Call backward once for the sum of several losses, or call forward again:\n"
                 "    (loss + other_loss).backward()"
             )

@@ -90,8 +90,8 @@ def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[tor
             return
     raise StageError(
         f"{title} computed different values in its recomputation than in its forward, so the gradient would be wrong. "
-        "If it draws from a random generator, make the generator an attribute of the layer. If it counts its calls or "
-        "reads a clock, save the value that differs:\n    if doing_recompute():\n        (mask,) = "
+        "If the layer draws from a random generator, make the generator an attribute of the layer. If it counts calls "
+        "or reads a clock, save the value that differs:\n    if doing_recompute():\n        (mask,) = "
         "get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
     )
 
@@ -135,7 +135,7 @@ def check_leaves(
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "
-            "layer. Its gradient would be wrong, because each layer call has its own backward. Pass the tensor to "
+            "layer. The gradient would be wrong, because each layer call has its own backward. Pass the tensor to "
             "the model, or make it a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
@@ -160,7 +160,7 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
 
 def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
     raise StageError(
-        f"A tensor left {title} as an attribute or in a hook, not as an output. Its gradient would be lost, because "
+        f"A tensor left {title} as an attribute or in a hook, not as an output. The gradient would be lost, because "
         "the backward of a layer begins at its outputs. Also return the tensor:\n    return outputs, auxiliary_loss"
     )
 

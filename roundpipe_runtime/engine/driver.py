@@ -377,7 +377,7 @@ class Engine(RunLifecycle):
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
-                f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "
+                f"The batch is given in {len(groups)} parts, but this rank has {count} groups. With replicas, give "
                 "whole tensors, or one part for each group of the rank."
             )
         self._check_rows(batch, [group.rows for group in groups], config)

@@ -286,7 +286,7 @@ def save_for_recompute(*data: Any) -> None:
     if call.kind != "forward" or not torch.is_grad_enabled():
         return
     if call.data is not None:
-        raise StageError("save_for_recompute was called before in this layer call. Keep everything in one call.")
+        raise StageError("save_for_recompute was already called in this layer call. Pass all data in one call.")
     for leaf in pytree.tree_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise StageError(

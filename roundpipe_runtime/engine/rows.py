@@ -190,7 +190,7 @@ class RowCheck:
             self._shown.add(kind)
             warn(
                 "It could not be checked that the layers compute each row by itself, as they do not run on part of "
-                f"the batch: {reason}. If they mix rows, run the batch as one microbatch:\n"
+                f"the batch: {reason}. If layers mix rows, run the batch as one microbatch:\n"
                 "    RoundPipeRunConfig(num_microbatch=1)",
                 RoundPipeWarning,
             )

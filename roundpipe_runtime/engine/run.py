@@ -429,8 +429,8 @@ class WrittenBuffers:
             ):
                 raise StageError(
                     f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
-                    f"share one, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run "
-                    "one microbatch apart, so neither layer sees the other's writes. Give each layer its own module."
+                    f"share a module, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages "
+                    "run one microbatch apart, so neither sees the other's writes. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
@@ -531,7 +531,7 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:
             raise StageError(
-                f"{title} writes its input number {number} in place, of shape {tuple(shared[number].shape)}. "
+                f"{title} writes in place to its input number {number}, of shape {tuple(shared[number].shape)}. "
                 f"{shared[number].layer} returned it as a view of the same memory as input number {other}, but between "
                 "layers they become separate tensors, so the write would not reach the other one. Return one of them, "
                 "and take the view in the layer that writes:\n    first = tokens[:, 0]\nOr, if only one of them "

@@ -273,7 +273,7 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
     missing = [key for key in _REQUIRED if key not in content]
     unknown = sorted(set(content) - {field.name for field in dataclasses.fields(Hardware)})
     if missing or unknown:
-        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of its entries"
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is an unknown entry"
         raise ConfigError(f"{name} is not a machine profile: {what}. {_remedy(name)}")
     names = content["names"]
     if not isinstance(names, list) or not names or not all(isinstance(one, str) and one for one in names):

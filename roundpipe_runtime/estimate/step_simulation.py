@@ -165,7 +165,7 @@ def simulate(
 def _check_disk(machine: Hardware) -> None:
     if machine.disk_read is None or machine.disk_write is None:
         raise ConfigError(
-            "How fast the disk reads and writes is not known. Measure it:\n"
+            "How fast the disk reads and writes is not known. Measure the disk:\n"
             "    roundpipe doctor --disk DIR --machine FILE"
         )
 

@@ -115,8 +115,8 @@ class Encoder:
         is_there = len(text) > _SHORT and whole.count(text) >= times  # as it stands, so it need not be tried
         if text and not is_there and self._is_alike(conversation, number, {**message, "content": f"{text}?"}, whole):
             raise FineTuneError(
-                f"{place}: the chat template of {self.name} leaves it out. Use another template: --chat-template "
-                "template.jinja; or leave the message out"
+                f"{place}: the chat template of {self.name} leaves this message out. Use another template: "
+                "--chat-template template.jinja; or leave the message out"
             )
         unread = [
             name
@@ -168,7 +168,7 @@ class Encoder:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise FineTuneError(
                     f"{conversation.place}: the chat template of {self.name} formats earlier messages differently when "
-                    "more follow, so its answers cannot be found. Mark them in your own template with "
+                    "more follow, so answers cannot be found. Mark answers in your own template with "
                     "{% generation %} and {% endgeneration %}: --chat-template template.jinja"
                 )
             start = _common(ids_before, ids)
@@ -346,7 +346,7 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     made = [*prompt, *messages]
     if (system := _taken(others, "system", str, place)) is not None:
         if made[0]["role"] == "system":
-            raise FineTuneError(f"{place} has 'system', and its first message has that role. Leave one of them out")
+            raise FineTuneError(f"{place} has a field 'system' and a first message of this role. Leave one of them out")
         made.insert(0, {"role": "system", "content": _text_of(system, place, may_be_missing=False)})
     if (tools := others.pop("tools", None)) is not None:
         others["tools"] = _tools(tools, place)

@@ -205,7 +205,7 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
         raise FineTuneError(f"{name} contains {held[0].name}. Name that file: {held[0]}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
-            raise FineTuneError(f"{name} contains adapters but no model. Merge them into their model first.")
+            raise FineTuneError(f"{name} contains adapters but no model. Merge the adapters into a model first.")
         raise FineTuneError(f"{name} contains no config.json. {_FIX}")
     _transformers()
     config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
@@ -318,8 +318,8 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
     made = ByteTokenizer()
     if made.vocab_size > source.vocab_size:
         raise FineTuneError(
-            f"{source.name} has a vocabulary of {source.vocab_size}, and bytes with their special tokens need "
-            f'{made.vocab_size}. Write it into config.json: "vocab_size": {made.vocab_size}'
+            f"{source.name} has a vocabulary of {source.vocab_size}, but bytes with their special tokens need "
+            f'{made.vocab_size}. Write this size into config.json: "vocab_size": {made.vocab_size}'
         )
     return made
 

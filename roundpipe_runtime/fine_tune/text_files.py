@@ -76,7 +76,7 @@ def _named(name: str) -> list[pathlib.Path]:
         if path.suffix.lower() not in (*_PLAIN, *_LINES):
             known = ", ".join([*_PLAIN[1:], *_LINES])
             raise FineTuneError(
-                f"{name} ends in {path.suffix}, and that is not among {known}. Is it plain text? Copy it to a .txt."
+                f"{name} ends in {path.suffix}, not in one of {known}. If it is plain text, copy it to a .txt file."
             )
         return [path]
     if glob.has_magic(name):
@@ -127,7 +127,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
                 held.append(rest)
         except UnicodeDecodeError as error:
             raise FineTuneError(
-                f"{path} is not UTF-8 ({error.reason}). If it is Latin-1, convert it: {_iconv('LATIN1', path)}"
+                f"{path} is not UTF-8 ({error.reason}). To convert a Latin-1 file: {_iconv('LATIN1', path)}"
             ) from error
     if rest := "".join(held):
         yield rest

@@ -233,7 +233,7 @@ class Training:
         notes = self.job.together(lambda: read_notes(found))
         self._check_same(notes.get("same", {}), os.fspath(folder))
         if _step_of(found) > self.steps:
-            raise FineTuneError(f"{folder} is at step {_step_of(found)}, and --steps is {self.steps}. Add steps.")
+            raise FineTuneError(f"{folder} is at step {_step_of(found)}, but --steps is only {self.steps}. Add steps.")
         self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]

@@ -33,7 +33,7 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
     """Check that all rows of a batch use the same adapter, because PEFT selects adapters of rows by hooks on layers."""
     if kwargs.get("adapter_names") is not None:
         raise ConfigError(
-            "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call it once per adapter:\n"
+            "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call once per adapter:\n"
             '    model.set_adapter("name")\n'
             "    model(**rows_of_that_adapter)"
         )

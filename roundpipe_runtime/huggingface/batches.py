@@ -336,7 +336,7 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
     raise SplitError(
         f"kwargs[{name!r}] is a list of {len(values)} entries, each with {len(values)} rows, and the batch has "
         f"{len(values)} rows. It is not clear whether entry i belongs to row i of the batch, or row i of every entry "
-        "does. Split it with a function:\n"
+        "does. Split the list with a function:\n"
         "    RoundPipeRunConfig(split_input=lambda args, kwargs, count: (args_of_parts, kwargs_of_parts))"
     )
 

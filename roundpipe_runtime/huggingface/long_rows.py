@@ -235,7 +235,7 @@ class LongRows:
     def _check_pipeline(self, pipeline: WrappedModel) -> None:
         if len(pipeline.devices) > 1:
             raise ConfigError(
-                f"LongRows runs one device in each process, found {len(pipeline.devices)}. Start a process for each:\n"
+                f"LongRows runs one device in each process, found {len(pipeline.devices)}. Start more processes:\n"
                 f"    torchrun --nproc-per-node={len(pipeline.devices) * self._exchange.size} train.py\n"
                 '    LongRows(model, mesh=mesh, devices=f"cuda:{local_rank}")'
             )
@@ -266,7 +266,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             f"{type(model).__name__} has a router loss over all tokens of a batch, but LongRows splits the tokens. "
-            "Switch it off: model.config.output_router_logits = False"
+            "Switch the router loss off: model.config.output_router_logits = False"
         )
 
 
@@ -285,7 +285,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
         raise ConfigError('Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".')
     if bool((batch["labels"][padded] != _IGNORED).any()):
-        raise ConfigError("Labels of padding would be trained. Set them to -100: labels[attention_mask == 0] = -100")
+        raise ConfigError("Labels of padding would be trained. Set these to -100: labels[attention_mask == 0] = -100")
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange

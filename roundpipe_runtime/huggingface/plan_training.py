@@ -122,7 +122,7 @@ class PlannedTraining:
         """Return settings that make a batch fit into a device's memory: smaller parts or shorter rows."""
         if self.hardware.memory is None:
             raise ConfigError(
-                f"remedy: the memory of {self.hardware.names[0]} is unknown. Give it in bytes:\n"
+                f"remedy: the memory of {self.hardware.names[0]} is unknown. Give the memory in bytes:\n"
                 "    describe_hardware(devices, memory=24 * 2**30)"
             )
         sizes = [(n, length) for n in _doubled(num_microbatch, batch)]

@@ -120,7 +120,7 @@ def _config(
     if others:
         raise ConfigError(
             f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one "
-            "pipeline. Wrap the part alone, or give the configuration to all:\n"
+            "pipeline. Wrap the part alone, or give the configuration to the whole model:\n"
             "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
         )
     given = overrides.get(model, RoundPipeRunConfig())

@@ -78,5 +78,5 @@ def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
         gradient = one if one.grad is None else one.grad
         if gradient.shape != one.shape or moments.shape != one.shape:
-            shapes = f"{tuple(one.shape)}, its gradient has {tuple(gradient.shape)}, its moments {tuple(moments.shape)}"
+            shapes = f"{tuple(one.shape)}, unlike gradient {tuple(gradient.shape)} or moments {tuple(moments.shape)}"
             raise ConfigError(f"Adam: a parameter was resized to {shapes}. Create the optimizer again.")

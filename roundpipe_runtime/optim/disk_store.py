@@ -220,8 +220,8 @@ class DiskStore(ParameterStore):
             reason = "does not update one parameter after the other"
         if reason:
             raise ConfigError(
-                f'{name} {reason}, and host="disk:{self.memory.folder}" steps layer by layer. Use an optimizer that '
-                'does, like AdamW, or train in memory:\n    RoundPipe(model, host="memory")'
+                f'{name} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use AdamW without a '
+                'closure, for example, or train in memory:\n    RoundPipe(model, host="memory")'
             )
 
     def _reserve_state(self, optimizer: Optimizer, parts: OptimizerParts) -> None:
@@ -265,8 +265,8 @@ class DiskStore(ParameterStore):
     def freeze(self) -> None:
         """Raise an error: copies of all parameters, which stages would read during a step, would fill the memory."""
         raise ConfigError(
-            f'step(..., is_async=True) needs a copy of all parameters, and host="disk:{self.memory.folder}" has no '
-            'memory for them. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
+            f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
+            'memory for the copy. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:

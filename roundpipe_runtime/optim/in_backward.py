@@ -127,7 +127,7 @@ class InBackwardStore(ParameterStore):
             if not can_step_in_parts(optimizer):
                 raise ConfigError(
                     f'update="in_backward" steps layer by layer, and {name} does not update one parameter after the '
-                    f"other. Use an optimizer that does, like AdamW, or:\n    {_IN_PLACE}"
+                    f"other. Use AdamW or a similar optimizer, or:\n    {_IN_PLACE}"
                 )
             check_shapes(optimizer, (), {})
 

@@ -154,8 +154,8 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return optimizer
     if any(argument is not None for argument in (*args[1:], *kwargs.values())):
         raise ConfigError(
-            f"{type(optimizer).__name__} was given a closure, and gradient_dtype needs gradients before the step. Make "
-            "the pipeline without it:\n    RoundPipe(model, optim_dtype=torch.float32)"
+            f"{type(optimizer).__name__} was given a closure, but gradient_dtype needs gradients before the step. Make "
+            "the pipeline without gradient_dtype:\n    RoundPipe(model, optim_dtype=torch.float32)"
         )
     parts = OptimizerParts(optimizer)
     pieces = [{id(p)} for p in parts.parameters]

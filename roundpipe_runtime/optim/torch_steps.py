@@ -225,8 +225,8 @@ def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
             kind, dtype = type(optimizer).__name__, mine[0][1].dtype
             raise ConfigError(
                 f"{kind} has {len(mine)} parameters of the model, but their gradients are in {dtype} master weights "
-                "(optim_dtype), so the optimizer would change nothing. Create it from master weights:\n"
-                f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer they are "
+                "(optim_dtype), so the optimizer would change nothing. Give it the master weights:\n"
+                f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer, write "
                 "self.pipeline.optim_parameters()."
             )
         if not given:  # a script may have set gradients of its own, and steps the parameters themselves

@@ -166,8 +166,8 @@ class PipelineOptions:
         if self.update != "masters" and (self.has_groups or disk_folder(self.host) is not None):
             other = "mesh= or replicas=" if self.has_groups else f'host="{self.host}"'
             raise ConfigError(
-                f'update="{self.update}" trains in one process and in memory, which {other} contradicts. Leave one of '
-                'them out:\n    RoundPipe(model, update="masters")'
+                f'update="{self.update}" trains in one process and in memory, which {other} contradicts. Leave {other} '
+                'out, or use the default:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")

@@ -105,7 +105,7 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     elif isinstance(model, nn.Module):
         return model
     raise ConfigError(
-        f"RoundPipe wraps an nn.Module or a list of nn.Modules, found {found}. Give it layers:\n"
+        f"RoundPipe wraps an nn.Module or a list of nn.Modules, found {found}. Give RoundPipe layers:\n"
         "    RoundPipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))"
     )
 

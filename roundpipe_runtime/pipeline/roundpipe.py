@@ -333,7 +333,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             kind = type(self._rp_model).__name__
             raise StageError(
                 f"{self.name}: the {kind} has {found.strip('_').replace('_', ' ')}, which forward_backward does not "
-                f"run, as it calls the layers and not the {kind}. Register them on a layer:\n"
+                f"run, as it calls the layers and not the {kind}. Register hooks on a layer:\n"
                 "    model[0].register_forward_pre_hook(hook); model[-1].register_forward_hook(hook)"
             )
 

@@ -28,5 +28,5 @@ def demo(
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         found = ", ".join(repr(name) for name in unknown)
-        raise UserError(f"unknown model {found}; there are {', '.join(MODELS)}")
+        raise UserError(f"unknown model {found}; choose from {', '.join(MODELS)}")
     return run_demo(output, names, as_json=say_json if json else None)

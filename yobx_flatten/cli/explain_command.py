@@ -47,7 +47,7 @@ def explain(
     elif is_object_name(target):
         drawn = [_object(target, object_of(target), plain=plain)]
     else:
-        raise UserError(f"there is no file {target}, and it is not MODULE:NAME")
+        raise UserError(f"there is no file {target}, and {target} does not have the form MODULE:NAME")
     if json:
         say_json([{"name": name, "lines": text.splitlines()} for name, text in drawn])
         return 0

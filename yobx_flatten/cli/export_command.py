@@ -59,7 +59,7 @@ def export(
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
     if adapter and room_for_adapters:
-        raise UserError("--adapter and --room-for-adapters (which is for all layers) exclude each other: pass one.")
+        raise UserError("--adapter and --room-for-adapters cannot be combined: pass one of the two options.")
     check_target(output, overwrite)
     with progress(f"loading {model}"):
         found = find_model(model, trust_remote_code=trust_remote_code)

@@ -30,7 +30,7 @@ def list_classes(
     Classes of a single model are listed after its module is imported (--import).
     """
     if kind and kind not in _KINDS:
-        raise UserError(f"there is no kind {kind!r}; there are {', '.join(_KINDS)}")
+        raise UserError(f"unknown kind {kind!r}; choose from {', '.join(_KINDS)}")
     require_transformers("the list")
     for name in imports or []:
         import_module(name)

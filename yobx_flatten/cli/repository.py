@@ -28,8 +28,8 @@ def repository(what: str) -> pathlib.Path:
     """Return the root of the repository that this package is run from."""
     if is_installed_copy():
         raise UserError(
-            f"{what} is part of the repository, not of the installed package: clone it, and run "
-            "`pip install -e '.[all]'` and this command there"
+            f"{what} is part of the repository, not of the installed package: clone the repository, and run "
+            "`pip install -e '.[all]'` and this command in the clone"
         )
     return _root()
 
@@ -59,5 +59,5 @@ def bench(
         say_json(list(found)) if json else say("\n".join(found))
         return 0
     if name not in found:
-        raise UserError(f"there is no benchmark {name!r}; there are {', '.join(found)}")
+        raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(found)}")
     return subprocess.run([sys.executable, str(found[name])], check=False).returncode

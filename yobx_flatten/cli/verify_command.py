@@ -72,7 +72,7 @@ def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: boo
     """Compare files of any exporter with their model."""
     strange = next((pair for pair in pairs if "=" not in pair), None)
     if strange is not None:
-        raise UserError(f"--map takes NAME_IN_THE_FILE=OUR_NAME, as in --map ids=input_ids, found {strange}")
+        raise UserError(f"--map takes NAME_IN_THE_FILE=NAME_IN_THE_MODEL, as in --map ids=input_ids, found {strange}")
     names = dict(pair.split("=", 1) for pair in pairs)
     with progress(f"reading {path}") as show:
         found = verify_file(path, model, names=names, trust=trust, on_file=show)

@@ -205,7 +205,7 @@ def _tensor(value: object) -> torch.Tensor:
 
 def _components_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.is_nested is not other.is_nested:
-        raise ReplayError(f"only one of two tensors is nested: the {'expected' if one.is_nested else 'found'} tensor")
+        raise ReplayError(f"only the {'expected' if one.is_nested else 'found'} tensor is a nested tensor")
     parts, others = one.unbind(), other.unbind()
     if len(parts) != len(others):
         raise ReplayError(f"expected {len(parts)} components, found {len(others)}")

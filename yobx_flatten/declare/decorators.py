@@ -357,13 +357,13 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     for name in (wanted, "tree_unflatten"):
         if not callable(getattr(cls, name, None)):
             raise InvalidRegistrationError(
-                f"{caller}({cls.__qualname__}): the class has no method {name}. Write the method, or let the fields "
-                "define it:\n"
+                f"{caller}({cls.__qualname__}): the class has no method {name}. Write the method, or flatten the "
+                "class by its fields:\n"
                 f"    @pytree_dataclass\n    class {cls.__name__}: ..."
             )
     if isinstance(inspect.getattr_static(cls, "tree_unflatten"), FunctionType):
         raise InvalidRegistrationError(
-            f"{caller}({cls.__qualname__}): tree_unflatten makes the object, so it is a class method:\n"
+            f"{caller}({cls.__qualname__}): tree_unflatten creates the object, so it must be a class method:\n"
             "    @classmethod\n    def tree_unflatten(cls, static, children): ..."
         )
     # `cls.tree_unflatten` is a new object at every access, equal to the last

@@ -91,7 +91,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
     for name in (source, *names):
         if name not in _SOURCES:
             raise InvalidArgumentError(
-                f"mirror: expected a library out of {known}, found {describe_class(name)}.\n"
+                f"mirror: expected one of the libraries {known}, found {describe_class(name)}.\n"
                 '    mirror(MyClass, source="jax", to=("torch",))'
             )
         require(name, purpose="mirror")

@@ -47,7 +47,7 @@ def recipe_of(cls: type) -> Recipe:
     node = pytree.SUPPORTED_NODES.get(cls)
     if node is None:
         raise NotRegisteredError(
-            f"check_recipe: torch does not know how to flatten {describe_class(cls)}. Register it first:\n"
+            f"check_recipe: torch does not know how to flatten {describe_class(cls)}. Register the class:\n"
             f"    {REGISTRY.remedy(cls) or f'register_class_flattening({cls.__qualname__}, ...)'}"
         )
     return Recipe.from_functions(cls, node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)

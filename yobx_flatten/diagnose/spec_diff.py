@@ -114,8 +114,8 @@ def _spec_of(obj: object) -> pytree.TreeSpec:
     if isinstance(obj, ExportedProgram):
         if obj.call_spec.in_spec is None:
             raise InvalidArgumentError(
-                f"compare_specs: {describe_class(obj)} does not contain the structure of its inputs. Export it "
-                "again:\n    torch.export.export(module, args, kwargs)"
+                f"compare_specs: {describe_class(obj)} does not contain the structure of its inputs. Export "
+                "the module again:\n    torch.export.export(module, args, kwargs)"
             )
         spec: pytree.TreeSpec = obj.call_spec.in_spec
         return spec

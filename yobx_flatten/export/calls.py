@@ -246,7 +246,7 @@ def prove_program(
     if not isinstance(program, ExportedProgram):
         raise InvalidArgumentError(
             f"prove_program: expected a torch.export.ExportedProgram, found {describe_class(program)}. The result of "
-            "transformers' DynamoExporter contains one:\n    prove_program(exported.program, model)"
+            "transformers' DynamoExporter contains a program:\n    prove_program(exported.program, model)"
         )
     asked = Asked.of(module, cases, steps, tolerance, proof)
     report = asked.report()
@@ -265,7 +265,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     """The example that a program was made from. The block must be open."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
-            "This program has no example inputs, so there is nothing to compare. Export again inside the block:\n"
+            "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
             "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
         )
     args, kwargs = program.example_inputs
@@ -276,7 +276,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
         raise SpecMismatchError(
             "This program was exported while its inputs were registered differently:\n"
             f"{found}\n"
-            "Export the module inside the block:\n"
+            "Export the module inside this with block:\n"
             "    with register_flattening_functions(patch_transformers=True):\n"
             "        exported = DynamoExporter().export(model, inputs, config)"
         )

@@ -337,8 +337,8 @@ def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if close:
             raise InvalidArgumentError(
-                f"{type(module).__qualname__}.forward has no parameter {name!r}, and its **kwargs would take it "
-                f"silently. Did you mean {close[0]!r}?"
+                f"{type(module).__qualname__}.forward has no parameter {name!r}, but its **kwargs would accept the "
+                f"name silently. Did you mean {close[0]!r}?"
             )
 
 
@@ -354,8 +354,8 @@ def check_all_read(
         close = difflib.get_close_matches(unread[0], parameters, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))} and never reads it "
-            f"from its **kwargs. Its parameters are {', '.join(parameters)}.{hint}"
+            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))}, and reads no such "
+            f"name from its **kwargs. Its parameters are {', '.join(parameters)}.{hint}"
         )
 
 

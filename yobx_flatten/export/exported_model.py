@@ -276,7 +276,7 @@ def source_of(exported: ExportedModel) -> Source:
     """Return the source for files of runtimes."""
     if exported._source is None:
         raise InvalidArgumentError(
-            "This program was not made by export_program: it has no cases to check. Export it with\n"
+            "This program was not made by export_program: it has no cases to check. Export the module with\n"
             "    export_program(module, args, kwargs)\n"
             "or check a program of torch.export:\n"
             "    prove_program(program, module)"
@@ -300,8 +300,8 @@ def to_hf_exporter(program: ExportedProgram, example: Example) -> Any:
     """Return a program as a ``transformers.exporters.ExportedModel``."""
     if example.args:
         raise InvalidArgumentError(
-            "to_transformers: transformers' exporters call a program by keyword, and this one takes positional "
-            'arguments. Export it with kwargs:\n    export_program(module, (), {"input_ids": input_ids})'
+            "to_transformers: transformers' exporters call a program by keyword, but this program takes "
+            'positional arguments. Export again with kwargs:\n    export_program(module, (), {"input_ids": input_ids})'
         )
     try:
         from transformers.exporters.base import ExportedComponent, ExportedModel
@@ -309,8 +309,8 @@ def to_hf_exporter(program: ExportedProgram, example: Example) -> Any:
         from transformers.exporters.metadata import build_export_metadata
     except ImportError as error:
         raise MissingDependencyError(
-            "to_transformers needs the exporters of transformers 5.23 or later, and the installed one has none of this "
-            "form:\n    pip install 'transformers>=5.23'"
+            "to_transformers needs the exporters of transformers 5.23 or later, which the installed transformers "
+            "lacks:\n    pip install 'transformers>=5.23'"
         ) from error
     with register_flattening_functions(**options_in_use()):
         metadata = build_export_metadata(example.module, example.kwargs, program, ["torch"])

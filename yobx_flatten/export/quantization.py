@@ -105,8 +105,8 @@ class Quantization:
             )
         if self.activations == "token" and self.block_size != _BLOCK:
             raise InvalidArgumentError(
-                'Quantization: with activations="token" all weights of an output share a scale, found '
-                f"block_size={self.block_size}. Leave one of them out."
+                'Quantization: activations="token" uses one scale for all weights of an output, which contradicts '
+                f"block_size={self.block_size}. Leave one of the two out."
             )
         ratio: Any = self.perplexity_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
@@ -201,7 +201,7 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     if chosen.activations != "auto":
         raise InvalidArgumentError(
             f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
-            "itself. Leave it out."
+            "itself. Leave activations= out."
         )
     if chosen.weights == "keep" and runtime != "openvino":
         raise InvalidArgumentError(

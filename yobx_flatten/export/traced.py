@@ -333,7 +333,7 @@ def _returned(program: ExportedProgram) -> Any:
 def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
     """The names of the leaves that are inputs or outputs of the graph, and the constants of the program by name."""
     if len(names) != len(specs):
-        raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
+        raise FlattenError(f"The program's signature has {len(specs)} entries for {len(names)} leaves: {names}.")
     rows = list(zip(names, specs, strict=True))
     constants = {name: spec.arg.value for name, spec in rows if isinstance(spec.arg, ConstantArgument)}
     return [name for name, _ in rows if name not in constants], constants

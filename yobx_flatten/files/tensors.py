@@ -28,7 +28,7 @@ def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[
 
     with open_regular(path, failure=failure) as file:
         if file.read(9)[8:] not in (b"{", b""):  # the JSON follows eight bytes with its length
-            raise failure(f"{path} is not a file of safetensors.")
+            raise failure(f"{path} is not a safetensors file.")
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened

@@ -51,12 +51,12 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         if not known or any(isinstance(part, QuantizedCache) for part in (given, *vars(given).values())):
             raise InvalidArgumentError(
                 f"The cache is {describe_class(given)}, but exported files keep keys and values in the model's dtype. "
-                "Pass DynamicCache(), or none."
+                "Pass DynamicCache(), or no cache."
             )
         if has_read(given):
             raise InvalidArgumentError(
                 f"The cache is {describe_class(given)} with {tokens_in(given) or 'some'} tokens from another model. "
-                "Pass a cache that a call of this model returned, or none."
+                "Pass a cache that a call of this model returned, or no cache."
             )
         vars(given).clear()
         made.__class__ = cls

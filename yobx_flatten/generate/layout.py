@@ -70,7 +70,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
             return found
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
     raise GenerationError(
-        f"{path} contains no model to generate with: none of {expected}. To write one: yobx-flatten export MODEL -o DIR"
+        f"{path} contains no model to generate with: none of {expected}. To export: yobx-flatten export MODEL -o DIR"
     )
 
 

@@ -68,7 +68,7 @@ class EncoderOfFiles(torch.nn.Module):
         asked = [name for name, value in others.items() if value is not None and value is not False]
         refused = [name for name in asked if name not in known]
         if refused:
-            raise InvalidArgumentError(f"{refused[0]}: the file of the encoder returns features only. Leave it out.")
+            raise InvalidArgumentError(f"{refused[0]}: the encoder's file returns features only. Leave this out.")
         # read: what the encoder reads, which may also be passed by its name
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
@@ -143,7 +143,7 @@ class FileModel(ModelWithoutWeights):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
         if kwargs.get("adapter_names") is not None:
             raise InvalidArgumentError(
-                "adapter_names: a call of the files has one adapter for all rows. Choose it with "
+                "adapter_names: one call can use only one adapter, for all rows. Choose one with "
                 "model.set_adapter(NAME), and call generate for the rows of each adapter."
             )
         config = self._config_of_call(args, kwargs)
@@ -155,7 +155,7 @@ class FileModel(ModelWithoutWeights):
         if config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS and not self._returns_all:
             raise InvalidArgumentError(
                 f"{self.steps.parts.decoder.name} returns the scores of the last token only, but assisted generation "
-                'needs the scores of all tokens. Export it without logits="last".'
+                'needs the scores of all tokens. Export without logits="last".'
             )
         if self.steps.parts.vision is not None:
             kwargs = self._with_pictures(inputs, kwargs)
@@ -180,8 +180,8 @@ class FileModel(ModelWithoutWeights):
         missing = [[layer, head] for layer, head in wanted if head not in places.get(layer, ())]
         if missing or not wanted:
             raise InvalidArgumentError(
-                f"alignment_heads is {wanted}, but the files return the weights of {list(self.steps.heads.values())}. "
-                "Set these heads, or export again with word_times=True."
+                f"alignment_heads is {wanted}, but the files return attention weights only of the heads "
+                f"{list(self.steps.heads.values())}. Set these heads, or export again with word_times=True."
             )
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
@@ -309,8 +309,8 @@ class FileModel(ModelWithoutWeights):
         mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()
         if mask.shape != (rows, total):
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}: the tokens that the cache "
-                "has read, and those of input_ids."
+                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}, with a column for "
+                "each token in the cache and in input_ids."
             )
         if position_ids is not None and "position_ids" not in ports:
             self._check_unread(position_ids, mask, input_ids.shape[1])
@@ -391,7 +391,7 @@ class FileModel(ModelWithoutWeights):
         every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
         if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
             raise InvalidArgumentError(
-                f"position_ids: {self.steps.parts.decoder.name} counts positions itself. Leave them out."
+                f"position_ids: {self.steps.parts.decoder.name} counts positions itself. Leave position_ids out."
             )
 
     def _begin(
@@ -441,8 +441,8 @@ class FileModel(ModelWithoutWeights):
         own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
         if given.shape == own.shape and not torch.equal(given.long(), own.long()) and self.steps.parts.vision is None:
             raise InvalidArgumentError(
-                f"{self.steps.parts.decoder.name} takes no token_type_ids other than those of its own prompt. Leave "
-                "them out: tokenizer(text, return_token_type_ids=False)"
+                f"The passed token_type_ids differ from those that {self.steps.parts.decoder.name} uses. Leave them "
+                "out: tokenizer(text, return_token_type_ids=False)"
             )
 
 

@@ -56,7 +56,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         twice = ", ".join(by_place.keys() & kwargs.keys())
         if twice or len(args) > len(self.arguments):
             found = f"{twice} twice" if twice else f"{len(args)} arguments"
-            raise InvalidArgumentError(f"Found {found}, and {type(self).__name__} takes {', '.join(self.arguments)}.")
+            raise InvalidArgumentError(f"{type(self).__name__} takes {', '.join(self.arguments)}; found {found}.")
         given = named_as(self.taken, {**by_place, **kwargs})
         as_dict = given.pop("return_dict", None)
         for name in [name for name in given if name not in self.taken]:
@@ -96,7 +96,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         """Use an adapter of the folder in all further calls."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) != 1:
-            raise InvalidArgumentError(f"set_adapter takes one adapter of {', '.join(self.of_folder.names)}.")
+            raise InvalidArgumentError(f"set_adapter takes one of the adapters {', '.join(self.of_folder.names)}.")
         self.use_adapter(names[0])
         self._chosen, self._enabled = names[0], True
 
@@ -119,7 +119,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     def load_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: adapters are in the folder."""
         raise InvalidArgumentError(
-            "Adapters must be added to the exported folder. Add one, and open the folder again:\n    yobx-flatten "
+            "Adapters must be added to the exported folder. Add an adapter and open the folder:\n    yobx-flatten "
             "adapter DIR NAME=FOLDER"
         )
 
@@ -139,14 +139,14 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         if self.anchor.device.type != "cpu":
             found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)
             raise InvalidArgumentError(
-                f"The files accept and return CPU tensors, not {found} tensors. Choose the device when you open them: "
+                f"The files accept and return CPU tensors, not {found} tensors. Choose the device when you open files: "
                 'open_model(folder, device="cuda")'
             )
         return moved
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
-            f"A {type(self).__name__} of files cannot be copied or stored. Open its folder again: open_model(folder)"
+            f"A {type(self).__name__} that runs files cannot be copied or stored. Open its folder: open_model(folder)"
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:

@@ -91,8 +91,8 @@ class Pictures:
         if sizes is None or sizes.ndim != 2 or int(sizes.prod(-1).sum()) != len(self.pixels):
             pixels, shape = ("pixel_values", "pictures") if self.word == "image" else ("pixel_values_videos", "videos")
             raise InvalidArgumentError(
-                f"{vision.name} takes patches. Pass {name} of shape ({shape}, 3), whose products add up to the "
-                f"{len(self.pixels)} rows of {pixels}, as the model's processor returns it."
+                f"{vision.name} takes patches. Pass {name} as the model's processor returns it: of shape ({shape}, 3), "
+                f"where the products of its rows add up to the {len(self.pixels)} rows of {pixels}."
             )
         if self.word == "image" and bool((sizes[:, 0] != 1).any()):
             raise InvalidArgumentError("image_grid_thw has several frames: pass videos as pixel_values_videos.")
@@ -145,7 +145,7 @@ class _Left:
             time = 1
         if count != time * height * width:
             raise InvalidArgumentError(
-                f"The prompt has {count} {self.word} tokens in a row, and {self.word}_grid_thw states "
+                f"The prompt has {count} {self.word} tokens in a row, but {self.word}_grid_thw states "
                 f"{time * height * width} for that {'picture' if self.word == 'image' else 'video'}. Let the model's "
                 "processor write the prompt."
             )
@@ -208,7 +208,7 @@ class Tiles:
         if pixels.ndim == 4 and len(pixels) == sum(counts):
             return list(pixels.split(counts))
         raise InvalidArgumentError(
-            f"pixel_values has shape {tuple(pixels.shape)}, and image_sizes states {len(counts)} pictures of "
+            f"pixel_values has shape {tuple(pixels.shape)}, but image_sizes describes {len(counts)} pictures of "
             f"{', '.join(map(str, counts))} tiles. Pass what the model's processor returns."
         )
 
@@ -235,8 +235,8 @@ class Tiles:
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]
         if len(of_rows) != len(sizes):
             raise InvalidArgumentError(
-                f"batch_num_images states {len(of_rows)} pictures, image_sizes {len(sizes)}. Pass what the model's "
-                "processor returns."
+                f"batch_num_images states {len(of_rows)} pictures, but image_sizes has {len(sizes)} rows. Pass what "
+                "the model's processor returns."
             )
         with damage_as(GenerationError, "config.json"):
             return [

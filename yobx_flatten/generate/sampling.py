@@ -50,7 +50,7 @@ class Sampling:
         if not (_is_number(self.temperature) and 0 < self.temperature < math.inf):
             raise InvalidArgumentError(
                 f"temperature must be a number above 0, found {describe_class(self.temperature)}. "
-                "For the likeliest token leave do_sample=False."
+                "To choose the likeliest token, pass do_sample=False."
             )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise InvalidArgumentError(

@@ -163,7 +163,7 @@ class GenerationSettings:
         count = 0 if sizes is None else len(sizes)
         if pixel_values is not None and seconds is not None and len(seconds) != count:
             raise InvalidArgumentError(
-                f"second_per_grid_ts has {len(seconds)} numbers, video_grid_thw {count} rows. Pass one for each video."
+                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one for each."
             )
         of_second = self.tokens_per_second
         spacing = (
@@ -204,7 +204,7 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any])
         plain = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor | None)}
         listed = ", ".join(f"{name}: {describe_class(value)}" for name, value in plain.items())
         raise InvalidArgumentError(
-            f"{what} cannot use an argument ({first_line(error)}). Check their types: {listed}."
+            f"{what} cannot use an argument ({first_line(error)}). Check the types: {listed}."
         ) from error
 
 

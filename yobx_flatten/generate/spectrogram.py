@@ -49,7 +49,7 @@ def speak(
     config = config_from(stated, encoder=True)
     if not isinstance(config, transformers.SpeechT5Config):
         raise GenerationError(
-            f"The files generate spectrograms for {config.model_type!r} (config.json). Only SpeechT5 is supported."
+            f"The model type is {config.model_type!r} (config.json), but spectrograms are supported for SpeechT5 only."
         )
     frames = _Frames(parts, config, masks)
     kinds = (transformers.SpeechT5ForTextToSpeech, transformers.SpeechT5ForSpeechToSpeech)
@@ -95,8 +95,8 @@ class _Frames:
         made = {"input_ids": input_values, "input_values": input_values, "attention_mask": attention_mask}
         if attention_mask.shape != input_values.shape:
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, and the input {tuple(input_values.shape)}. "
-                "Pass the same."
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but the input has shape "
+                f"{tuple(input_values.shape)}. Pass equal shapes."
             )
         outputs, keys = self.encoder.step(typed(self.encoder, made), {})
         self.mask = outputs["encoder_attention_mask"]

@@ -164,7 +164,7 @@ class Steps:
             if encoded or decoder_input_ids is not None:
                 raise InvalidArgumentError(
                     f"{self.parts.decoder.name} belongs to a model without an encoder, which reads input_ids only. "
-                    "Leave the others out."
+                    "Leave other inputs out."
                 )
             tokens = tokens_of("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
@@ -215,7 +215,7 @@ class Steps:
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
             if mask.shape != source.shape:
                 raise InvalidArgumentError(
-                    f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
+                    f"attention_mask has shape {tuple(mask.shape)}, but input_ids has shape {tuple(source.shape)}."
                 )
             feeds["attention_mask"] = mask
         outputs, keys = encoder.step(typed(encoder, feeds), {})
@@ -332,14 +332,14 @@ def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
     _, bins, frames = encoder.ports["input_features"].shape
     if bins is not None and sound.shape[1] != bins:
         raise InvalidArgumentError(
-            f"input_features has {sound.shape[1]} bins, and {encoder.name} reads {bins}. Pass features of shape "
+            f"input_features has {sound.shape[1]} bins, but {encoder.name} reads {bins}. Pass features of shape "
             f"(batch, {bins}, frames)."
         )
     if frames is None or sound.shape[2] == frames:
         return sound
     if sound.shape[2] > frames:
         raise InvalidArgumentError(
-            f"input_features has {sound.shape[2]} frames, and {encoder.name} reads windows of {frames}. Whisper's own "
+            f"input_features has {sound.shape[2]} frames, but {encoder.name} reads windows of {frames}. Whisper's own "
             "loop splits longer sound into windows:\n    generate(input_features=sound, return_timestamps=True)"
         )
     return torch.nn.functional.pad(sound, (0, frames - sound.shape[2]))
@@ -396,7 +396,7 @@ def tokens_of(name: str, value: Any) -> torch.Tensor:
 def _check_mask(mask: torch.Tensor, tokens: torch.Tensor) -> None:
     if mask.shape != tokens.shape:
         raise InvalidArgumentError(
-            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(tokens.shape)}. Pass the same."
+            f"attention_mask has shape {tuple(mask.shape)}, but input_ids has shape {tuple(tokens.shape)}."
         )
     if bool((mask[:, -1] == 0).any()):
         raise InvalidArgumentError(

@@ -225,7 +225,7 @@ def _check_decodes(model: TransformersModel) -> None:
     """Refuse a model for which inputs of a decode call cannot be made."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
-            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make its inputs yourself, "
+            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs yourself, "
             'and pass cases of other sizes:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
         )
     if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
@@ -240,7 +240,7 @@ def _check_fills(sizes: DecodeSizes, cache_is: str | None) -> None:
     """Refuse to fill a cache with no tokens."""
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
-            f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
+            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Give past=1 or more, or leave "
             f"{cache_is} out of `like`."
         )
 

@@ -62,7 +62,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
     if layout == "flat":
         return
     if form != "onnx":
-        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target and to out.')
+        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target= and to= out.')
     if layout == "genai":  # names of files are those of a flat folder; see `genai_files`
         return
     if TASKS[task] is spoken_pieces:
@@ -72,7 +72,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         )
     if (_STORED.get(bits, bits), dtype) not in _TYPES:
         raise InvalidArgumentError(
-            f"transformers.js has no name for files of {bits or dtype} with {dtype}. It has "
+            f"transformers.js has no dtype name for {bits or dtype} weights of a {dtype} model. Its names are "
             f"{', '.join(name for name, _ in _TYPES.values())}."
         )
 

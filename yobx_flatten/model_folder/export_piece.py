@@ -175,7 +175,7 @@ class FolderOptions:
         check_runtime(self.runtime)
         if self.runtime == "executorch" and self.bounds is None:
             raise InvalidArgumentError(
-                "ExecuTorch plans memory for the largest sizes. Name them:\n"
+                "ExecuTorch plans memory for the largest sizes. State these sizes:\n"
                 '    bounds={"batch": 4, "length": 512}   (--max-batch 4 --max-length 512)'
             )
         if self.bounds is not None and self.runtime == "onnxruntime":

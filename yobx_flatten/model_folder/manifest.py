@@ -92,14 +92,14 @@ def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError)
     """Return the path of an exported folder; refuse other paths, with the line that writes a folder."""
     if not isinstance(folder, str | os.PathLike):
         raise InvalidArgumentError(
-            f"expected the path of an exported folder, found {describe_class(folder)}. To write one:\n"
+            f"expected the path of an exported folder, found {describe_class(folder)}. To export a model:\n"
             '    export_folder(model, "folder")'
         )
     path = pathlib.Path(folder)
     if path.is_file():
         raise failure(f"{path} is a file. Name the folder that yobx-flatten export wrote.")
     if not is_folder(path):
-        raise failure(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
+        raise failure(f"There is no folder {path}. To export one: yobx-flatten export MODEL -o {path}")
     return path
 
 
@@ -108,14 +108,14 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     path = check_folder(folder) / MANIFEST
     if not path.exists():
         raise ForeignFileError(
-            f"{folder} contains no {MANIFEST}: yobx-flatten export did not write it. To write one: yobx-flatten export "
-            "MODEL -o DIR"
+            f"{folder} contains no {MANIFEST}: yobx-flatten export did not write this folder. To export a model: "
+            "yobx-flatten export MODEL -o DIR"
         )
     if read_document(path, _Version, failure=DamagedFileError).format_version > _VERSION:
-        raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+        raise ForeignFileError(f"{path} needs a newer yobx-flatten:\n    pip install --upgrade yobx-flatten")
     found = read_document(path, FolderManifest, failure=DamagedFileError)
     if found.runtime not in RUNTIMES or found.dtype not in WEIGHT_TYPES:
-        raise DamagedFileError(f"{path} is damaged: no export writes {found.runtime!r} in {found.dtype!r}.")
+        raise DamagedFileError(f"{path} is damaged: runtime {found.runtime!r} or dtype {found.dtype!r} is unknown.")
     # an author who states more than that would have every folder verified
     if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(

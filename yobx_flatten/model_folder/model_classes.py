@@ -76,7 +76,7 @@ class FolderModel:
         if task not in cls.tasks:
             others = [other.__name__ for other in FolderModel.__subclasses__() if task in other.tasks]
             raise InvalidArgumentError(
-                f"{path} is for {task}, and {cls.__name__} for {' or '.join(cls.tasks)}. Open it with "
+                f"{path} is for {task}, but {cls.__name__} is for {' or '.join(cls.tasks)}. Open it with "
                 f"{' or '.join(others) or 'open_model'}.from_pretrained, or with open_model(folder)."
             )
         how: dict[str, Any] = {"threads": threads, "trust": trust, "device": device, "providers": providers}

@@ -102,8 +102,8 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         asked = "keep"
     if asked is not None and task_of(model) in SPEAKS:
         raise InvalidArgumentError(
-            f"quantize= is not for {facts.name}: errors would add up from frame to frame and are not measured in the "
-            'sound. Leave quantize= out, or take dtype="float16".'
+            f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
+            'sound is not measured. Leave quantize= out, or take dtype="float16".'
         )
     quantization = choose_quantization(asked, facts, "export_folder", options.runtime)
     prompts = _checked_prompts(quantization, options)
@@ -143,7 +143,7 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
         found = plan.task if in_place else f"layout={options.layout!r}"
         found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
-            "adapters= is for ONNX files of onnxruntime, of models that generate text or run in one call; found "
+            "adapters= needs ONNX files for onnxruntime, and a model that generates text or runs in one call; found "
             f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
         )
     adapters = read_adapters(plan.model, folders)
@@ -215,7 +215,7 @@ def _checked_prompts(quantization: Quantization | None, options: FolderOptions) 
         )
     if has_text and options.logits == "last":
         raise InvalidArgumentError(
-            'tokens= needs the scores of all positions, logits="last" returns those of the last. Leave one of them out.'
+            'tokens= needs the scores of all positions, but logits="last" returns only the last. Leave one of them out.'
         )
     return prompts
 

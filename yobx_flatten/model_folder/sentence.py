@@ -197,7 +197,7 @@ def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     rows, columns = stated.out_features, stated.in_features
     wanted: dict[str, tuple[int, ...]] = {"weight": (rows, columns), **({"bias": (rows,)} if stated.bias else {})}
     if sizes != wanted:  # before memory is taken for sizes that only the configuration states
-        raise ModelSourceError(f"{weights} holds tensors of sizes {sizes}, and {path}/config.json states {wanted}.")
+        raise ModelSourceError(f"{weights} holds tensors of sizes {sizes}, but {path}/config.json states {wanted}.")
     with torch.device("meta"):
         linear = torch.nn.Linear(columns, rows, bias=stated.bias)
     linear.load_state_dict(found, assign=True)

@@ -300,8 +300,8 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
     elif is_asked:
         way = "" if plan.options.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
         raise InvalidArgumentError(
-            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: it only has caches that keep all "
-            f'tokens. Leave layout="genai" out{way}.'
+            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: the library only has caches that "
+            f'keep all tokens. Leave layout="genai" out{way}.'
         )
 
 

@@ -111,7 +111,7 @@ def require_node(target: object, function: str) -> None:
     start = f"{function}: {describe_class(cls)} is "
     if is_namedtuple_class(cls):
         raise InvalidRegistrationError(
-            f"{start}a named tuple, which torch, optree and JAX always flatten themselves. Only torch.export.save "
+            f"{start}a named tuple, which torch, optree and JAX flatten without a registration. Only torch.export.save "
             "needs a name for the class:\n"
             f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
         )
@@ -368,5 +368,5 @@ def _hash(value: Static) -> int:
         raise StaticDataError(
             f"Static data holds {describe_class(value)}, which is not hashable; JAX uses static data as the key of its "
             "compiled functions. If the value changes between calls, return it among the children. Otherwise store "
-            "its name or its numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
+            "a name or numbers instead, or give the class __hash__ and __eq__ (a frozen dataclass has them)."
         ) from None

@@ -38,8 +38,8 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
     for found in _tensors_in(static):
         raise RoundTripError(
             f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
-            f"{describe_class(found)}, which cannot be stored with a tree spec. If it changes between calls, return it "
-            "among the children. Otherwise store its name or its numbers."
+            f"{describe_class(found)}, which cannot be stored with a tree spec. If the value changes between calls, "
+            "return it among the children. Otherwise store a name or numbers instead."
         )
 
 
@@ -86,7 +86,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
     for attribute in _lost_attributes(sample, rebuilt):
         raise RoundTripError(
             f"{name}: attribute {attribute!r} is not restored, because it is neither a child nor static data. Declare "
-            f"it as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
+            f"the attribute as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
         )
 
 

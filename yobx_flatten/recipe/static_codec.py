@@ -72,7 +72,7 @@ def dump_static(value: Static, *, where: str = "") -> Any:
             except _NoNameError as error:
                 raise StaticDataError(
                     f"Static data holds {describe_class(error.args[0])}{_at(where)}, which another process cannot "
-                    "import by name. Define it at the top level of a module."
+                    "import by name. Define the class or function at the top level of a module."
                 ) from None
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise StaticDataError(
@@ -80,8 +80,8 @@ def dump_static(value: Static, *, where: str = "") -> Any:
             "program is fixed, so return the size among the children, as an int."
         )
     raise StaticDataError(
-        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. If it "
-        "changes between calls, return it among the children. Otherwise store its name or its numbers."
+        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. If the "
+        "value changes between calls, return it among the children. Otherwise store a name or numbers instead."
     )
 
 
@@ -98,7 +98,7 @@ def load_static(data: Static) -> Static:
             if key[1:] not in _KINDS:
                 raise StaticDataError(
                     f"A stored tree spec holds static data of kind {key[1:]!r}, which this version of yobx_flatten "
-                    "does not know. Update it: pip install --upgrade yobx-flatten"
+                    "does not know. Update the package: pip install --upgrade yobx-flatten"
                 )
             return _KINDS[key[1:]].from_json(value)
     return {k: load_static(x) for k, x in data.items()}
@@ -126,8 +126,8 @@ def check_static(value: Static, *, where: str = "") -> None:
     if not result_or(fits, failed):  # an __eq__ or a from_dict can raise anything
         raise StaticDataError(
             f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself after it is stored "
-            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares its "
-            "contents and returns a bool, or store its numbers."
+            "and loaded: a loaded program would refuse its own inputs. Give the class an __eq__ that compares "
+            "contents and returns a bool, or store numbers instead."
         )
 
 

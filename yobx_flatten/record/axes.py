@@ -230,7 +230,7 @@ class _AxisReading:
             seen = set(self.axes.sizes[name].values())
             if len(seen) == 1 and name != "new":
                 is_declared = name in declared or name in self.declared.values()
-                why = "a registered class says so" if is_declared else "axis 0 of every tensor has this size"
+                why = "a registered class states this" if is_declared else "axis 0 of every tensor has this size"
                 self.axes.remarks.append(f"{name}: one size ({seen.pop()}) was seen. It is assumed to vary, as {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")

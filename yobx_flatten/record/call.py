@@ -61,7 +61,7 @@ class Call:
         if self.error:
             raise RecordError(f"call {self.index} returned nothing. It raised {self.error}")
         if "outputs" not in self._parts:
-            raise RecordError("outputs were not recorded:\n    record_calls(model, outputs=True)")
+            raise RecordError("outputs were not recorded. Record them:\n    record_calls(model, outputs=True)")
         return self._parts["outputs"].restore()
 
     @property

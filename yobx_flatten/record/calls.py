@@ -102,7 +102,7 @@ class RecordedCalls(Sequence[Call]):
         if isinstance(which, str):
             phases = self.phases()
             if which not in phases:
-                raise RecordError(f"No phase {which!r} was recorded, but {_listed(phases) or 'no call at all'}.")
+                raise RecordError(f"No phase {which!r} was recorded. Calls by phase: {_listed(phases) or 'none'}.")
             return phases[which]
         if isinstance(which, slice):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
@@ -199,7 +199,7 @@ class RecordedCalls(Sequence[Call]):
         part = self._one(phase)
         if self._callee.owner is None:
             raise RecordError(
-                "The recorded object is not stored in the folder. Pass it:\n"
+                "The recorded object is not stored in the folder. Pass the object:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
         constants = constants_of(part._calls)
@@ -233,7 +233,7 @@ class RecordedCalls(Sequence[Call]):
         if not phases:
             raise RecordError(f"No call of {self._callee.label} was recorded.")
         name = next(iter(phases))
-        raise RecordError(f"There are calls of {len(phases)} phases, {_listed(phases)}. Name one: phase={name!r}")
+        raise RecordError(f"Calls of {len(phases)} phases were recorded: {_listed(phases)}. Choose one: phase={name!r}")
 
 
 def _names(call: Call) -> list[str]:

@@ -81,7 +81,7 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
     head = parse_document(text, dict[str, Any], str(path), failure=RecordError, finite=False)
     with damage_as(RecordError, str(path)):  # torch's reader, and the wrong types of a file
         if head.pop("version") != _VERSION:
-            raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+            raise RecordError(f"{path} needs a newer yobx-flatten:\n    pip install --upgrade yobx-flatten")
         about = head.pop("about")
         with libraries_in_use():
             parts = {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}

@@ -96,7 +96,7 @@ class Registry:
             known = ", ".join(map(repr, self._libraries))
             found = describe_class(unknown[0]) if unknown else "none"
             raise InvalidArgumentError(
-                f"{function}: backends names libraries out of {known}, or is 'all'; found {found}.\n"
+                f"{function}: backends= must be 'all' or name libraries among {known}; found {found}.\n"
                 f"    {function}(..., backends=({', '.join(map(repr, TORCH))},))"
             )
         for name in names:
@@ -208,7 +208,7 @@ class Registry:
                 f"{start} was registered by other code (in {holders}), not through register_class_flattening. It stays "
                 "registered."
             )
-        return f"{start} is not registered. Register it first:\n    register_class_flattening({cls.__qualname__}, ...)"
+        return f"{start} is not registered. Register the class:\n    register_class_flattening({cls.__qualname__}, ...)"
 
 
 def _registered_twice(slot: _Slot, recipe: Recipe) -> str:

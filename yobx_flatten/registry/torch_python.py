@@ -165,7 +165,7 @@ def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[An
     """Flatten ``obj`` as ``spec`` states, or raise and name where it differs."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(
-            f"The program was exported with {describe_class(recipe.cls)} here, and was called with "
+            f"The program was exported with {describe_class(recipe.cls)} here, but it was called with "
             f"{describe_class(type(obj))}."
         )
     children, static = recipe.flatten(obj)

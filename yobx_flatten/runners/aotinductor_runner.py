@@ -84,7 +84,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
     signature = Signature.from_json(metadata[KEY], str(path))
     for what, made, here in _machine(signature, metadata):
         if made != here:
-            raise ForeignFileError(f"{path} was compiled for {what} {made}, but here it is {here}. Export it here.")
+            raise ForeignFileError(f"{path} was compiled for {what} {made}, but here it is {here}. Export again here.")
     return signature, metadata
 
 
@@ -96,8 +96,8 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     signature, metadata = read_package(path)
     if not trust:
         raise UntrustedFileError(
-            f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made it, "
-            "or know who did."
+            f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made the "
+            "file, or know who did."
         )
     # torch raises whatever the loader of shared libraries does
     with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")), in_huge_pages():

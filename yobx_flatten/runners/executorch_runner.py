@@ -140,8 +140,8 @@ def require_executorch(caller: str) -> None:
         found = importlib.metadata.version("executorch")
         fits = ", ".join(f"executorch {theirs} with torch {ours}" for ours, theirs in _FITS.items())
         raise MissingDependencyError(
-            f"{caller}: executorch {found} does not load with torch {torch.__version__} ({first_line(error)}). Tried "
-            f"together: {fits}:\n    pip install 'executorch=={_FITS['2.13']}.*' 'torch==2.13.*'"
+            f"{caller}: executorch {found} does not load with torch {torch.__version__} ({first_line(error)}). These "
+            f"versions work together: {fits}:\n    pip install 'executorch=={_FITS['2.13']}.*' 'torch==2.13.*'"
         ) from error
 
 
@@ -154,7 +154,7 @@ def _use_threads(threads: int) -> None:
     gc.collect()
     if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
         raise GenerationError(
-            f"All ExecuTorch files of a process share a thread pool, and {next(iter(_OPEN)).name} is open with {found} "
+            f"All ExecuTorch files of a process share a thread pool, but {next(iter(_OPEN)).name} is open with {found} "
             f"threads. Open the first file with threads={threads}, or open this file in another process."
         )
     library._unsafe_reset_threadpool(threads)

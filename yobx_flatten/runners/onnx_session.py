@@ -248,7 +248,7 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(
-            f"{', '.join(lost)} did not start for {file}, and onnxruntime would run it with "
+            f"{', '.join(lost)} did not start for {file}, so onnxruntime would run the file with "
             f"{', '.join(session.get_providers())}. The log of onnxruntime names the missing library or driver."
         )
 

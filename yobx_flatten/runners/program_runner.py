@@ -33,7 +33,7 @@ def open_program(
     if not trust:
         raise UntrustedFileError(
             f"{os.fspath(path)} is a program of torch.export, and torch.export.load runs code that is stored in it. If "
-            "you know who wrote it: trust=True, on the command line --trust. Reading ONNX files runs no code in them."
+            "you know who wrote it, pass trust=True (--trust). Reading ONNX files runs no code in them."
         )
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported
@@ -83,7 +83,7 @@ class ProgramRunner:
             names = self._program.module_call_graph[0].signature.forward_arg_names or ()
             if len(args) > len(names):
                 raise GenerationError(
-                    f"{self.name} takes positional arguments, and does not state their names. Export it with kwargs."
+                    f"{self.name} takes positional arguments, and does not state their names. Export with kwargs."
                 )
             return leaf_names({**dict(zip(names, args, strict=False)), **kwargs})
 

@@ -154,5 +154,5 @@ def from_lists(found: Any, *, top: bool = True) -> Expression:
     if not isinstance(found, list) or len(found) < 2 or not isinstance(found[0], str):
         raise ValueError(f"{found!r} is not an expression")
     if found[0] not in (COMPARISONS if top else FUNCTIONS) or (found[0] in _OF_TWO and len(found) != 3):
-        raise ValueError(f"{found[0]!r} of {len(found) - 1} is not an operator")
+        raise ValueError(f"{found[0]!r} is not an operator of {len(found) - 1} arguments")
     return (found[0], *(from_lists(part, top=False) for part in found[1:]))

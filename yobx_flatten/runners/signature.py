@@ -81,7 +81,7 @@ class Signature:
                 low, high = int(tensor.min()), int(tensor.max())
                 if low < 0 or high >= self.rows[name]:
                     wrong = low if low < 0 else high
-                    raise failure(f"{name} holds {wrong}, and {where} takes 0 to {self.rows[name] - 1}.")
+                    raise failure(f"{name} contains {wrong}, but {where} takes 0 to {self.rows[name] - 1}.")
         shapes = {name: tuple(tensor.shape) for (name, _), tensor in zip(taken, found, strict=True)}
         self.check_sizes({**shapes, **held}, failure, where)
         return found
@@ -104,9 +104,9 @@ class Signature:
                 least, most = self.smallest.get(alone, given), self.largest.get(alone, given)
                 if not least <= given <= most:
                     bound_by = f"at most {most}" if given > most else f"{least} or more"
-                    remedy = " Export it with another bound." if (given, least) != (0, 1) else ""
+                    remedy = " Export the model with another bound." if (given, least) != (0, 1) else ""
                     raise failure(
-                        f"{name} has size {given} in axis {axis}, and {where} was made for {bound_by}.{remedy}"
+                        f"{name} has size {given} in axis {axis}, but {where} was made for {bound_by}.{remedy}"
                     )
         for name, axis, size, given in places:
             expected = _value(size, bound)
@@ -117,12 +117,12 @@ class Signature:
             if names_in(relation) <= bound.keys() and not holds(relation, bound):
                 shown = {size: f"{name}.shape[{axis}]" for size, (name, axis) in place_of_sizes(self).items()}
                 stated = format_expression(relation, shown)
-                raise failure(f"{MISFIT}: {where} takes {stated}, and found {format_expression(relation, bound)}.")
+                raise failure(f"{MISFIT}: {where} needs {stated}, but found {format_expression(relation, bound)}.")
         for name, most in self.kept.items():
             seen = shapes["attention_mask"][1] - shapes["input_ids"][1]
             if shapes[name][2] != min(seen, most):
                 raise failure(
-                    f"{name} holds {shapes[name][2]} tokens, and {where} takes {min(seen, most)} there, since "
+                    f"{name} holds {shapes[name][2]} tokens, but {where} needs {min(seen, most)} tokens, since "
                     f"attention_mask has {seen} columns more than input_ids."
                 )
 

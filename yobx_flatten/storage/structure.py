@@ -144,7 +144,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"In this file, {name} would be made by {static!r} instead of its own class.")
+        raise DamagedFileError(f"This file would create an object of {name} with the class {static!r} instead.")
 
 
 def _node_named(name: str) -> _Functions:

@@ -214,7 +214,7 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
         raise DamagedFileError(f"{record['name']!r} is of type {record['dtype']!r}, which this torch does not have.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
-            raise DamagedFileError(f"{record['name']!r} asks for random numbers of shape {shape}: more than 1 GB.")
+            raise DamagedFileError(f"{record['name']!r} needs random numbers of shape {shape}, more than 1 GB.")
         return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
     element = ELEMENTS[record["dtype"]]
     nbytes = math.prod(shape) * dtype.itemsize
@@ -233,7 +233,7 @@ def _read_array(record: Record, source: Source) -> Any:
         texts = [text.decode() for text in source.strings(record)]
         widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy reserves the longest length for each text
         if dtype.kind == "U" and dtype.itemsize * len(texts) > max(widest, _DRAWN):
-            raise DamagedFileError(f"{record['name']!r} needs texts of {dtype.itemsize // 4} letters: more than 1 GB.")
+            raise DamagedFileError(f"{record['name']!r} needs texts of {dtype.itemsize // 4} letters, more than 1 GB.")
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:

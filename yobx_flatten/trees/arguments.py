@@ -136,9 +136,9 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
             if isinstance(leaf, torch.nn.Module):
                 cls = type(leaf).__qualname__
                 raise NotRegisteredError(
-                    f"{path} is a {class_name(type(leaf))}, a module, which cannot be an input. Make the input a "
+                    f"{path} is a module ({class_name(type(leaf))}), which cannot be an input. Make the input a "
                     "submodule of the module that uses it:\n    self.part = part\nor, if it only holds tensors, "
-                    "register its class by the names of those attributes:\n"
+                    "register its class by the names of the tensors:\n"
                     f"    register({cls}, children=['x'])"
                 )
 

@@ -127,7 +127,7 @@ class _Writing:
             if not isinstance(obj, (list, tuple)):
                 raise self.misfit(place, names, obj, spec)
             if len(entries) > len(names):
-                raise DynamicShapesError(f"{place}: {len(entries)} entries in a SeqSpec for {len(names)} elements.")
+                raise DynamicShapesError(f"{place}: the SeqSpec has {len(entries)} entries for {len(names)} elements.")
             return entries + [None] * (len(names) - len(entries))
         if isinstance(spec, (self.classes.DictSpec, self.classes.ObjectSpec)):
             if isinstance(obj, (list, tuple)) and not hasattr(obj, "_fields"):
@@ -165,7 +165,7 @@ class _Writing:
         if isinstance(spec, self.classes.TensorSpec):
             if not isinstance(obj, torch.Tensor):
                 raise DynamicShapesError(
-                    f"{place}: a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
+                    f"{place}: found a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
                 )
             if len(spec) != obj.dim():
                 raise DynamicShapesError(

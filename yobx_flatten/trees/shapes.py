@@ -60,7 +60,7 @@ def dynamic_shapes(
     if left:
         known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
         raise DynamicShapesError(
-            f"overrides: {sorted(left)} is not among the inputs. Their key paths are:\n    {known}"
+            f"overrides: {sorted(left)} is not among the inputs. Key paths of inputs are:\n    {known}"
         )
     if overrides:
         check_dynamic_shapes(inputs, written)
@@ -184,8 +184,8 @@ def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
     for name, most in bounds.items():
         if name not in _MEANINGS or type(most) is not int or most < 2:
             raise InvalidArgumentError(
-                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Bounds of "
-                'other axes are overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
+                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
             )
     return bounds
 

@@ -68,7 +68,7 @@ class FileSide(ByName):
         leaves = pytree.tree_leaves(eager)
         kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
         if not kept:
-            raise ReplayError(f"none of its outputs is known: it returns {', '.join(self._runner.outputs)}")
+            raise ReplayError(f"no output of the file has a known name: found {', '.join(self._runner.outputs)}")
         found = dict(outputs)
         for name, leaf in kept:
             found[name] = self._as_returned(name, found[name], leaf)
@@ -79,7 +79,7 @@ class FileSide(ByName):
         lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
         lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
         if lost:
-            raise ReplayError(f"it takes {lost[0]} and does not return it: the next call has no cache")
+            raise ReplayError(f"the file takes {lost[0]} but does not return it, so the next call has no cache")
         return super().feed_back(kwargs, outputs)
 
     def _as_returned(self, name: str, value: object, leaf: object) -> object:

@@ -72,7 +72,7 @@ class RankCall(Call):
         if len(run.spec.contents) in run.collected.gradients:
             raise DistributedError(
                 "The loss function has trainable parameters that belong to no layer, so their gradients are not "
-                "summed over the ranks. Move them into a last layer that returns the inputs of the loss."
+                "summed over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
             )
         Call.add(self, run, inputs)  # a class with slots is created anew, so `super()` refers to another class
 

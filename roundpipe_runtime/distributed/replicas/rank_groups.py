@@ -225,7 +225,7 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
     if other_leaves(roots, wanted):
         raise DistributedError(
             "The loss function has trainable parameters that belong to no layer, so their gradients are not summed "
-            "over the ranks. Move them into a last layer that returns the inputs of the loss."
+            "over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
         )
     if roots:
         torch.autograd.backward(roots, inputs=wanted)

@@ -117,7 +117,7 @@ class RankSteps(StepRunner):
         if held & whole:
             raise DistributedError(
                 f"{type(optimizer).__name__} was made from the full parameters of the model, which get no gradient: "
-                "this rank has the gradients of its own rows only. Make it inside OptimizerCtx:\n"
+                "this rank has the gradients of its own rows only. Create the optimizer inside OptimizerCtx:\n"
                 "    with OptimizerCtx():\n"
                 f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )

@@ -94,7 +94,7 @@ class HostTable(torch.Tensor):
         if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
             raise StageError(
                 f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). A layer runs on "
-                "copies of its parameters, so what it writes into them is lost. Write it between two steps:\n"
+                "copies of its parameters, so values written there are lost. Write parameters between two steps:\n"
                 "    model.step(step_fn); model.synchronize(); write(parameter)"
             )
         args, kwargs = pytree.tree_map_only(HostTable, lambda table: table.access.whole(), (args, kwargs))
@@ -283,7 +283,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
         return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
     found, places = torch.unique(access.down(numbers), return_inverse=True)
     if len(found) and not (int(found[0]) >= 0 and int(found[-1]) < access.size):
-        raise IndexError(f"index out of range: {int(found[0])} to {int(found[-1])}, of a table of {access.size} rows")
+        raise IndexError(f"index out of range: {int(found[0])} to {int(found[-1])} for a table of {access.size} rows")
     return found, access.up(places.to(numbers.dtype))
 
 

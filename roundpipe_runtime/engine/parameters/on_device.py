@@ -43,7 +43,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
-            f"The loss uses a tensor that {title} stored as an attribute. Its gradient would be lost, because the "
+            f"The loss uses a tensor that {title} stored as an attribute. The gradient would be lost, because the "
             "backward of a layer begins at its outputs. Also return the tensor, and pass it to the loss:\n"
             "    return outputs, auxiliary_loss"
         )

@@ -99,7 +99,7 @@ class Cut:
         lists = {path: _children(self.model, path) for path in self.report.lists}
         if changed := changed_layers(self.layers, {name: one for held in lists.values() for name, one in held.items()}):
             raise StageError(
-                f"{self.report.model} was wrapped, and then {changed}. Wrap it again:\n"
+                f"{self.report.model} was wrapped, and then {changed}. Wrap the model again:\n"
                 "    pipeline = wrap_model_to_roundpipe(pipeline.cut.model, devices=pipeline.devices)"
             )
         if self.layers:

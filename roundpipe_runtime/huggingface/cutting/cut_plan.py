@@ -159,7 +159,7 @@ class RowAxes:
         """Find the axes by comparing two states of the same call, one of which has more rows."""
         (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
         if spec != other_spec or not _are_alike(held, others):
-            raise CannotJoinError("the layers return different kinds of tensors for different rows")
+            raise CannotJoinError("the structure of the layers' outputs depends on the rows")
         values = tuple(
             _axis(one.shape, other.shape) if isinstance(one, torch.Tensor) else None
             for one, other in zip(held, others, strict=True)
@@ -180,7 +180,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     logs = [state.call_log for state in states]
     is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
     if not is_alike or any(not _is_alike(log, logs[0]) for log in logs):
-        raise CannotJoinError("the layers return different kinds of tensors for different rows")
+        raise CannotJoinError("the structure of the layers' outputs depends on the rows")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [_joined(column, axis) for column, axis in zip(columns, axes.values, strict=True)]
     values, boxes = pytree.tree_unflatten(joined, spec)
@@ -205,10 +205,10 @@ def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
     if len(whole) != len(part):
-        raise CannotJoinError(f"a tensor of shape {tuple(whole)} has shape {tuple(part)} for fewer rows")
+        raise CannotJoinError(f"a tensor has {len(whole)} axes, but {len(part)} axes for fewer rows")
     axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
-        raise CannotJoinError(f"a tensor of shape {tuple(whole)} has shape {tuple(part)} for fewer rows")
+        raise CannotJoinError(f"with fewer rows, several sizes of a tensor change: {tuple(whole)}, {tuple(part)}")
     return axes[0] if axes else None
 
 
@@ -218,10 +218,10 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
         for other in column[1:]:
             is_same = torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
             if not is_same:
-                raise CannotJoinError("a value that is not split by rows differs between microbatches")
+                raise CannotJoinError("a value without an axis of rows differs between microbatches")
         return first
     if len({(*t.shape[:axis], *t.shape[axis + 1 :]) for t in column}) > 1:
-        raise CannotJoinError(f"shapes {[tuple(t.shape) for t in column]} cannot be concatenated along axis {axis}")
+        raise CannotJoinError(f"tensors of {[tuple(t.shape) for t in column]} cannot be concatenated along axis {axis}")
     return torch.cat(list(column), axis)
 
 

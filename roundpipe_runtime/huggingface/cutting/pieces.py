@@ -103,7 +103,7 @@ class Phase(nn.Module):
         is_finished = isinstance(result, Finished)
         if is_finished != self._is_last:
             raise BatchStructureError(
-                f"This batch {'skips' if is_finished else 'needs'} layers, or code between layers, differently than "
+                f"This batch runs {'fewer' if is_finished else 'more'} layers or parts of the code between layers than "
                 "the example that the model was split with. Wrap the model with an example like this batch:\n"
                 "    wrap_model_to_roundpipe(model, example=batch)"
             )
@@ -152,7 +152,7 @@ class MissingValueError(BatchStructureError):
     def __init__(self, key: Key) -> None:
         super().__init__(
             f"The model reads output {key.leaf} of layer call number {key.call}, but did not read it with the "
-            "example that it was split with. Wrap it with an example like this batch:\n"
+            "example that it was split with. Wrap the model with an example like this batch:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.key = key

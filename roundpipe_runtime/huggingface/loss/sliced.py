@@ -259,8 +259,8 @@ def chunked_cross_entropy(
         raise LossError(f'reduction must be "mean" or "sum", found {reduction!r}.')
     if hidden.shape[:-1] != labels.shape or weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
         raise LossError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} must be "
-            "(..., width), (vocabulary, width) and (...)."
+            "hidden, weight and labels must have the shapes (..., width), (vocabulary, width) and (...), found "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}."
         )
     rows = rows or max(_LEAST_ROWS, _CHUNK // max(weight.shape[0], 1))
     settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}

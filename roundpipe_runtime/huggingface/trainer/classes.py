@@ -421,7 +421,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
                 raise ConfigError(f"The model is wrapped already: give {', '.join(names)} to wrap_model_to_roundpipe.")
             if args is not None and args.torch_compile:
                 raise ConfigError(
-                    "The model is wrapped already: torch_compile=True has no effect. Compile its layers there:\n"
+                    "The model is wrapped already: torch_compile=True has no effect. Write instead:\n"
                     "    wrap_model_to_roundpipe(model, compile=True)"
                 )
             if model.mesh is None and args is not None and args.world_size > 1:

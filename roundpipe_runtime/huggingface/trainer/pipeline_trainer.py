@@ -192,8 +192,8 @@ def _verify_given(path: pathlib.Path) -> None:
         verify(path)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{error} Continue from the newest complete one:\n    trainer.train(resume_from_checkpoint=True)\nor "
-            f"remove {MANIFEST} in it, if it was changed on purpose."
+            f"{error} Continue from the newest complete checkpoint:\n    trainer.train(resume_from_checkpoint=True)\n"
+            f"If this checkpoint was changed on purpose, remove its {MANIFEST} instead."
         ) from error
 
 
@@ -387,7 +387,7 @@ def check_arguments(args: Any) -> None:
     if args.world_size > 1 and "gloo" not in torch.distributed.get_backend_config():
         raise ConfigError(
             f"RoundPipeTrainer: {args.world_size} processes exchange gradients in CPU memory, but their backend is "
-            f"{torch.distributed.get_backend_config()!r}. Choose one that includes the CPU:\n"
+            f"{torch.distributed.get_backend_config()!r}. Choose a backend that includes the CPU:\n"
             '    TrainingArguments(..., ddp_backend="cpu:gloo,cuda:nccl")  # "gloo" where nothing else needs nccl'
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
@@ -409,7 +409,7 @@ def check_steps_in_backward(args: Any) -> None:
         if (getattr(args, name) or 0) > most:
             raise ConfigError(
                 f'RoundPipeTrainer: update="in_backward" steps in each backward, and {name}={getattr(args, name)} '
-                f"needs all gradients first. Give TrainingArguments({name}={most}), or keep them: "
+                f"needs all gradients first. Give TrainingArguments({name}={most}), or keep gradients: "
                 'RoundPipeTrainer(..., update="in_place").'
             )
 

@@ -65,7 +65,7 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        (["demo", "--models", "llama,lama"], "unknown model 'lama'; there are llama, gemma3, mistral, t5"),
+        (["demo", "--models", "llama,lama"], "unknown model 'lama'; choose from llama, gemma3, mistral, t5"),
         (["demonstrate"], "No such command 'demonstrate'"),
         (["demo", "--outptu", "here"], "No such option: --outptu"),
     ],

@@ -66,9 +66,9 @@ def test_nested_tensors_of_other_components_are_refused():
     """A plain tensor next to a nested one, and one component more."""
     one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(2)], layout=torch.jagged)
     more = torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)
-    with pytest.raises(ReplayError, match="only one of two tensors is nested: the expected tensor"):
+    with pytest.raises(ReplayError, match="only the expected tensor is a nested tensor"):
         largest_difference(one, torch.zeros(2, 2))
-    with pytest.raises(ReplayError, match="only one of two tensors is nested: the found tensor"):
+    with pytest.raises(ReplayError, match="only the found tensor is a nested tensor"):
         largest_difference(torch.zeros(2, 2), one)
     with pytest.raises(ReplayError, match="expected 2 components, found 3"):
         largest_difference(one, more)

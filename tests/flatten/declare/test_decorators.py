@@ -431,7 +431,7 @@ def test_a_builtin_without_a_signature_can_unflatten():
 
 def test_an_unflatten_that_is_no_class_method_is_refused():
     """It would be called without an object."""
-    with pytest.raises(InvalidRegistrationError, match="tree_unflatten makes the object, so it is a class method"):
+    with pytest.raises(InvalidRegistrationError, match="tree_unflatten creates the object, so it must be a class"):
 
         @register_pytree_node_class
         class Forgot:
@@ -445,9 +445,9 @@ def test_an_unflatten_that_is_no_class_method_is_refused():
 @pytest.mark.parametrize("backends", ["numpy", ("torch", "numpy"), ()])
 def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
     """Every function that chooses says the same."""
-    with pytest.raises(InvalidArgumentError, match="'torch', 'optree', 'jax', or is 'all'"):
+    with pytest.raises(InvalidArgumentError, match="'all' or name libraries among 'torch', 'optree', 'jax'"):
         register_class_flattening(Pair, flatten, lambda c, s: Pair(*c), None, backends=backends)
-    with pytest.raises(InvalidArgumentError, match="pytree_dataclass: backends names libraries"):
+    with pytest.raises(InvalidArgumentError, match="pytree_dataclass: backends= must be 'all'"):
         pytree_dataclass(type("Local", (), {}), backends=backends)
 
 

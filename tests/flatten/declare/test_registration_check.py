@@ -117,7 +117,7 @@ def unflatten_and_mark(children, static):
         ),
         pytest.param(
             (flatten, unflatten, flatten),
-            r"Pair: f_flatten_with_keys must return a list of \(key, child\) pairs",
+            r"Pair: f_flatten_with_keys must return \(list of \(key, child\) pairs",
             id="no keys",
         ),
         pytest.param(

@@ -68,7 +68,7 @@ def test_caches_pass():
 def test_a_class_that_torch_does_not_know_is_named():
     """With the line that registers it."""
     with pytest.raises(
-        NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register it first:\n    register"
+        NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register the class:\n    register"
     ):
         check_recipe(Bag, Bag([]))
 

@@ -82,7 +82,7 @@ def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])
 def test_what_is_not_a_bound_is_refused(bounds):
     """Another name, no size, a number that is not an int."""
-    with pytest.raises(InvalidArgumentError, match="bounds: expected ints, such as"):
+    with pytest.raises(InvalidArgumentError, match="bounds: expected a dict of ints, such as"):
         export_program(make_step(), (), inputs(2, 3, 2), bounds=bounds)
 
 

@@ -223,5 +223,5 @@ def test_an_output_that_is_another_constant_in_a_call_is_an_error(tmp_path):
         def forward(self, x):
             return {"y": x * 2, "share": 0.5 if torch.compiler.is_exporting() else 0.25}
 
-    with pytest.raises(ReplayError, match=r"output 'share': the module returns 0\.25, which was 0\.5"):
+    with pytest.raises(ReplayError, match=r"output 'share': the module returns 0\.25, but .* example, 0\.5"):
         export_onnx(Counted(), (X,), path=tmp_path / "m.onnx", proof="sample")

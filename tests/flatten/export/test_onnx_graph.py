@@ -40,7 +40,7 @@ def test_nodes_are_inserted_where_a_node_stands():
     graph = ir.Graph([value], last.outputs, nodes=[last])
     insert_before(last, [ir.node("Abs", [value], name="first"), ir.node("Exp", [value], name="second")])
     assert [node.name for node in graph] == ["first", "second", "last"]
-    with pytest.raises(ValueError, match="the Abs alone is part of no graph"):
+    with pytest.raises(ValueError, match="the Abs alone does not belong to a graph"):
         insert_before(ir.node("Abs", [value], name="alone"), [])
 
 

@@ -57,7 +57,7 @@ def test_a_wrong_translation_is_refused(tmp_path):
 @pytest.mark.parametrize("translations", [{"twice_plus": _translated}, {OPERATOR: "Add"}])
 def test_what_is_no_translation_is_named(translations, tmp_path):
     """With the line to type, before anything is traced."""
-    with pytest.raises(InvalidArgumentError, match=r"(?s)translations: expected functions by operator.*translations="):
+    with pytest.raises(InvalidArgumentError, match=r"(?s)translations: expected a dict from operators.*translations="):
         export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations=translations)
 
 

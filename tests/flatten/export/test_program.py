@@ -151,7 +151,7 @@ def test_a_cache_that_does_not_fit_the_mask_is_refused(mistral):
         expected = make_model("mistral")(**kwargs).logits
     torch.testing.assert_close(runner.run(feeds)["logits"], expected, atol=1e-5, rtol=1e-5)
     shorter = {name: value[:, :, 1:] if name.startswith("past") else value for name, value in feeds.items()}
-    with pytest.raises(ReplayError, match=r"holds 2 tokens, and .* takes 3 there, since attention_mask has 3 columns"):
+    with pytest.raises(ReplayError, match=r"holds 2 tokens, but .* needs 3 tokens, since attention_mask has 3 columns"):
         runner.run(shorter)
 
 

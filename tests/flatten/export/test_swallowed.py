@@ -72,8 +72,8 @@ def test_transformers_reads_some_there():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"other": X}, r"Keeps.forward has no parameter 'other' and never reads it from its \*\*kwargs. Its p"),
-        ({"xs": X}, r"never reads it from its \*\*kwargs\. Its parameters are x\. Did you mean 'x'\?"),
+        ({"other": X}, r"Keeps.forward has no parameter 'other', and reads no such name from its \*\*kwargs. Its p"),
+        ({"xs": X}, r"reads no such name from its \*\*kwargs\. Its parameters are x\. Did you mean 'x'\?"),
     ],
 )
 def test_a_tensor_that_is_not_read_is_refused(kwargs, message):

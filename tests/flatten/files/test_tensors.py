@@ -39,8 +39,8 @@ def test_what_has_no_end_is_refused_at_once(read, tmp_path):
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"GGUF\x03\0\0\0\x02\0\0\0", "is not a file of safetensors"),
-        (b"\x80\x04\x95\x10\0\0\0\0\0\0\0\0\0", "is not a file of safetensors"),
+        (b"GGUF\x03\0\0\0\x02\0\0\0", "is not a safetensors file"),
+        (b"\x80\x04\x95\x10\0\0\0\0\0\0\0\0\0", "is not a safetensors file"),
         (b"", "is damaged"),
         (b"\x08", "is damaged"),
         (b"\xff" * 8 + b"{}", "is damaged"),

@@ -74,9 +74,9 @@ def test_its_forward_has_the_parameters_of_the_exported_class(pair):
     with torch.no_grad():
         wanted = first(model(*(values.get(name) for name in order)))
     assert torch.allclose(first(files(*(values.get(name) for name in order))), wanted, atol=1e-4)
-    with pytest.raises(InvalidArgumentError, match=r"Found 60 arguments, and \w+ takes input_ids"):
+    with pytest.raises(InvalidArgumentError, match=r"\w+ takes input_ids.*; found 60 arguments"):
         files(*[None] * 60)
-    with pytest.raises(InvalidArgumentError, match=rf"Found {order[0]} twice, and \w+ takes {order[0]}"):
+    with pytest.raises(InvalidArgumentError, match=rf"\w+ takes {order[0]}.*; found {order[0]} twice"):
         files(values[order[0]], **{order[0]: values[order[0]]})
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_stored_says_so():
     with pytest.raises(InvalidArgumentError, match=r"cannot be stored: .* copy\.deepcopy\(cache\) works within"):
         pickle.dumps(cache_of(files(PROMPT)))
     for how in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(InvalidArgumentError, match=r"Open its folder again: open_model\(folder\)"):
+        with pytest.raises(InvalidArgumentError, match=r"Open its folder: open_model\(folder\)"):
             how(files)
 
 
@@ -240,11 +240,11 @@ def test_a_cache_that_keeps_something_else_is_refused():
         with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
             files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
     with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or none"
+        InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or no c"
     ):
         files(PROMPT, **{installed_name(): Own()})
     with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*list.*, but exported files keep .* Pass DynamicCache\(\), or none"
+        InvalidArgumentError, match=r"The cache is .*list.*, but exported files keep .* Pass DynamicCache\(\), or no c"
     ):
         files(PROMPT, **{installed_name(): [{"key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}]})
 

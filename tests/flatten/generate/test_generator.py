@@ -169,7 +169,7 @@ def test_top_k_of_one_is_greedy(mistral):
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
         ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids contains -1, which is not a token\."),
-        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "Pass the same"),
+        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "but input_ids has"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
         ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
         ({"input_ids": torch.ones(1, 3).long(), "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
@@ -191,7 +191,7 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     """Text without its mask's shape, sound that is none, and a decoder of which nobody knows how it starts."""
     tokens = torch.ones(2, 3).long()
     text, sound = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), input_ids \(2, 3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), but input_ids .* \(2, 3\)"):
         text.generate(tokens, torch.ones(2, 4).long())
     for features in (None, torch.ones(4, 8)):
         with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):

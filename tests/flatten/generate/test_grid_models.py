@@ -105,5 +105,5 @@ def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     films = {"pixel_values_videos": pictures["pixel_values"], "video_grid_thw": grid}
     with pytest.raises(InvalidArgumentError, match=r"0 video tokens \(id 258\), but the videos need 16"):
         generator.generate(ids, mask, **films)
-    with pytest.raises(InvalidArgumentError, match="second_per_grid_ts has 2 numbers, video_grid_thw 1 rows"):
+    with pytest.raises(InvalidArgumentError, match="second_per_grid_ts has 2 numbers, but video_grid_thw 1 rows"):
         generator.generate(ids, mask, **films, second_per_grid_ts=[1.0, 1.0])

@@ -86,10 +86,10 @@ def test_frames_with_text_between_them_are_counted_one_by_one():
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
     """With both numbers."""
     tokens = torch.tensor([[5, PICTURE, PICTURE, PICTURE, 6]])
-    with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, and image_grid_thw states 6"):
+    with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, but image_grid_thw states 6"):
         image_positions(tokens, torch.ones_like(tokens), [PICTURES], 2)
     tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
-    with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, and video_grid_thw states 8"):
+    with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, but video_grid_thw states 8"):
         image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
 
 

@@ -102,7 +102,7 @@ def test_weights_in_a_second_file_are_found_under_its_new_name(tmp_path):
         (("tree", "onnx", "text-generation", None, "float32"), "layout must be one of 'flat', 'transformers.js'"),
         (("transformers.js", "program", "text-generation", None, "float32"), "is for ONNX files"),
         (("transformers.js", "onnx", "text-to-audio", None, "float32"), "one file for a speech decoder"),
-        (("transformers.js", "onnx", "text-generation", "int8", "float16"), "no name for files of int8 with float16"),
+        (("transformers.js", "onnx", "text-generation", "int8", "float16"), "no dtype name for int8 weights of a"),
     ],
 )
 def test_what_the_client_would_not_open_is_refused(given, why):

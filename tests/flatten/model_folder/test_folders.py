@@ -176,7 +176,7 @@ def test_what_is_no_exported_folder_is_refused(tmp_path):
     with pytest.raises(ForeignFileError, match=r"contains no yobx_flatten\.json"):
         verify_folder(tmp_path)
     (tmp_path / "yobx_flatten.json").write_text('{"format_version": 99}', encoding="utf-8")
-    with pytest.raises(ForeignFileError, match="newer version"):
+    with pytest.raises(ForeignFileError, match="needs a newer yobx-flatten"):
         read_manifest(tmp_path)
     (tmp_path / "yobx_flatten.json").write_text('{"format_version": 1}', encoding="utf-8")
     with pytest.raises(DamagedFileError, match="is damaged"):

@@ -248,9 +248,9 @@ def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
     ids = torch.tensor([[5, 6, 7]])
     wanted = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=1)
     assert torch.equal(generator.generate(ids, max_new_tokens=5), wanted)
-    with pytest.raises(InvalidArgumentError, match="reads input_ids, and no pixel_values"):
+    with pytest.raises(InvalidArgumentError, match="reads input_ids, not pixel_values"):
         generator.generate(ids, pixel_values=numbers(1, 3, 8, 8))
-    with pytest.raises(InvalidArgumentError, match="reads input_ids, and no input_features"):
+    with pytest.raises(InvalidArgumentError, match="reads input_ids, not input_features"):
         generator.generate(ids, input_features=numbers(1, 3, 8))
 
 

@@ -35,7 +35,7 @@ def git():
 
 def test_a_decoder_that_also_reads_pictures_is_refused_unless_its_text_is_asked_for():
     """GIT writes what is in a picture: its folder was one of text alone, without a word."""
-    with pytest.raises(GenerationError, match=r"reads pixel_values next to input_ids.*task='text-generation'"):
+    with pytest.raises(GenerationError, match=r"reads pixel_values besides input_ids.*task='text-generation'"):
         pieces_for(git(), "auto")
     task, (piece,) = pieces_for(git(), "text-generation", Split(proof="none"))
     assert task == "text-generation"

@@ -55,7 +55,7 @@ CHANGES = {
     ),
     "of another shape": (
         lambda weights: weights.update({MATRIX: torch.ones(48, 31)}),
-        rf"{MATRIX} has shape \(48, 31\), and LlamaForCausalLM takes \(48, 32\)",
+        rf"{MATRIX} has shape \(48, 31\), but LlamaForCausalLM takes \(48, 32\)",
     ),
 }
 DOORS = {

@@ -87,7 +87,7 @@ def test_a_weight_of_another_shape_is_named(copied):
     weights = load_file(copied / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(3)
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelSourceError, match=r"model.norm.weight has shape \(3,\), and LlamaForCausalLM takes"):
+    with pytest.raises(ModelSourceError, match=r"model.norm.weight has shape \(3,\), but LlamaForCausalLM takes"):
         open_model(find_model(str(copied)), dtype="float32", weights="stream", to="onnx")
 
 
@@ -108,7 +108,7 @@ def test_a_weight_that_its_file_does_not_hold_is_named(tmp_path):
     name = next(key for key in held if "down_proj" in key)
     file = tmp_path / held[name]
     save_file({key: value for key, value in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
-    with pytest.raises(ModelSourceError, match=rf"{re.escape(name)} is in model.safetensors.index.json, and not in"):
+    with pytest.raises(ModelSourceError, match=rf"index.json lists {re.escape(name)} in .*, which lacks it"):
         open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
 
 
@@ -127,7 +127,7 @@ def _with_float32(folder):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_with_other_output, r"model.embed_tokens.weight, lm_head.weight are tied, and differ in the files"),
+        (_with_other_output, r"model.embed_tokens.weight, lm_head.weight are tied, but differ in the files"),
         (_with_float32, "norm stays in float32"),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_cache_of_another_adapter_is_refused(folder):
 @pytest.mark.slow
 def test_a_call_has_one_adapter(folder):
     """PEFT's `adapter_names`, one for each row, needs other products."""
-    with pytest.raises(InvalidArgumentError, match=r"one adapter for all rows\. Choose it with model\.set_adapter"):
+    with pytest.raises(InvalidArgumentError, match=r"one adapter, for all rows\. Choose one with model\.set_adap"):
         open_model(folder).generate(input_ids=IDS, adapter_names=["one", "two"])
 
 
@@ -472,9 +472,9 @@ DAMAGED = {
     "another name": (lambda held: held.update(more=torch.ones(2, 2)), "holds more, but the files have no such input"),
     "one without the other": (lambda held: held.pop(FIRST), "holds .*lora_B without .*lora_A"),
     "other sizes": (lambda held: held.update({FIRST: torch.ones(31, 4)}), r"shape \(31, 4\), .* take \(32, rank\)"),
-    "another rank": (lambda held: held.update({FIRST: torch.ones(32, 9)}), "has a rank of 9, and .* of 4"),
+    "another rank": (lambda held: held.update({FIRST: torch.ones(32, 9)}), "has a rank of 9, but .* of 4"),
     "a vector": (lambda held: held.update({FIRST: torch.ones(32)}), r"shape \(32,\)"),
-    "another type": (lambda held: held.update({FIRST: torch.ones(32, 4).half()}), "is of torch.float16"),
+    "another type": (lambda held: held.update({FIRST: torch.ones(32, 4).half()}), "dtype torch.float16"),
 }
 
 

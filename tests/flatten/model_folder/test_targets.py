@@ -153,7 +153,7 @@ def test_a_runtime_that_has_no_files_there_is_refused(exported):
 REFUSED = {
     "an unknown runtime": ({"target": "tflite"}, "There is no runtime 'tflite'"),
     "no bounds": ({"target": "executorch"}, "--max-batch 4 --max-length 512"),
-    "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds: expected ints, such as"),
+    "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds: expected a dict of ints"),
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
     "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"For one row: batch=1 \(--max-batch 1\)"),

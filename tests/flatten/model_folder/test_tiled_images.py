@@ -119,7 +119,7 @@ def test_pictures_that_do_not_fit_their_sizes_are_refused(exported):
         generator.generate(**{**given, "image_sizes": None})
     with pytest.raises(InvalidArgumentError, match="1 pictures of 3 tiles"):
         generator.generate(**{**given, "pixel_values": given["pixel_values"][:, :2]})
-    with pytest.raises(InvalidArgumentError, match="batch_num_images states 2 pictures, image_sizes 1"):
+    with pytest.raises(InvalidArgumentError, match="batch_num_images states 2 pictures, but image_sizes has 1 row"):
         generator.generate(**given, batch_num_images=torch.tensor([2]))
     with pytest.raises(InvalidArgumentError, match="The prompt has 4 image tokens"):
         generator.generate(**given)

@@ -117,7 +117,7 @@ def test_an_empty_folder_is_said_to_be_empty(tmp_path):
         (b"", "is damaged"),
         (b"\x10\0\0\0", "is damaged"),
         (b"\x40" + b"\0" * 7 + b"{}", "is damaged"),
-        (b"not a file of tensors", "is not a file of safetensors"),
+        (b"not a file of tensors", "is not a safetensors file"),
         (b"\x10" + b"\x00" * 7 + b"{}" + b" " * 14, "is not a recorded call"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
     with safe_open(file, framework="pt") as opened:
         metadata = {key: text.replace('"version": 1', '"version": 2') for key, text in opened.metadata().items()}
     save_file(load_file(file), file, metadata=metadata)
-    with pytest.raises(RecordError, match=r"(?s)was written by a newer version:.*pip install --upgrade yobx-flatten"):
+    with pytest.raises(RecordError, match=r"(?s)needs a newer yobx-flatten:.*pip install --upgrade yobx-flatten"):
         RecordedCalls.load(tmp_path)
 
 

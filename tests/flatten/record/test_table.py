@@ -30,7 +30,7 @@ decode: 5 calls
   cache.key_D_1 ... value_D_1 (2)    float32  2 x 2 x 4..8 x 8  0: batch, 2: past
   constant: use_cache=True, logits_to_keep=1, return_dict=True
 
-note: batch: one size (2) was seen. It is assumed to vary, as a registered class says so."""
+note: batch: one size (2) was seen. It is assumed to vary, as a registered class states this."""
 
 
 class Passes(torch.nn.Module):

@@ -221,7 +221,7 @@ def test_an_unknown_class_cannot_be_given_up(registry):
     with pytest.raises(NotRegisteredError) as caught:
         registry.release_user(Pair)
     assert str(caught.value) == (
-        f"unregister_class_flattening(Pair): {__name__}.Pair is not registered. Register it first:\n"
+        f"unregister_class_flattening(Pair): {__name__}.Pair is not registered. Register the class:\n"
         "    register_class_flattening(Pair, ...)"
     )
 
@@ -351,7 +351,7 @@ def test_an_unknown_library_is_refused(two_libraries):
     with pytest.raises(InvalidArgumentError) as caught:
         registry.libraries(("torch", "numpy"), "register")
     assert str(caught.value) == (
-        "register: backends names libraries out of 'torch', 'optree', or is 'all'; found the str 'numpy'.\n"
+        "register: backends= must be 'all' or name libraries among 'torch', 'optree'; found the str 'numpy'.\n"
         "    register(..., backends=('torch',))"
     )
 

@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, suffix):
     (tmp_path / f"bad{suffix}").write_bytes(b"no model")
     with pytest.raises(ReplayError, match=f"cannot load .*bad{suffix}"):
         open_runner(tmp_path / f"bad{suffix}", failure=ReplayError, trust=True)
-    with pytest.raises(InvalidArgumentError, match=r"none of the suffixes \.onnx, \.pt2"):
+    with pytest.raises(InvalidArgumentError, match=r"its suffix is none of \.onnx, \.pt2"):
         open_runner(tmp_path / "model.bin")
 
 

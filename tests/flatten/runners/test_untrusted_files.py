@@ -168,7 +168,7 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
         open_runner(tmp_path / "m.onnx", runtime="tflite")
     with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
         open_runner(tmp_path / "m.onnx", runtime="executorch")
-    with pytest.raises(InvalidArgumentError, match=r"none of the suffixes"):
+    with pytest.raises(InvalidArgumentError, match=r"its suffix is none of"):
         open_runner(tmp_path / "m.bin")
 
 

@@ -131,5 +131,5 @@ def test_a_cache_is_not_filled_with_nothing():
     """No past and a cache exclude each other."""
     from tests.models import make_model
 
-    with pytest.raises(InvalidArgumentError, match=r"filled with no tokens \(batch 2, past 0, new 3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"no tokens to fill the cache with \(batch 2, past 0, new 3\)"):
         decode_inputs(make_model("llama"), DecodeSizes(past=0))

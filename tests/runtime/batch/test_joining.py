@@ -188,7 +188,7 @@ def test_a_function_joins_as_it_likes():
 
 @pytest.mark.parametrize("merge", [{"outputs['z']": Replicate}, (Replicate, {"z": Replicate})])
 def test_a_rule_for_a_path_that_is_not_there_is_refused(merge):
-    with pytest.raises(JoinError, match=r"is not among the outputs\. Their key paths are"):
+    with pytest.raises(JoinError, match=r"is not among the outputs\. The key paths are"):
         join([{"y": torch.zeros(1)}, {"y": torch.zeros(1)}], [1, 1], merge=merge)
 
 

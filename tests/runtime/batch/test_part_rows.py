@@ -61,7 +61,7 @@ def test_packed_data_of_two_pipelines_must_have_the_same_rows():
     """Entry i goes to microbatch i, which has one number of rows."""
     one = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
     other = RoundPipePackedData([torch.zeros(1), torch.zeros(2)], rows=[1, 2])
-    with pytest.raises(SplitError, match=r"args\[0\], args\[1\]: the rows of the microbatches differ"):
+    with pytest.raises(SplitError, match=r"args\[0\], args\[1\]: the rows per microbatch differ"):
         split((one, other), {}, None, 2)
 
 
@@ -119,5 +119,5 @@ def test_labels_state_the_rows_of_packed_data_where_rules_cut_each_leaf_separate
 def test_a_leaf_with_fewer_rows_than_packed_microbatches_is_refused():
     """A microbatch without a row of it would have nothing to compute."""
     inputs = (RoundPipePackedData(["a", "b", "c"]), torch.zeros(2), torch.zeros(9))
-    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows for the 3 packed microbatches"):
+    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows, but the packed data has 3 microb"):
         split(inputs, {}, None, 3, split_input=CUT_APART)

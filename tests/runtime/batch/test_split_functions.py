@@ -46,7 +46,7 @@ def test_a_split_function_that_returns_something_else_is_refused(made):
 
 
 def test_both_sides_cut_by_functions_must_make_the_same_number():
-    with pytest.raises(SplitError, match="split_input made 2 microbatches and split_label 1"):
+    with pytest.raises(SplitError, match="split_input made 2 microbatches, but split_label 1"):
         split((rows(4), rows(4)), {}, rows(4), 2, split_input=custom_split, split_label=lambda label, n: [label])
 
 

@@ -68,7 +68,7 @@ def test_the_example_of_the_documentation_on_labels():
     [
         (
             {"args[3]": Replicate},
-            "split_input: 'args[3]' is not among the inputs. Their key paths are:\n    ['args[0]', 'label']",
+            "split_input: 'args[3]' is not among the inputs. The key paths of inputs are:\n    ['args[0]', 'label']",
         ),
         (
             {"args[0]": TensorChunkSpec(2)},

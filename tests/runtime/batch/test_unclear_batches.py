@@ -55,7 +55,7 @@ def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
         split((rows(8, 5), torch.zeros(3, 8, 5)), {}, rows(8), 2)
     assert str(caught.value) == (
         "args[1] has shape (3, 8, 5): the 8 rows of the batch are not on axis 0, but axis 1 has that size. Split it "
-        "there, or pass it whole to every microbatch, one of\n"
+        "there, or pass it whole to every microbatch. Write one of:\n"
         "    RoundPipeRunConfig(split_input={'args[1]': TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(split_input={'args[1]': Replicate})"
     )

@@ -235,7 +235,7 @@ MISTAKES = {
         ["--microbatches", "5"],
         "4 rows cannot be split into 5 microbatches. Use a larger batch",
     ),
-    "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, and bytes with their special tokens need 259"),
+    "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, but bytes with their special tokens need 259"),
     "output": (["-o", "short.txt/out"], "short.txt/out: it cannot be written: short.txt is not a folder. Name another"),
     "checkpoint": (["--checkpoint", "short.txt/c"], "it cannot be written: short.txt is not a folder"),
     "checkpoint that is a file": (["--checkpoint", "short.txt"], "Name another place: --checkpoint DIR"),
@@ -249,7 +249,7 @@ MISTAKES = {
     "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
     "both": (["--epochs", "2"], "--steps and --epochs both set the length"),
     "lora": (["--lora", "8"], "conf has random weights, so adapters would be useless"),
-    "stay": (["--keep-parameters", "-1"], "--keep-parameters is a number of GB of at least 0, or auto, found '-1'"),
+    "stay": (["--keep-parameters", "-1"], "--keep-parameters must be a number of GB (0 or more) or auto, found '-1'"),
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
     "rate": (["--lr", "-1"], "lr must be a number above 0"),
     "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),
@@ -325,15 +325,15 @@ def test_one_text_in_a_file_of_options_is_a_list_of_one(here, capsys):
 CONFIGS = {
     "no mapping": ("- 1", "--config run.yaml: expected lines like `batch: 4`, found a list"),
     "no YAML": ("a: [", "--config run.yaml: it is not YAML: while parsing"),
-    "an alias": ("text: [&a [x], *a]", "--config run.yaml: it has an alias (*name). Write the value itself."),
-    "a list in itself": ("text: &a [*a]", "--config run.yaml: it has an alias"),
+    "an alias": ("text: [&a [x], *a]", "--config run.yaml contains a YAML alias (*name). Write the value itself."),
+    "a list in itself": ("text: &a [*a]", "--config run.yaml contains a YAML alias"),
     "a date that is none": ("text: 2020-99-99", "--config run.yaml: it is not YAML: month must be in 1..12"),
     "a number that is none": ("batch: !!int abc", "--config run.yaml: it is not YAML: invalid literal"),
     "a number of 5,000 digits": ("batch: " + "9" * 5000, "--config run.yaml: it is not YAML"),
     "an option that is none": ("check: !!bool x", "--config run.yaml: it is not YAML"),
     "no option": (
         "bach: 4",
-        "run.yaml: there is no option bach. Did you mean batch? All of them: roundpipe train --print-con",
+        "run.yaml: there is no option bach. Did you mean batch? All options: roundpipe train --print-con",
     ),
     "no value": ("batch: {a: 1}", "run.yaml: batch is a dict. Write text, a number, true, false, or a list"),
     "wrong value": ("batch: many", "Invalid value for '--batch'"),
@@ -385,7 +385,7 @@ def test_conversations_may_be_packed_with_a_template_of_ones_own(here, capsys):
 
 
 CHAT_MISTAKES = {
-    "both": (["--text", "texts"], "--text and --chat exclude each other. Leave one out"),
+    "both": (["--text", "texts"], "--text and --chat cannot be combined. Leave one of"),
     "bytes": (["--model", "conf", "chats.jsonl"], "Conversations need a tokenizer with special tokens"),
     "form": (
         ["--chat", "rows.jsonl"],
@@ -418,7 +418,7 @@ def test_text_that_is_a_conversation_is_refused_with_the_option(here, capsys):
     assert main(command) == 2
     assert "If these are the messages of a conversation: --chat " in capsys.readouterr().err
     assert main(["train", "model", "texts", "-o", "out", *FEW, "--pack"]) == 2
-    assert "--pack applies to conversations only. Name a file of them: --chat FILE" in capsys.readouterr().err
+    assert "--pack applies to conversations only. Name a file of conversations: --chat FILE" in capsys.readouterr().err
 
 
 def test_the_saved_model_has_a_card_and_a_picture_of_its_losses(here, capsys):

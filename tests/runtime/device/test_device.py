@@ -49,7 +49,7 @@ def test_released_memory_is_poisoned_and_refused(device, dtype):
     copy = device.copy_in(torch.zeros(2, dtype=dtype))
     device.release([copy])
     assert not torch.equal(copy, torch.zeros(2, dtype=dtype))
-    with pytest.raises(UseAfterReleaseError, match=r"shape \(2,\) is read after its release"):
+    with pytest.raises(UseAfterReleaseError, match=r"reads a .*shape \(2,\) after its release"):
         device.use([copy])
 
 
@@ -59,7 +59,7 @@ def test_memory_of_another_device_is_refused(device):
     copy = other.copy_in(torch.zeros(2))
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
         device.use([copy])
-    with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
+    with pytest.raises(UseAfterReleaseError, match="is on virtual:1"):
         device.copy_in(copy)
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
         device.copy_out(copy)

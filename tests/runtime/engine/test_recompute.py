@@ -212,7 +212,7 @@ def test_keeping_outside_of_a_pipeline_does_nothing():
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (lambda x: (save_for_recompute(1), save_for_recompute(2)), "called before"),
+        (lambda x: (save_for_recompute(1), save_for_recompute(2)), "was already called"),
         (lambda x: save_for_recompute(x * 2), "requires a gradient"),
     ],
 )

@@ -118,7 +118,7 @@ MISTAKES = {
     "system": ({"messages": ASKED, "system": 3}, "a:1: 'system' is a int. Write text"),
     "two systems": (
         {"messages": [{"role": "system", "content": "x"}, *ASKED], "system": "y"},
-        "has 'system', and its first message has that role",
+        "has a field 'system' and a first message of this role",
     ),
     "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' must be a list of objects"),
     "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' must be a list of objects"),

@@ -90,7 +90,7 @@ def test_names_that_do_not_exist_are_refused():
 
 def test_adapters_are_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge them"):
+    with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge the adapters"):
         model_source(tmp_path)
 
 

@@ -106,6 +106,6 @@ def test_what_is_loaded_otherwise_is_not_kept(tmp_path, monkeypatch):
             model.lm_head.weight[0, 0] -= 1
 
     monkeypatch.setattr(model, "save_pretrained", damaged)
-    with pytest.raises(FineTuneError, match=r"lm_head\.weight differs from what was saved"):
+    with pytest.raises(FineTuneError, match=r"saved weight lm_head\.weight differs"):
         save_model(model, ByteTokenizer(), tmp_path / "out", source=source)
     assert list(tmp_path.iterdir()) == []

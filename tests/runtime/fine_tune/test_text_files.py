@@ -103,7 +103,7 @@ def test_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
     [
         ("nowhere.txt", "There is no file nowhere.txt."),
         ("*.md", "There is no file *.md."),
-        ("paper.pdf", "paper.pdf ends in .pdf, and that is not among .txt"),
+        ("paper.pdf", "paper.pdf ends in .pdf, not in one of .txt"),
         ("empty", "empty contains no text: no file in it ends in .txt"),
     ],
 )

@@ -275,7 +275,7 @@ class TestCheckpoints:
             ({"batch": 6}, "was trained with --batch 4"),
             ({"accumulate": 2}, "was trained with --accumulate 1"),
             ({"seed": 1}, "was trained with --seed 0"),
-            ({"steps": 1}, "is at step 2, and --steps is 1"),
+            ({"steps": 1}, "is at step 2, but --steps is only 1"),
         ],
     )
     def test_other_batches_are_refused(self, tmp_path, change, words):

@@ -50,7 +50,7 @@ def test_what_can_be_wrapped(wrap, make):
     [
         ((3,), "wraps an nn.Module"),
         (([],), "found list of 0"),
-        ((nn.Sequential(),), r"found Sequential of 0. Give it layers:\n    RoundPipe\(nn.Sequential\(nn.Linear"),
+        ((nn.Sequential(),), r"found Sequential of 0. Give RoundPipe layers:\n    RoundPipe\(nn.Sequential\(nn.Linear"),
         ((nn.ModuleList(),), "found ModuleList of 0"),
         (([nn.Linear(2, 2), len],), "found list with builtin_function_or_method"),
         ((nn.Linear,), "found the class Linear"),

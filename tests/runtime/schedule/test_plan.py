@@ -75,7 +75,7 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
         ("fused", [range(3)], [range(2, 3), range(2)], "bwd_plan misses layer 3"),
         ("fused", [range(2)], BACKWARD, "fwd_plan misses layer 2"),
         ("fused", [range(4)], BACKWARD, "fwd_plan repeats layer 3"),
-        ("fused", [range(3)], [], "bwd_plan is empty. The first stage of bwd_plan in a fused run has the last layers."),
+        ("fused", [range(3)], [], "bwd_plan is empty. In a fused run, its first stage must contain the last layers."),
         ("fused", [[0, 2]], BACKWARD, "fwd_plan[0] is [0, 2]: layer 1 is missing."),
         ("fused", [[0, 1, 1]], BACKWARD, "fwd_plan[0] is [0, 1, 1]: layer 1 is repeated."),
         ("fused", [[2, 1, 0]], BACKWARD, "fwd_plan[0] is [2, 1, 0]: layer 1 is out of order."),

@@ -61,7 +61,7 @@ def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) ->
     for operator, function in (translations or {}).items():
         if not isinstance(operator, OpOverload) or not callable(function):
             raise InvalidArgumentError(
-                f"translations: expected functions by operator, found {function!r} for {operator!r}:\n"
+                f"translations: expected a dict from operators to functions, found {function!r} for {operator!r}:\n"
                 "    translations={torch.ops.mine.twice.default: twice}"
             )
 

@@ -115,8 +115,8 @@ class ByName:
                     raise ReplayError(f"output {name!r}: it is missing")
                 if name in self._constants and self._constants[name] != value:
                     raise ReplayError(
-                        f"output {name!r}: the module returns {value!r}, which was {self._constants[name]!r} in the "
-                        "example and is a constant of the program. Return a tensor."
+                        f"output {name!r}: the module returns {value!r}, but the program always returns the value of "
+                        f"the example, {self._constants[name]!r}. Return a tensor."
                     )
                 continue
             try:

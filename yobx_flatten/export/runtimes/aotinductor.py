@@ -117,7 +117,7 @@ def with_buffers(
     kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
         raise FlattenError(
-            "no output is an input with new tokens appended, because layers have a sliding window or a state."
+            "no output is a cache input with new tokens appended, since layers have a sliding window or a state."
         )
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")

@@ -47,7 +47,7 @@ def check_bounds(signature: Signature) -> None:
     ]
     if free:
         raise DynamicShapesError(
-            f"ExecuTorch plans memory for the largest sizes, and {', '.join(free)} have no maximum. Set it:\n    "
+            f"ExecuTorch plans memory for the largest sizes, but {', '.join(free)} have no maximum. Set one:\n    "
             'export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
         )
 

@@ -63,7 +63,7 @@ def with_row_buffers(
     calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
     if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
-        raise FlattenError("no attention of the program reads a cache input with new tokens appended, and a mask.")
+        raise FlattenError("no attention layer reads both a mask and a cache input with new tokens appended.")
     rows = sizes[kept[0]][0]
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")
@@ -195,7 +195,7 @@ def _axes_of_rows(
     shapes = {name: [str(size) for size in node.meta["val"].shape] for name, node in returned.items()}
     alone = [name for name, shape in shapes.items() if rows not in shape]
     if alone:
-        raise FlattenError(f"{', '.join(alone)} has no batch axis.")
+        raise FlattenError(f"these outputs have no batch axis: {', '.join(alone)}.")
     return given, {name: shape.index(rows) for name, shape in shapes.items()}
 
 

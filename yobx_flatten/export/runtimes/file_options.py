@@ -78,7 +78,7 @@ class FileOptions:
         if example.no_data:
             without = "; export_program works without." if self.caller == "export_onnx" else "."
             raise InvalidArgumentError(
-                f"{self.caller} writes the weights, and {example.no_data}. Load them first{without}"
+                f"{self.caller} writes the weights, but {example.no_data}. Load them first{without}"
             )
         check_text(example, self.quantization)
 
@@ -163,6 +163,6 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
         if not has_kernels(dtype):
             raise InvalidArgumentError(
                 f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "
-                "checked there. Use float32 or float16 (model.half()), or write it unchecked for another provider:\n"
+                "checked there. Use float32 or float16 (model.half()), or skip the check for another provider:\n"
                 '    proof="none"'
             )

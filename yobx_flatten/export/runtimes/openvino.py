@@ -57,7 +57,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
         kept = keep_in_state(model, presents)
         if not kept:
-            raise FlattenError("no output is an input with new tokens appended, because layers have a sliding window.")
+            raise FlattenError("no output is a cache input with new tokens appended, as layers have a sliding window.")
         with_added_masks(model)
         _save(model, traced, path)
     copied = copied_states(path)

@@ -69,7 +69,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
     options.check_example(source.example)
     if options.quantization is not None and options.runtime == "executorch" and source.is_given:
         raise InvalidArgumentError(
-            f"{options.caller}: torchao quantizes a module before the trace, and this program is already traced. "
+            f"{options.caller}: torchao quantizes a module before the trace, but this program is already traced. "
             "Export the module:\n    export_program(module, args, kwargs, bounds=...)"
         )
     if source.example.loop:

@@ -299,6 +299,6 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
                 break
             return kind, parameter
     raise UnsupportedLayerError(
-        f"{code!r} names no kind of cache layer that this version of yobx_flatten knows. It knows D (dynamic), and W "
+        f"{code!r} names no kind of cache layer that this version of yobx_flatten knows. Kinds are D (dynamic), and W "
         "(sliding), S (static) and X (static sliding), each followed by a capacity in tokens, like W8."
     )

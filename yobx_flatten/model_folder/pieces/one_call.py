@@ -25,7 +25,7 @@ def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     if reads not in _INPUTS:
         raise GenerationError(
             f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
-            "Export it with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
+            "Export the model with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
     make, unit, (length, one, other) = _INPUTS[reads]
     sizes = split.named(("batch", unit) if unit else ("batch",), (1, one), (3, other))
@@ -148,7 +148,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
     given = "; its argument noise= can be an input" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
         f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
-        f"checked{given}. Switch this off in its configuration, or pass the random tensor as an input: "
+        f"checked{given}. Switch the draws off in its config, or pass the random tensor as an input: "
         "export_onnx(model, kwargs=inputs, path=...)"
     )
 

@@ -53,15 +53,15 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
     stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
     if stated.get("megatron_config") is not None:
         raise ModelSourceError(
-            f"{folder / ADAPTER} names a module to import (megatron_core): files do not choose what is imported. "
-            "Remove megatron_config from it."
+            f"{folder / ADAPTER} names a module to import (megatron_core), but no file may choose what is imported. "
+            "Remove megatron_config from the file."
         )
     if stated.get("peft_type") == "XLORA":
-        raise ModelSourceError(f"{folder / ADAPTER} names other adapters to load (X-LoRA). Merge them with PEFT first.")
+        raise ModelSourceError(f"{folder / ADAPTER} names adapters to load (X-LoRA). Merge these adapters with PEFT.")
     import peft
 
     if stated.get("peft_type") not in list(peft.PeftType):
-        raise ModelSourceError(f"{folder / ADAPTER} states {stated.get('peft_type')!r}, which PEFT does not know.")
+        raise ModelSourceError(f"{folder / ADAPTER} has peft_type {stated.get('peft_type')!r}, unknown to PEFT.")
 
     def refused(error: BaseException) -> ModelSourceError:
         return ModelSourceError(f"{folder / ADAPTER} is not a configuration of PEFT: {first_line(error)}")
@@ -135,7 +135,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
         # LoKr and LoHa keep a matrix whole where its rank is larger
         if stated.get("peft_type") == "LORA" and rank is not None and not (type(rank) is int and rank <= largest):
             raise ModelSourceError(
-                f"{folder / ADAPTER} has rank {str(rank)[:40]}, but the adapter's weights have at most {largest:,}."
+                f"{folder / ADAPTER} states rank {str(rank)[:40]}, but the adapter's weights allow at most {largest:,}."
             )
     # in which PEFT makes the first weights of PiSSA and LoftQ, before it reads those of the file
     if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):
@@ -213,8 +213,8 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
     # folders: by name of the adapter the folder that PEFT wrote
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
-            f"This {type(model).__qualname__} has adapters in its layers. Pass the model without them, and the folders "
-            "that they were saved to as adapters=."
+            f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "
+            "folders of the saved adapters as adapters=."
         )
     found = []
     for name, given in folders.items():

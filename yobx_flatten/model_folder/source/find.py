@@ -139,8 +139,8 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} contains an adapter for a quantized model. Merge the adapter with its library and save "
-                f"the full model, or pass {self.folder} to export the model alone."
+                f"{self.name} contains an adapter for a quantized model. Merge the adapter with the library of the "
+                f"quantization and save the full model, or pass {self.folder} to export the model alone."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # what is loaded is in full
@@ -224,11 +224,11 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
         return FoundModel(source, small_config(source), is_small=True)
     if folder is not None and holds_adapter(folder):
         if of_adapter:
-            raise ModelSourceError(f"{of_adapter} holds an adapter of another adapter, {source}. Merge that one first.")
+            raise ModelSourceError(f"The base of adapter {of_adapter} is an adapter itself: merge {source} first.")
         return _adapted(source, folder, weights=weights, trust=trust)
     file = path if folder is None else folder / "config.json"
     if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
-        raise ModelSourceError(f"{source} is a folder with a GGUF file. Name the file: {held[0]}")
+        raise ModelSourceError(f"{source} contains a GGUF file, but no config.json. Pass the GGUF file: {held[0]}")
     if not file.is_file():
         raise ModelSourceError(f"{source} contains no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
@@ -254,7 +254,7 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
     except (ModelSourceError, InvalidArgumentError) as error:
         raise not_found(source, base, error) from error
     if not found.has_weights:
-        raise ModelSourceError(f"{source} holds an adapter of {base}, a configuration without weights. {_FIX}")
+        raise ModelSourceError(f"{source} holds an adapter of {base}, but {base} has no weights. {_FIX}")
     return dataclasses.replace(found, name=source, adapter=folder)
 
 

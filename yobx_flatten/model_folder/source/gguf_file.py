@@ -100,11 +100,11 @@ def _check_counts(path: pathlib.Path) -> None:
         if not 2 <= version <= 3:  # big-endian files, whose version is another number, are left to the library
             return
         if max(tensors, entries) > size:
-            raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries in {size:,} bytes")
+            raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
         for _ in range(entries):
             key, value = _text(file, size).decode(), _value(file, size)
             if isinstance(value, int) and _COUNTS.search(key) and value > max(tensors, _MOST_EXPERTS):
-                raise ValueError(f"it states {key} = {value:,}, and holds {tensors:,} tensors")
+                raise ValueError(f"it states {key} = {value:,}, but holds only {tensors:,} tensors")
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
@@ -118,7 +118,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
         raise ValueError(f"it has an entry of the unknown type {kind}")
     inner, count = struct.unpack("<IQ", file.read(12))
     if count > size:
-        raise ValueError(f"it states a list of {count:,} entries in {size:,} bytes")
+        raise ValueError(f"it states a list of {count:,} entries, but has only {size:,} bytes")
     if inner in _NUMBERS:
         file.seek(count * struct.calcsize(_NUMBERS[inner]), io.SEEK_CUR)
     else:
@@ -130,7 +130,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
 def _text(file: BinaryIO, size: int) -> bytes:
     (length,) = struct.unpack("<Q", file.read(8))
     if length > size:
-        raise ValueError(f"it states a text of {length:,} bytes in {size:,}")
+        raise ValueError(f"it states a text of {length:,} bytes, but has only {size:,} bytes")
     return file.read(length)
 
 

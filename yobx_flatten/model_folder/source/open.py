@@ -67,7 +67,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
         )
     if weights == "stream" and to != "onnx":
-        raise InvalidArgumentError(f"weights='stream' is for ONNX files; others contain weights. Found {to!r}.")
+        raise InvalidArgumentError(f"weights='stream' is for ONNX files; other files contain weights. Found to={to!r}.")
     if weights == "stream" and found.adapter is not None:
         raise InvalidArgumentError(
             f"weights='stream' reads weights as they are stored, but the adapter of {found.name} changes the weights. "
@@ -169,7 +169,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
         raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
     missing = sorted(held.keys() - files.keys()) if index.is_file() else []
     if missing:
-        raise ModelSourceError(f"{folder}: {missing[0]} is in {index.name}, and not in {held[missing[0]]}.")
+        raise ModelSourceError(f"{folder}: {index.name} lists {missing[0]} in {held[missing[0]]}, which lacks it.")
     return Checkpoint(files, shapes, types)
 
 
@@ -203,13 +203,13 @@ def unread_model(
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
-        raise NotStreamableError("weights that its files do not contain are random")
+        raise NotStreamableError("weights that are missing in its files are random")
     readers: dict[str, Reader] = {}
     for names, _ in tied:
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))
         first = checkpoint.read(held[0], dtype) if len(held) > 1 else None
         if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in held[1:]):
-            raise NotStreamableError(f"{', '.join(names)} are tied, and differ in the files")
+            raise NotStreamableError(f"{', '.join(names)} are tied, but differ in the files")
         readers |= dict.fromkeys(names, functools.partial(checkpoint.read, held[0], dtype))
     return model, readers, differences.remarks()
 
@@ -297,6 +297,6 @@ def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
         if name not in state and key in state:
             name, pattern = key, None
         if pattern is not None and name in state:
-            raise NotStreamableError(f"{name} is made of several weights of the files")
+            raise NotStreamableError(f"{name} is combined from several weights in the files")
         found[name] = key
     return found

@@ -50,7 +50,7 @@ def packing_of(config: Any, name: str) -> Packing | None:
     raise ModelSourceError(
         f"{name} is quantised by {method}{found}. Supported are GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
         "compressed-tensors in 4 and 8 bits (pack-quantized) and weight-only torchao (Int8WeightOnlyConfig, "
-        "IntxWeightOnlyConfig). Load the model with its library, save it unquantized, and name that folder."
+        "IntxWeightOnlyConfig). Load the model with that library, save it unquantized, and pass its folder."
     )
 
 
@@ -162,7 +162,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
     def unpack(parts: Tensors, bits: int) -> torch.Tensor:
         numbers, scales = parts["_weight_qdata"], parts["_weight_scale"].float()
         if numbers.dtype is not torch.int8 or scales.dim() != 2 or numbers.shape[1] % scales.shape[1]:
-            raise TypeError(f"expected int8 in rows of blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
+            raise TypeError(f"expected int8 with rows of blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
         zeros = parts.get("_weight_zero_point", torch.zeros_like(scales))
         blocks = numbers.float().unflatten(1, (scales.shape[1], -1))
         weights: torch.Tensor = ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
@@ -225,8 +225,8 @@ class KeyDifferences:
         if self.missing and choice != "random":
             raise failure(f"{name} lacks {_weights(self.missing)} of {kind}, which would be random. {own} {on_purpose}")
         if self.reshaped and choice != "random":
-            shown = [f"{key} has shape {stored}, and {kind} takes {wanted}" for key, stored, wanted in self.reshaped]
-            raise failure(f"{name}: {_some(shown, '; ')}. It would be random. {own} {on_purpose}")
+            shown = [f"{key} has shape {stored}, but {kind} takes {wanted}" for key, stored, wanted in self.reshaped]
+            raise failure(f"{name}: {_some(shown, '; ')}. Such weights would be random. {own} {on_purpose}")
         if self.unused and choice == "refuse":
             raise failure(
                 f"{name} holds {_weights(self.unused)}, which {kind} does not have: heads of other tasks, as in "

@@ -62,7 +62,7 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
         if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
             parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
             if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
-                raise failure(f"it replaces parts of a text until it is {_MOST_GROWTH:,} times as long")
+                raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
     # for some models transformers looks for their own class where the folder names that of bytes
     is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
     kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer

@@ -173,7 +173,7 @@ def test_code_that_the_example_did_not_run_is_an_error():
             return layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x)
 
     pipeline = wrapped(Sometimes(), example={"input_ids": tokens(2, 4)})
-    with pytest.raises(BatchStructureError, match="needs layers, or code between layers, differently"):
+    with pytest.raises(BatchStructureError, match="runs more layers or parts of the code between layers"):
         pipeline(tokens())
     pipeline.close()
 

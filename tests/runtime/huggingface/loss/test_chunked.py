@@ -143,7 +143,7 @@ def test_nothing_to_learn_from_has_no_slope():
 def test_wrong_arguments_are_errors():
     """Shapes that do not fit, and unknown reductions, are named."""
     hidden, weight, _, labels = example()
-    with pytest.raises(LossError, match=r"\(37, 8\), weight \(50, 8\) and labels \(36,\)"):
+    with pytest.raises(LossError, match=r"found \(37, 8\), \(50, 8\) and \(36,\)"):
         chunked_cross_entropy(hidden, weight, labels[1:])
     with pytest.raises(LossError, match="none"):
         chunked_cross_entropy(hidden, weight, labels, reduction="none")

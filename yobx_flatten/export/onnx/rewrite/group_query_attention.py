@@ -52,7 +52,7 @@ def share_cache(model: ir.Model) -> bool:
     nodes = [node for node in graph if _is_shareable(node)]
     # ONNX's operator has no input for sinks: a file with such a node would not load, so this form is given up
     if not set(sinks) <= set(nodes):
-        raise ValueError("GroupQueryAttention, the only operator with sinks, needs a cache that no other node reads")
+        raise ValueError("attention sinks need the operator GroupQueryAttention, whose cache no other node may read")
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
@@ -225,7 +225,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
         fused = take_cache(graph, attention)
         # a sink without the cache would be left to ONNX's operator, which has none: the next attempt spells it out
         if fused is None:
-            raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with another node")
+            raise ValueError(f"another node reads the cache of the attention with sinks at {softmax.name}")
         fused.resize_inputs(7)
         fused.replace_input_with(6, sinks)
         found.append(fused)
@@ -287,7 +287,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
     less = past.producer()
     if less is None:
-        raise ValueError(f"{past.name} is not the difference of two token counts")
+        raise ValueError(f"{past.name} must be computed as the difference of two numbers of tokens")
     new = input_of(less, 1)
     for node in list(graph):
         if node.domain != "":

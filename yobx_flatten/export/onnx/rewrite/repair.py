@@ -66,7 +66,7 @@ def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
     """Insert nodes before another node, in that node's graph."""
     # node: an `onnx_ir.Node` of a graph, or of a subgraph
     if node.graph is None:
-        raise ValueError(f"the {node.op_type} {node.name} is part of no graph")
+        raise ValueError(f"the {node.op_type} {node.name} does not belong to a graph")
     node.graph.insert_before(node, made)
 
 

@@ -40,12 +40,10 @@ continues where it stopped (`python -m matrix.real --help` lists the options to 
 | talks | share of equal greedy tokens in a long conversation, and in an answer about a text of 1,000 tokens |
 | divergence | KL divergence from the model's token probabilities in the chats, in nats |
 | perplexity | ratio to the model's perplexity, on 1,024 tokens of Python's help, of `argparse` and of a licence |
-| first token | CPU milliseconds with one thread until the first token, for prompts of 128 and of 1,000 tokens |
-| token | CPU milliseconds with one thread for each further token |
 
-{forms} The speed of a machine changes from day to day. OpenVINO, AOTInductor and ExecuTorch were measured on a
-different machine than the other rows. On that machine, "float32 fused" took 309 and 3,047 ms for a first token, and
-39.2 and 34.4 ms for a further token. The sections below compare files by alternating measurements on one machine.
+{forms}
+The speed of a machine changes from day to day, so times of tokens stand only in the sections below, which compare files
+by alternating measurements on one machine.
 
 Peak memory includes memory-mapped files. Of the 1.7 GB for float32, 1.2 GB are libraries and the mapped weights of the
 checkpoint and of the new file; Linux frees these pages when memory is short. The process needs 0.5 GB of other memory.
@@ -75,8 +73,6 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "talks": ("talks", lambda held: f"{held['tokens']:.1%}"),
     "divergence": ("chats", lambda held: f"{held['divergence']:.4f}"),
     "perplexity": ("texts", lambda held: ", ".join(f"{one['ratio']:.4f}" for one in held["texts"].values())),
-    "first token": ("speed", lambda held: ", ".join(f"{one['first']:.0f}" for one in held["milliseconds"].values())),
-    "token": ("speed", lambda held: ", ".join(f"{one['token']:.1f}" for one in held["milliseconds"].values())),
 }
 
 

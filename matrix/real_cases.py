@@ -1,4 +1,4 @@
-"""Export a model with trained weights in each form, and measure its answers, how near they are, and its speed."""
+"""Export a model with trained weights in each form, and measure its answers, and how near they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from yobx_flatten.export import Quantization
 
-from .cases import DifferenceError, SkipColumnError
+from .cases import DifferenceError
 from .real_model import GGUF, MODEL
 from .real_texts import QUESTIONS, text_tokens
 from .worker import be_quiet, run_columns
@@ -209,25 +209,6 @@ class RealTrial:
             raise DifferenceError(f"perplexity {worst:.4f} of the model's; at most {self.form.perplexity}")
         return {"texts": found}
 
-    def timed(self) -> dict[str, Any]:
-        """Generate after 128 and 1,000 tokens; return CPU milliseconds with one thread."""
-        torch.set_num_threads(1)
-        found = {}
-        for length in (128, 1000):
-            prompt = text_tokens(self.tokenizer, "help topics", length)[None]
-            first, many = (min(self._seconds(prompt, new) for _ in range(3)) for new in (1, 17))
-            found[str(length)] = {"first": first * 1000, "token": (many - first) * 1000 / 16}
-        return {"milliseconds": found}
-
-    def _seconds(self, prompt: torch.Tensor, new: int) -> float:
-        generate = self.generate
-        start = time.process_time()
-        made = generate(prompt, new).shape[1] - prompt.shape[1]
-        taken = time.process_time() - start
-        if made != new:
-            raise SkipColumnError(f"the text ends after {made} tokens")
-        return taken
-
     def near(self, found: dict[str, Any], margin: float = 0.0) -> dict[str, Any]:
         """Return a result, unless fewer tokens are the model's than the form promises, less a margin."""
         least = self.form.tokens - margin
@@ -327,9 +308,8 @@ COLUMNS: dict[str, Callable[[RealTrial], dict[str, Any]]] = {
     "chats": RealTrial.answered,
     "talks": RealTrial.talked,
     "texts": RealTrial.read,
-    "speed": RealTrial.timed,
 }
-NEEDS = dict.fromkeys(("chats", "talks", "texts", "speed"), "folder")
+NEEDS = dict.fromkeys(("chats", "talks", "texts"), "folder")
 
 
 def run_type(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def lazy_names(
     names: dict[str, Any], homes: Sequence[str], special: Mapping[str, Callable[[str], Any]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package whose names are defined in modules of it.
+    """Return ``__getattr__`` and ``__dir__`` for a package whose public names are imported when first used.
 
     Source: `PEP 562 <https://peps.python.org/pep-0562/>`_.
     """

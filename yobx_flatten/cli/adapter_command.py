@@ -41,7 +41,7 @@ def adapter(
 
 
 def named_folders(given: Sequence[str]) -> dict[str, str]:
-    """Return folders by name."""
+    """Return the folder of each adapter by the adapter's name, from texts of the form ``NAME=FOLDER``."""
     found: dict[str, str] = {}
     for one in given:
         name, equals, place = one.partition("=")

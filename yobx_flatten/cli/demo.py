@@ -90,7 +90,7 @@ def run_demo(
     *,
     as_json: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> int:
-    """Export and replay the models, and print one table."""
+    """Export the models, compare each exported file with its model, and print one table."""
     # output: folder for the ONNX files, made if it is not there
     # as_json: is given the rows instead of the table, and stdout is left to it
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")

@@ -8,7 +8,7 @@ import typer
 
 
 def reference(app: typer.Typer) -> str:
-    """Return one section for each command: what it does, its arguments, its options."""
+    """Return the reference of the command line: one section per command, with its purpose, arguments and options."""
     group: Any = typer.main.get_command(app)
     return "\n".join(_section(name, command) for name, command in group.commands.items() if not command.hidden)
 

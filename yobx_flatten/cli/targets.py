@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_object_name(text: str) -> bool:
-    """Return whether a text is ``module:name``.
+    """Return whether a text has the form ``module:name``.
 
     >>> is_object_name("my_inputs:make"), is_object_name("C:/models"), is_object_name("llama")
     (True, False, False)
@@ -58,7 +58,7 @@ def object_of(name: str) -> Any:
 
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
-    """Return the module, the arguments and the keyword arguments of a call, ``None`` of anything else."""
+    """Return the module, args and kwargs of a tuple that starts with a module; ``None`` for any other object."""
     # returned: `(module, kwargs)` or `(module, args, kwargs)`
     import torch
 

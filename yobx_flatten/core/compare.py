@@ -49,7 +49,7 @@ _ABSOLUTE: dict[Kind, tuple[float, float, float]] = {
 
 
 class Comparison(NamedTuple):
-    """The difference of two leaves and the tolerance; true if it is within the tolerance."""
+    """The difference of two leaves and the allowed difference; ``bool()`` is true if the difference is allowed."""
 
     difference: float
     allowed: float
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two leaves by the measure and tolerance of a kind.
+    """Compare two leaves with the measure and the tolerance that belong to ``kind``.
 
     >>> bool(compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file"))
     True
@@ -84,7 +84,7 @@ def compare(expected: object, found: object, kind: Kind) -> Comparison:
 
 
 def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
-    """Return the tolerance for the coarsest of some types.
+    """Return the tolerance that belongs to ``kind``, for the least precise of the given dtypes.
 
     >>> tolerance("file", "float32", "float16"), tolerance("file"), tolerance("layers", torch.bfloat16)
     (0.06, 0.0001, 0.03125)
@@ -102,14 +102,14 @@ def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the norm of the difference of two tensors, relative to the norm of the first; NaN equals NaN."""
+    """Return the norm of the difference of two tensors, divided by the norm of the first; NaN equals NaN."""
     expected, found = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (expected, found))
     difference: float = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
     return difference
 
 
 def largest_difference(expected: object, found: object) -> float:
-    """Compare two leaves: tensors, arrays, numbers, text, ``None``.
+    """Return the largest difference of two leaves: tensors, arrays, numbers, text or ``None``.
 
     >>> largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1]))
     1.0
@@ -139,13 +139,13 @@ def largest_difference(expected: object, found: object) -> float:
 
 
 def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
-    """Return :func:`share_of_nan` of every output that has elements."""
+    """Return the share of NaN in every output by name, without outputs that have no elements."""
     shares = zip(names, map(share_of_nan, pytree.tree_leaves(expected)), strict=True)
     return {name: share for name, share in shares if share is not None}
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN in a leaf, which a comparison cannot check, since NaN equals NaN.
+    """Return the share of NaN elements in a leaf; no comparison can check them, since NaN equals NaN.
 
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)

@@ -103,7 +103,7 @@ class Layout(NamedTuple):
     items: _Items | None
 
     def names(self, obj: object) -> list[tuple[str, Any]]:
-        """The attributes of an instance, by name."""
+        """Return the name and the value of every attribute of an instance."""
         found: list[tuple[str, Any]] = []
         for name, read in self.slots:
             try:
@@ -115,13 +115,13 @@ class Layout(NamedTuple):
         return found
 
     def children(self, obj: object) -> list[tuple[str, Any]]:
-        """Attributes and items of an instance: the Python that reads each one, and the object."""
+        """Return the attributes and items of an instance, each as the Python code that reads it, and the object."""
         found = [(_format_attribute(name), value) for name, value in self.names(obj)]
         return found if self.items is None else [*found, *self.items(obj)]
 
 
 class Layouts:
-    """Cache of the layouts of classes by their id, for one walk."""
+    """Cache of :class:`Layout` objects by the id of their class, for one walk through nested objects."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Layout] = {}
@@ -157,7 +157,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """The size of a tensor or an array, without shared elements; 0 if it is not known."""
+    """Return the bytes of a tensor or array, as if no elements shared memory; 0 if the size is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with DisableTorchFunctionSubclass():  # a subclass may run its own code
@@ -217,7 +217,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that reads the value of an instance, to detect changes; None for classes without values."""
+    """Return a function that reads a value of an instance to detect changes; ``None`` for classes without values."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -234,7 +234,7 @@ def reader_of(kind: type) -> Reader | None:
 
 
 def mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a mark of a tensor that changes with each write that torch knows of, and with its memory."""
+    """Return a fingerprint of a tensor that changes when torch writes to the tensor or moves it in memory."""
     version = None if tensor.is_inference() else tensor._version
     place = result_or(lambda: _place(tensor), lambda error: None)
     return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
@@ -245,7 +245,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
-    """Return a mark that also changes with writes that torch does not count."""
+    """Return a fingerprint of a tensor that also changes with writes that torch does not count."""
 
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -54,7 +54,7 @@ _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 
 
 class Effects(dict[str, Effect]):
-    """Changes that a call made, by key path; empty, so false, if there are none.
+    """The changes that a call made to objects, by key path; empty (so false) if the call changed nothing.
 
     ``objects`` has, by the same key paths, the object before and the object after the call; ``None`` stands for an
     absent object: after ``"written"``, where both are the same tensor, for ``"grown"`` containers, and for removed or
@@ -66,7 +66,7 @@ class Effects(dict[str, Effect]):
         self.objects: dict[str, tuple[Any, Any]] = {}
 
     def note(self, path: str, effect: Effect, before: object, after: object) -> None:
-        """Add an effect, unless its place has one already."""
+        """Add an effect at a key path, unless the path already has an effect."""
         if path not in self:
             self[path] = effect
             self.objects[path] = before, after
@@ -76,14 +76,14 @@ class Effects(dict[str, Effect]):
 
 
 class Snapshot:
-    """The objects at each place before a call: identities, versions and storages; no copies."""
+    """The state of objects before a call: identity, version and storage at each key path, without copies."""
 
     def __init__(self, holders: list[_Holder], contents: list[_Content]) -> None:
         self._holders, self._contents = holders, contents
 
     @classmethod
     def of(cls, **roots: object) -> Snapshot:
-        """Note the contents of objects; each keyword names one in the key paths of :meth:`changes`."""
+        """Take a snapshot of objects; each keyword is the name of its object in the key paths of :meth:`changes`."""
         # Values of buffers are compared, as the statistics of a batch norm are written without a version.
         walk = _Walk()
         walk.enter(roots)
@@ -91,7 +91,7 @@ class Snapshot:
 
     @classmethod
     def of_attributes(cls, module: torch.nn.Module) -> Snapshot:
-        """Copy the values of a module's own attributes, without parameters, buffers and code, to restore them."""
+        """Take a snapshot with copies of a module's own attributes, except parameters, buffers and code."""
         walk = _AttributeWalk()
         for name, part in module.named_modules():
             walk._hold(name, vars(part), _OWN_ATTRIBUTES)
@@ -101,7 +101,7 @@ class Snapshot:
         return found
 
     def changes(self) -> Effects:
-        """Compare with the present contents."""
+        """Compare the objects with the snapshot, and return the changes."""
         found = Effects()
         for holder in self._holders:
             holder.compare(found)
@@ -110,14 +110,14 @@ class Snapshot:
         return found
 
     def restore(self) -> None:
-        """Restore the entries of all holders, and the values that were copied."""
+        """Restore the entries of all containers in the snapshot, and all copied values."""
         for holder in self._holders:
             holder.restore()
         for content in self._contents:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy values that can be written in place: everything except parameters, and the given parameters."""
+        """Copy the values that a call may write in place: the given parameters, and all objects except parameters."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:
@@ -129,7 +129,7 @@ class Snapshot:
 def undisturbed(
     *, seed: int | None = None, parameters: Iterable[torch.nn.Parameter] = (), **roots: object
 ) -> Iterator[Snapshot]:
-    """Undo all changes that the block makes to the roots, also after an exception.
+    """Undo all changes that a ``with`` block makes to the given objects (``roots``), also after an exception.
 
     Objects, values and versions are restored, and so are the random generators of torch, NumPy and Python. Results that
     share memory with a root are also reset: copy them inside the block.
@@ -147,7 +147,7 @@ def undisturbed(
 
 
 def shared_generators() -> dict[str, Any]:
-    """Return the generators that the functions of Python's and NumPy's modules draw from, by the name of the module."""
+    """Return the global random generators of Python and NumPy, by the name of the module that draws from them."""
     numpy = sys.modules.get("numpy.random")
     shared: dict[str, Any] = {"random": random.getstate} | ({} if numpy is None else {"numpy.random": numpy.get_state})
     return {name: read.__self__ for name, read in shared.items()}

@@ -45,7 +45,7 @@ def register_class_flattening(
     backends: str | Iterable[str] = TORCH,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bool:
-    """Register one class with torch: its Python pytree, its C++ pytree and ``torch.fx``.
+    """Register one class with torch: with the Python pytree, the C++ pytree and ``torch.fx``.
 
     The guide describes :ref:`each argument <arguments-of-register>`.
 
@@ -387,7 +387,7 @@ def _undone_when_dropped(undo: Undo) -> Iterator[None]:
 
 
 def options_in_use() -> dict[str, bool]:
-    """Return the options of the block for the libraries that this process has imported."""
+    """Return the ``patch_...`` options of ``register_flattening_functions``: true for each imported library."""
     return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}
 
 

@@ -40,7 +40,7 @@ def check_recipe(cls: type, sample: object) -> None:
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Return the registered functions of a class, ours or another library's."""
+    """Return the flatten functions of a class that this package or another library registered."""
     ours = REGISTRY.recipe_in_force(cls)
     if ours is not None:
         return ours

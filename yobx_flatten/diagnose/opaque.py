@@ -68,7 +68,7 @@ class Unregistered:
 
 
 def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]:
-    """Find every object in nested inputs that holds tensors and that torch does not flatten, in order.
+    """Find every object in nested inputs that holds tensors and that torch does not flatten.
 
     Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
     items of built-in containers are read where Python keeps them. Only the flatten functions of registered classes
@@ -117,7 +117,7 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
 
 
 def format_count(tensors: int) -> str:
-    """Spell a number of tensors."""
+    """Return a number of tensors as text, such as ``2 tensors``."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
 
@@ -129,7 +129,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """An object that may have to be registered, with its path from the leaf and its contents."""
+    """An object in a leaf that may need registration: its path, and the number and bytes of its tensors."""
 
     path: str
     obj: Any
@@ -155,7 +155,7 @@ class _Frame:
 
 
 def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
-    """The leaf, if it holds tensors, and the objects inside it that hold some and must also be registered."""
+    """Return the leaf, if it holds tensors, and all objects in the leaf that hold tensors and need registration."""
     walk = _Walk(layouts, covers)
     walk.enter("", leaf)
     while walk.frames:
@@ -181,7 +181,7 @@ class _Walk:
         self._layouts, self._covers = layouts, covers
 
     def step(self) -> None:
-        """Visit the children of the innermost object, up to the first one that must be entered."""
+        """Visit the children of the current object, up to the first child whose own children must be visited."""
         frame = self.frames[-1]
         for step, child in frame.children:
             layout = self._layouts(type(child))
@@ -220,7 +220,7 @@ class _Walk:
 
 
 class Remedy(NamedTuple):
-    """A remedy in words, and the line to type."""
+    """Advice for an unregistered object in words, and the line of code to type."""
 
     advice: str
     line: str
@@ -237,7 +237,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
-    """Return the remedy that registers a class, or makes that unnecessary."""
+    """Return the advice and the line of code that register a class, or that make a registration unnecessary."""
     # path: where the object is, for lines that convert it
     convert = CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
@@ -279,7 +279,7 @@ def _own(cls: type, obj: object, layouts: Layouts) -> str:
 
 
 def registers_what_is_inside(cls: type) -> bool:
-    """Return whether the line for a class is enough for the objects it is made of, as for a cache and its layers."""
+    """Return whether registering a class also covers the objects in its instances, as for a cache and its layers."""
     return _block(cls) is not None
 
 
@@ -347,7 +347,7 @@ def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
 
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
-    """Say where among the inputs the object is that torch refuses, and the line that registers its class."""
+    """Return an error with the path of the object that torch refuses, and the line that registers its class."""
     # refusal: what `torch.export` states, which names the class and neither place nor remedy
     layouts = Layouts()
     for name, value in inputs.items():

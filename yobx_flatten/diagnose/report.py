@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 class Report(abc.ABC):
-    """Base of all reports on a comparison. ``print(report)`` shows it as a table.
+    """Base of all reports on a comparison. ``print(report)`` shows the report as a table.
 
     Attributes:
         tolerance: largest absolute difference allowed.
@@ -17,11 +17,11 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def differences(self) -> Iterable[float]:
-        """Return every difference that counts, infinite where something stopped or cannot be compared."""
+        """Return the difference of every comparison; infinite for a call that stopped or cannot be compared."""
 
     @abc.abstractmethod
     def nan_shares(self) -> Iterable[Mapping[str, float]]:
-        """Return for every case how much of each output is NaN: see :func:`~.compare.shares_of_nan`."""
+        """Return, for every test case, the share of NaN in each output: see :func:`~.compare.shares_of_nan`."""
 
     @abc.abstractmethod
     def __str__(self) -> str:
@@ -29,16 +29,16 @@ class Report(abc.ABC):
 
     @property
     def max_difference(self) -> float:
-        """The largest difference; infinite when something stopped or cannot be compared."""
+        """The largest difference of all comparisons; infinite if a call stopped or cannot be compared."""
         return max(self.differences(), default=0.0)
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within the tolerance, and the comparison shows something of every output."""
+        """Whether every difference is within the tolerance, and every output has a finite number in some test case."""
         return self.max_difference <= self.tolerance and not self.without_number()
 
     def without_number(self) -> list[str]:
-        """Return the outputs without a finite element in any case: comparing them proves nothing."""
+        """Return the outputs without a finite element in any test case, for which a comparison shows nothing."""
         return [name for name, share in self._least_nan().items() if share == 1.0]
 
     def nan_notes(self) -> list[str]:

@@ -60,7 +60,7 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def format_size(text: str) -> str:
-    """Spell ``L['x'].size()[0]`` as a user would.
+    """Return torch's name of a size, ``L['x'].size()[0]``, as Python that a user would write: ``x.shape[0]``.
 
     >>> format_size("batch"), format_size("L['x']['a'].size()[1]"), format_size("b = L['y'].size()[0]")
     ('batch', "x['a'].shape[1]", 'b (y.shape[0])')
@@ -98,7 +98,7 @@ def _shapes_do_not_fit(failure: Failure, found: re.Match[str]) -> Explanation:
 
 
 def misfit_in_our_words(failure: Failure) -> str:
-    """Return the findings of ``check_dynamic_shapes`` for a failed export; ``""`` if there are none."""
+    """Return the errors that ``check_dynamic_shapes`` finds for a failed export; ``""`` if there are none."""
     if failure.dynamic_shapes is None:
         return ""
     inputs = failure.inputs()
@@ -112,7 +112,7 @@ def misfit_in_our_words(failure: Failure) -> str:
 
 
 def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
-    """Explain that ``dynamic_shapes`` does not fit, with the line that writes it."""
+    """Explain that ``dynamic_shapes`` does not fit the inputs, with the line of code that generates the shapes."""
     # paths: the entries of `dynamic_shapes` that the error names
     line = "export_program(module, args, kwargs)  # writes them"
     if bool(failure.args) != bool(failure.kwargs) and _names_its_arguments(failure.module):
@@ -161,7 +161,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return ``" in forward, model.py:12: x + y"`` for the innermost line of the code of a model."""
+    """Return ``" in forward, model.py:12: x + y"`` for the innermost line of a model's code in a traceback."""
     # returns: `""` where the code that called torch or this package is all that is known
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
@@ -198,7 +198,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error, with the exported or called object."""
+    """An error of an export or a call, with the module or program and its arguments."""
 
     error: BaseException  # the exception that was raised
     message: str  # the text of the error
@@ -290,7 +290,7 @@ def _root(path: str) -> str:
 
 
 def explain_guards(failure: Failure) -> Explanation | None:
-    """Explain an error raised by the code that torch generates to check the inputs of a program, in a nameless file."""
+    """Explain an error in the code that torch generates to check the inputs of a program."""
     frames = traceback.extract_tb(failure.error.__traceback__)
     if not frames or (frames[-1].filename, frames[-1].name) != ("<string>", "_"):
         return None

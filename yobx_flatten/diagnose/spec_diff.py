@@ -75,7 +75,7 @@ def compare_specs(
 
 
 def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[Difference] | None:
-    """Compare two specs as torch prints them into a message; ``None`` if they cannot be read."""
+    """Compare two specs that a torch error message contains as text; ``None`` if the texts cannot be parsed."""
     try:
         left, right = _parse(first), _parse(second)
     except (ValueError, IndexError):
@@ -97,7 +97,7 @@ class _View:
 
     @property
     def text(self) -> str:
-        """The node in words."""
+        """A description of this node in words: a leaf, or a class with its children."""
         if self.is_leaf:
             return "a leaf"
         if not self.children or all(re.fullmatch(r"\[\d+\]", step) for step in self.children):

@@ -43,7 +43,7 @@ def install_line(extra: str) -> str:
 
 
 def require(*libraries: str, purpose: str, extra: str | None = None) -> None:
-    """Raise an error with the line to type if a library is not installed. Nothing is imported.
+    """Raise an error with the install command if one of the libraries is not installed. Nothing is imported.
 
     >>> require("torch", purpose="export_program")
     >>> require("no_such_library", purpose="a picture")

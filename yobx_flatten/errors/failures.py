@@ -18,7 +18,7 @@ _U = TypeVar("_U")
 
 
 def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
-    """Return the result of a function, or the replacement for its error.
+    """Return the result of ``run()``, or, if it raises an error, the result of ``otherwise(error)``.
 
     >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
     ('3', -1)
@@ -32,7 +32,7 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 
 @contextlib.contextmanager
 def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exception]) -> Iterator[None]:
-    """Convert any error raised in a block to an error of this package, with the original as its cause.
+    """Convert any error raised in a ``with`` block to an error of this package, with the original as its cause.
 
     >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
     ...     int("three")
@@ -56,7 +56,7 @@ def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exce
 
 @contextlib.contextmanager
 def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
-    """Add a note to any exception that a block raises.
+    """Add a note to any exception that a ``with`` block raises.
 
     >>> with noted_on_failure(lambda error: "in the third row"):
     ...     int("three")
@@ -76,7 +76,7 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Call an undo function if the block fails, also after Ctrl-C; the error propagates.
+    """Call an undo function if the ``with`` block fails, also after Ctrl-C; the error propagates.
 
     >>> with undone_on_failure(lambda: print("undone")):
     ...     raise ValueError("no")
@@ -91,7 +91,7 @@ def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's message that is not blank; if all are blank, its class name.
+    r"""Return the first line of an error's message that is not blank; if all lines are blank, the class name.
 
     >>> first_line(ValueError("\n  cannot open model.onnx \nat line 3")), first_line(KeyboardInterrupt())
     ('cannot open model.onnx', 'KeyboardInterrupt')
@@ -113,7 +113,7 @@ def format_bytes(count: float) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ", width: int | None = None) -> list[str]:
-    """Align rows of cells in columns.
+    """Return rows of cells as lines of text with aligned columns.
 
     >>> for line in table([["case", "steps", "worst"], ["batch 3", "2", "logits"], ["batch 12", "why"]], indent="| "):
     ...     print(line)
@@ -156,7 +156,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """Pass this thread's log records in the block to the handlers: 1 for ``INFO``, 2 for ``DEBUG``."""
+    """In a ``with`` block, show this thread's log records of the package: 1 for ``INFO``, 2 for ``DEBUG``."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:
@@ -166,7 +166,7 @@ def verbosity(verbose: int) -> Iterator[None]:
 
 
 def say(level: int, message: str, *args: object) -> None:
-    """Log a message; with `verbosity` and without configured logging it goes to stderr."""
+    """Log a message; in a `verbosity` block, write the message to stderr if logging has no handlers."""
     if _LOGGER.isEnabledFor(level):
         _LOGGER.log(level, message, *args, stacklevel=2)
     elif level >= _WANTED.get():
@@ -177,7 +177,7 @@ def say(level: int, message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
-    """Hide log records whose text starts with a given prefix, by logger name."""
+    """In a ``with`` block, hide log records of each named logger whose text starts with the given prefix."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(unwanted[record.name])

@@ -47,7 +47,7 @@ def untried_versions() -> list[Untried]:
 
 
 def possible_cause() -> str:
-    """Return the line about a newer library version that may cause an error; empty if all versions are tested."""
+    """Return a sentence that names newer library versions as a possible cause; empty if all versions are tested."""
     untried = untried_versions()
     if not untried:
         return ""
@@ -66,7 +66,7 @@ class VersionDependentError(Exception):
 
 
 def without_cause(error: BaseException) -> str:
-    """Return the text of an error without the line on versions, to embed it in another text.
+    """Return the text of an error without the sentence of :func:`possible_cause`, to embed it in another text.
 
     >>> without_cause(ValueError("no such thing"))
     'no such thing'
@@ -76,7 +76,7 @@ def without_cause(error: BaseException) -> str:
 
 
 def naming_untried_versions() -> contextlib.AbstractContextManager[None]:
-    """Add the line as a note to an error of another library, whose text is not changed."""
+    """In a ``with`` block, add :func:`possible_cause` as a note to errors, whose text is not changed."""
 
     def note_for(error: Exception) -> str:
         line = possible_cause()

@@ -34,7 +34,7 @@ _POSITIONS = ("max_position_embeddings", "max_target_positions")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest sizes; ``None`` for sizes without a bound."""
+    """The largest batch size and numbers of tokens of an export; ``None`` for sizes without a bound."""
 
     batch: int | None = None  # number of rows
     length: int | None = None  # number of tokens, in the cache and the mask
@@ -42,7 +42,7 @@ class Bounds:
 
     @classmethod
     def of(cls, given: Mapping[str, int] | None) -> Bounds | None:
-        """Return the requested bounds."""
+        """Return the bounds that a dict such as ``{"batch": 4, "length": 512}`` requests."""
         # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length
         if given is None:
             return None
@@ -60,7 +60,7 @@ class Bounds:
         return ", ".join(f"{name} {most}" for name, most in stated.items())
 
     def check_positions(self, module: object) -> None:
-        """Refuse a length beyond the positions of a model."""
+        """Refuse a length bound that exceeds the largest number of positions of a model."""
         # module: what is exported; only a Hugging Face model states its positions
         config: Any = getattr(module, "config", None)
         if self.length is None or not hasattr(config, "get_text_config"):
@@ -97,7 +97,7 @@ class Bounds:
                     raise _above(f"{name}.axis {axis}", leaf.shape[axis], most, meaning)
 
     def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
-        """Return whether the sizes of a call, and of those that follow it, are within the bounds."""
+        """Return whether the sizes of ``steps`` calls that extend the same cache stay within the bounds."""
         # steps: number of calls, each of which adds its tokens to the cache
         leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
         new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)

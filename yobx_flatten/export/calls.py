@@ -304,7 +304,7 @@ _T = TypeVar("_T")
 
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
-    """Export an example; if torch fails, try again with fewer varying sizes. The report names them, with the reason."""
+    """Export an example; if torch fails, try again with fewer varying sizes. The report names the fixed sizes."""
     # export: takes an example, and whether sizes of it were fixed here
     # stated: dynamic shapes of the caller, which are never changed
     first = _result(export, example, False)
@@ -323,7 +323,7 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
 
 
 def check_itself(example: Example, error: Exception) -> None:
-    """Raise the error of a module that fails for its example outside of a trace also, unless it is the same."""
+    """Run the module without a trace, and raise an error if this call fails with a different error than the trace."""
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return
     module = example.module

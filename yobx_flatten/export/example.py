@@ -68,11 +68,11 @@ class Example:
 
     @functools.cached_property
     def runs(self) -> EagerRuns:
-        """Outputs of the module in the cases."""
+        """The outputs of the eager module for the test cases, each computed when first needed."""
         return EagerRuns(self.module)
 
     def case(self, steps: int) -> Case:
-        """Return the example itself as a case."""
+        """Return the example's own arguments as a test case of ``steps`` calls."""
         return Case("the example", self.args, self.kwargs, steps)
 
     def of_case(self, case: Case) -> dict[str, Any]:
@@ -84,17 +84,17 @@ class Example:
         return _by_name(self.module, args, named_for(forward_of(self.module), kwargs))
 
     def holds(self, case: Case, steps: int) -> bool:
-        """Return whether a case is within the bounds."""
+        """Return whether ``steps`` calls of a test case stay within the bounds."""
         if self.shapes is None or self.bounds is None:
             return True
         return self.bounds.holds(self.of_case(case), self.shapes, steps)
 
     def named(self, sizes: DecodeSizes) -> str:
-        """Return the sizes of a call in words: an encoder has no cache, and nothing is past."""
+        """Return the sizes of a call as text, without a number of cached tokens if the example has no cache."""
         return sizes.without_cache if self.kwargs.get(self.cache_is) is None else str(sizes)
 
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
-        """Make cases of other sizes."""
+        """Make test cases with other sizes than those of the example."""
         # only_largest: whether to make the one of most tokens only; `False` by default
         if self.shapes is None or self.why_not:
             return [], []
@@ -121,7 +121,7 @@ def make_example(
     *,
     loop: bool = True,
 ) -> Example:
-    """Check the arguments of an export and complete them. The block must be open."""
+    """Return the checked arguments of an export as an ``Example``. Call it in the registration ``with`` block."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
     # bounds: largest sizes, which are added to the shapes; `None`, the default, for none
     # loop: whether calls follow each other; `True` by default
@@ -166,7 +166,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Find out whether inputs of other sizes can be made for a module."""
+    """Return why inputs of other sizes cannot be made for a module, and notes on settings that affect the results."""
     # returns: why they cannot, empty if they can; and notes on settings that results may depend on
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
@@ -302,7 +302,7 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """List the arguments that ``forward`` accepts without naming them."""
+    """List the arguments that ``forward`` receives through ``**kwargs``."""
     # returns: argument names received through `**kwargs`; none if `forward` has no such parameter
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -312,7 +312,7 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside the block, replace the ``**kwargs`` of ``forward`` by keyword parameters with these names."""
+    """In a ``with`` block, replace the ``**kwargs`` of ``forward`` by keyword parameters with these names."""
     # names: see `swallowed_names`; nothing changes without any
     if not names:
         yield
@@ -331,7 +331,7 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
 
 
 def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Refuse likely misspellings of parameters, which would end in ``**kwargs`` silently."""
+    """Refuse names that are probably misspelled parameters, and that ``**kwargs`` would accept silently."""
     known = list(_parameters(module))
     for name in names:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -345,7 +345,7 @@ def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
 def check_all_read(
     module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse tensors in ``**kwargs`` that ``forward`` did not read."""
+    """Refuse tensors that were passed through ``**kwargs`` and that ``forward`` did not read."""
     # inputs: for each argument, the inputs of the graph that its tensors are
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     unread = [name for name in names if inputs.get(name) and not used.intersection(inputs[name])]
@@ -374,7 +374,7 @@ def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor
 
 
 def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of an example in other sizes by name, repeated or shortened; ``None`` if impossible."""
+    """Return the inputs of an example in other sizes by name, with data repeated or cut; ``None`` if impossible."""
     wanted = {name: found for name, _, found in signature.inputs}
     made: dict[str, torch.Tensor] = {}
     for name, leaf in tensors_of(example, signature).items():
@@ -394,7 +394,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an example with copies of other tensors instead of its own. The block must be open."""
+    """Return an example's arguments, with copies of the tensors in ``made``. Needs the registration ``with`` block."""
     own = dict(zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True))
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 
@@ -407,7 +407,7 @@ def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def varying_axes(example: Example) -> set[Axis]:
-    """Return the axes of tensors that may vary."""
+    """Return the axes of an example's tensors that have a dynamic size larger than 1."""
     entries = shapes_of_leaves(example.inputs, example.shapes)
     return {
         (name, axis)

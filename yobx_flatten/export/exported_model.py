@@ -273,7 +273,7 @@ class ExportedModel:
 
 
 def source_of(exported: ExportedModel) -> Source:
-    """Return the source for files of runtimes."""
+    """Return the traced program and the test cases of an ``ExportedModel``, to write files for runtimes."""
     if exported._source is None:
         raise InvalidArgumentError(
             "This program was not made by export_program: it has no cases to check. Export the module with\n"
@@ -285,7 +285,7 @@ def source_of(exported: ExportedModel) -> Source:
 
 
 def finish(source: Source, report: ExportReport, path: pathlib.Path | None = None) -> ExportedModel:
-    """Return the checked example."""
+    """Return the ``ExportedModel`` of a checked program; raise an error if a check failed."""
     if not report.ok:
         raise ReplayError(f"{report.failure()}\n{report}", report)
     exported = ExportedModel(source.traced.program, report, path, options_in_use())

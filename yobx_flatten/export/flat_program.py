@@ -34,7 +34,7 @@ _MADE_BY = ("torch", "transformers")
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with the same graph that takes only tensors. Call it inside the registration block."""
+    """Return a program with the same graph that takes only tensors. Call it in the registration ``with`` block."""
     # program: what `torch.export` returned; it is not changed
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
@@ -100,7 +100,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
 
 @contextlib.contextmanager
 def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Hide messages of a library, and of torch below it, from the terminal."""
+    """In a ``with`` block, hide Python warnings, and log messages of a library below ``level``."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(level)
@@ -113,7 +113,7 @@ def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
 
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
-    """Return the inputs and outputs of a program's file."""
+    """Return the names, dtypes and sizes of the inputs and outputs that the file of a program has."""
     # versions: libraries, in addition to torch and transformers, whose versions are stored; none by default
     program = traced.program
     by_argument = _by_argument(traced)

@@ -45,7 +45,7 @@ class ModelFacts:
         )
 
     def bytes_in(self, bits: int) -> int:
-        """Return how many bytes the weights take if the projections are quantized."""
+        """Return how many bytes the weights take if the linear layers are quantized to ``bits`` bits."""
         return self.weight_bytes - self.projected_bytes + self.projected * bits // 8
 
     @property
@@ -68,7 +68,7 @@ def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers; tied ones count once.
+    """Return the bytes of a module's parameters and buffers; tied weights count once.
 
     >>> weight_bytes(torch.nn.Linear(3, 2))
     32

@@ -159,7 +159,7 @@ class Quantization:
 def choose_quantization(
     quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
-    """Return the quantization; ``None`` for none."""
+    """Return the requested quantization after a check; ``None`` if the weights are not quantized."""
     # runtime: the library that runs the file, `"onnxruntime"` by default
     if quantize is None:
         return None

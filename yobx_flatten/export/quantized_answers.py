@@ -34,7 +34,7 @@ logger = logging.getLogger("yobx_flatten")
 def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
-    """Return the difference of a file to the module of a source. The block must be open."""
+    """Return how far the outputs of a file are from the module's. Call it in the registration ``with`` block."""
     # block_size: number of weights that share a scale, as the quality states it
     # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
     example, written, distance = source.example, source.traced.written, Distance()
@@ -75,7 +75,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of one call with all tokens; ``None`` for other inputs than tokens, mask and cache."""
+    """Return the inputs of one call with all tokens; ``None`` if the file has other inputs than tokens, mask, cache."""
     # feeds: inputs by name, with the first token in the cache
     # tokens: the text, int64 of shape (rows, length)
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
@@ -103,7 +103,7 @@ def from_the_start(
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return the scores of a file for all tokens of a text but the first, which it also reads itself where it can."""
+    """Return a file's logits for all tokens of a text except the first, which the file also reads if it can."""
     # feeds: inputs by name, with the first token in the cache, as the model has read it
     given = {name: feeds[name] for name in runner.ports}
     whole = None
@@ -125,7 +125,7 @@ _READ = {"input_ids", "attention_mask", "token_type_ids"}
 
 @dataclasses.dataclass(frozen=True)
 class RoundingCalls:
-    """Calls that read a text."""
+    """Calls of a model that read a calibration text, and the tokens of the text."""
 
     cases: Sequence[Case]
     tokens: torch.Tensor  # the text, int64 of shape (texts, length)
@@ -155,7 +155,7 @@ def rounding_calls(
 
 
 def check_text(example: Example, quantization: Quantization | None) -> None:
-    """Check that the module of an example can read the text of a quantization, before anything is traced."""
+    """Refuse a calibration text that the module of an example cannot read, before anything is traced."""
     if quantization is None or quantization.tokens is None:
         return
     tokens, module = quantization.tokens, example.module
@@ -181,7 +181,7 @@ def check_text(example: Example, quantization: Quantization | None) -> None:
 
 
 def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
-    """Return calls that read a text: its first token is in the cache, and all others are new."""
+    """Return calls that read a text: the first token of the text is in the cache, and all others are new."""
     # kwargs: its example; each call has as many rows
     # tokens: the text, int64 of shape (texts, length)
     decoder = module if isinstance(module, SlidingDecoder) else None
@@ -216,7 +216,7 @@ _WIDER = {4: 8, 8: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """Matrices that do the same in each layer."""
+    """Matrices with the same function in each layer, such as all query projections."""
 
     name: str  # their common name
     count: int  # how many there are
@@ -227,13 +227,13 @@ class Role:
 
 
 class Budget:
-    """Finds the bits of each role."""
+    """Finds how many bits the matrices of each role need for the allowed perplexity ratio."""
 
     def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Return the first choice of bits within the ratio, and its measurement; else the last choice."""
+        """Return the first choice of bits within the allowed ratio, and its measurement; if there is none, the last."""
         bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
@@ -258,7 +258,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits of each role that are measured first: more for a head if this makes all matrices exact."""
+        """Return the bits of each role to measure first: more for the LM head if this makes all matrices exact."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found
@@ -270,7 +270,7 @@ class Budget:
 
     @staticmethod
     def is_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
-        """Whether all matrices are integers of so many bits or fewer: with these nothing is lost."""
+        """Return whether every matrix consists of integers of at most these bits, so that nothing is lost."""
         return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
     @staticmethod

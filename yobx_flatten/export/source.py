@@ -94,7 +94,7 @@ class Asked:
     def of(
         cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, tolerance: float | None, proof: Proof
     ) -> Asked:
-        """Check the requested options."""
+        """Check the options, and return the requested checks."""
         checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
         allowed = Allowed.of(facts, tolerance)
         return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), allowed)
@@ -150,7 +150,7 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Choose the cases of a program and replay them, if anything is replayed. The block must be open."""
+    """Choose the test cases of a program and run them, if checks are on. Call it in the registration ``with`` block."""
     # only_fitting: whether cases of other sizes than the program takes are left out; those of the caller never are
     # runs: whether the program is replayed, and not a file of it alone; `True` by default
     report.runs = example.runs
@@ -198,7 +198,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
 def replay_cases(
     sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
 ) -> None:
-    """Replay cases in the module and the program, and add the results to the report. The block must be open."""
+    """Run cases with the module and the program, and report the results. Call it in the registration ``with`` block."""
     for case, side in itertools.product(cases, sides):
         _add(_result(side, example, traced, case, report, is_varied=False), report)
 
@@ -255,7 +255,7 @@ def replay_file(
     report: ExportReport,
     why_not: Callable[[FlattenError], str] = first_line,
 ) -> None:
-    """Load a file and replay the cases with it; if it cannot be loaded, one result has the reason."""
+    """Load a file and run the test cases with it; if it cannot be loaded, one result has the reason."""
     # why_not: returns what the report states of an error of `load`; its first line by default
     if not source.cases:
         return
@@ -308,7 +308,7 @@ def shortened(example: Example, case: Case) -> Case:
 
 
 def left_out(count: int) -> list[str]:
-    """Return a note on cases that were not replayed; none if all were."""
+    """Return a note on test cases that exceed the bounds; none if no case was left out."""
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
@@ -393,7 +393,7 @@ def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
 
 
 def fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
-    """The cases whose sizes a program accepts; the report names the others."""
+    """Return the test cases whose sizes a program accepts, and name all other cases in the report."""
     shapes, kept = shapes_taken(program), []
     for case in cases:
         misfit = _misfit(program, shapes, case)

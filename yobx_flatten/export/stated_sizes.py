@@ -40,7 +40,7 @@ Relation = tuple[Expression, Mapping[str, Place]]
 
 
 def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:
-    """Return the names of axes in a specification; different variables with one name get different names."""
+    """Return the names that ``dynamic_shapes`` gives to axes; different variables with one name get different names."""
     chosen: dict[Any, str] = {}
     found: dict[tuple[str, int], str] = {}
     leaves = leaf_names(inputs)
@@ -62,7 +62,7 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
 
 
 def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, ...]:
-    """Return the assertions about sizes: equal variables, stated values and assumptions."""
+    """Return the assertions that ``dynamic_shapes`` states about sizes: equal variables, values and assumptions."""
     leaves = leaf_names(inputs)
     places: dict[str, Place] = {}
     found: list[Expression] = []
@@ -105,7 +105,7 @@ def asserted_in_forward(
     names: Sequence[str],
     relations: Sequence[Relation],
 ) -> Iterator[None]:
-    """Inside the block, ``forward`` first asserts relations of sizes."""
+    """In a ``with`` block, make ``forward`` first assert relations between sizes."""
     # relations: what to assert; nothing changes without any, and without shapes that torch would find at `forward`
     original = module.forward
     if not relations and attached_spec(original) is None:
@@ -154,7 +154,7 @@ def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[s
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the ``forward`` of a module in the block, and restore it afterwards."""
+    """Replace the ``forward`` of a module during a ``with`` block."""
     held = module.__dict__  # past torch's __setattr__, which a class may have replaced
     before = {"forward": held["forward"]} if "forward" in held else {}
     held["forward"] = forward
@@ -273,7 +273,7 @@ def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
 
 
 def asserts_values(program: ExportedProgram) -> bool:
-    """Return whether a program asserts equalities of sizes that depend on values."""
+    """Return whether a program asserts equalities of sizes that depend on the values of tensors."""
     known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
     return any(isinstance(one, sympy.Eq) and one.free_symbols - known for one in _in_graph(program))
 

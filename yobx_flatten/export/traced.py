@@ -75,7 +75,7 @@ class Traced:
 
     @property
     def complex_outputs(self) -> list[str]:
-        """Return the complex outputs, which are pairs of real numbers in files."""
+        """Return the complex outputs, which files return as pairs of real numbers."""
         types = zip(self.output_names, self.output_types, strict=True)
         return [name for name, dtype in types if dtype is not None and dtype.is_complex]
 
@@ -143,7 +143,7 @@ def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
 
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
-    """Trace the module of an example with ``torch.export``. The block must be open."""
+    """Trace the module of an example with ``torch.export``. Call it in the registration ``with`` block."""
     # strict: as for `torch.export.export`; `False` by default
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
@@ -250,7 +250,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """Suppress torch's log of failing calls: an error or a note of this package has the same content."""
+    """In a ``with`` block, hide torch's log of failing calls, since an error or a note here has the same content."""
     unwanted = {
         "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
         "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
@@ -283,7 +283,7 @@ def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
-    """Load into a program the weights that its module loads when a layer is called; tied weights once."""
+    """Load the weights of a program that its module loads only when a layer is called; tied weights once."""
     # program: the program; its state is changed in place
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():
@@ -361,7 +361,7 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
-    """Replace some weights while a module is traced, and restore them afterwards."""
+    """In a ``with`` block, replace the weights of a module that a trace cannot use directly by placeholders."""
     # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
@@ -468,7 +468,7 @@ class _Int(builtins.int, metaclass=_OfSizes):
 
 @contextlib.contextmanager
 def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
-    """Trace a module inside: the code of its classes reads a size that varies by ``int`` without fixing it.
+    """In a ``with`` block, let ``int(size)`` in the code of the module keep a dynamic size dynamic in a trace.
 
     The name is put next to that code, in the files of its classes; ``int`` of anything else is what it was, also for
     other threads. Several traces may hold it at once.
@@ -491,7 +491,7 @@ _PATCHES: dict[int, AttributePatch] = {}
 
 
 def check_static_parts(program: ExportedProgram) -> None:
-    """Refuse a program whose outputs hold a size of the trace as static data."""
+    """Refuse a program whose outputs hold a dynamic size in the static part of an object."""
     for spec in program.call_spec:
         for cls, place, size in [] if spec is None else list(_sizes(spec)):
             raise StaticDataError(
@@ -545,7 +545,7 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
 
 
 def write_single_values(program: ExportedProgram) -> None:
-    """Replace each symbol that has one possible value by that value. The program still checks it."""
+    """Replace each symbolic size that can have only one value by that value. The program still checks the size."""
     # program: changed in place
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
     environment = next((size.node.shape_env for size in _symbols(program)), None) if single else None

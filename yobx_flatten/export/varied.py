@@ -53,14 +53,14 @@ _SECONDS = (0.3, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """The cases that were made, and those that could not be."""
+    """Test cases with other sizes and values than the example's, and notes on cases that could not be made."""
 
     cases: Sequence[Case] = ()
     remarks: Sequence[str] = ()
 
 
 def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True) -> Varied:
-    """Make cases of other sizes and values that the module accepts. The block must be open."""
+    """Make test cases of other sizes and values that the module accepts. Call it in the registration ``with`` block."""
     # only_largest: whether to make the first one only; `False` by default
     # magnitudes: whether numbers may be larger than the example's, which costs digits; `True` by default
     if example.no_data or traced.drawing:
@@ -392,7 +392,7 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
 
 
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
-    """Return a sentence about a module whose rows depend on the padding of others; empty for any other."""
+    """Return a sentence if a row of the outputs depends on the padding of other rows; ``""`` if none does."""
     # case: one that failed; two more calls of the module are made where it takes a mask
     whole, padded = _masked(module, case, padded=False), _masked(module, case, padded=True)
     if whole is None or padded is None:

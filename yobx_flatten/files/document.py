@@ -26,7 +26,7 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Turn errors of other libraries' readers, and wrong types, into one error.
+    """In a ``with`` block, convert errors of file readers and of wrong types to ``failure``.
 
     The types in a document are checked first. This handles other errors: safetensors, protobuf and torch raise many
     classes for inconsistent data.
@@ -40,7 +40,7 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> co
 
 
 def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
-    """Open a file that a user or another file names, in one step with the check of :func:`check_regular`."""
+    """Open a file; refuse a file that :func:`check_regular` refuses, without a second look-up of the path."""
     # without waiting for the writer of a pipe; a file that is not regular is closed before a read
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with undone_on_failure(lambda: os.close(number)):
@@ -71,7 +71,7 @@ def read_document(
     finite: bool = True,
     kind: str = "",
 ) -> T:
-    """Read a file of JSON."""
+    """Read a JSON file, and check that its contents have the type ``form``."""
     # form: the expected type: a dataclass, or a type such as `dict[str, float]`
     # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
     # kind: the expected kind of a user's file; a file that does not begin like JSON is reported as another kind, not as
@@ -83,7 +83,7 @@ def read_document(
 
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
-    """Read a configuration as transformers does: infinite numbers and NaN are accepted, as numbers or with a tag."""
+    """Read a configuration; accept infinity and NaN, as numbers or as transformers 5 writes them in JSON."""
     # to change such a file and write it again, `read_document` leaves tags as they are
     return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=_untagged)
 
@@ -152,7 +152,7 @@ def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> path
 
 
 def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Exception]) -> list[pathlib.Path]:
-    """Return the files of an untrusted folder that fit patterns, when each may be read and copied."""
+    """Return the files of an untrusted folder that match the patterns; refuse links to files elsewhere."""
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     for path in found:
         check_own(path, folder, failure)
@@ -174,7 +174,7 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
-    """Refuse anything but a regular file: a folder, an endless device, a pipe without a writer.
+    """Refuse a path that is not a regular file, such as a folder, an endless device or a pipe.
 
     Links to files are followed, since the Hub's cache consists of links.
     """

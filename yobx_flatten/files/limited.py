@@ -40,7 +40,7 @@ class LimitError(RuntimeError):
 
 
 def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function once, with limits.
+    """Call a function once in another process, with limits on its time, its memory and the size of the result.
 
     >>> limited(sum, [1, 2, 3])
     6
@@ -49,7 +49,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function whose calls have limits. Its effects stay in its process; results and errors are copies."""
+    """A function that runs in another process, with limits. Side effects stay there; results and errors are copies."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()
@@ -91,7 +91,7 @@ class _Child:
         self.end = weakref.finalize(self, _end, self.owner, number, self._connection)
 
     def ask(self, arguments: object) -> tuple[bool, Any] | None:
-        """Return whether a call returned, with its result or error; ``None`` if the process ended during the call."""
+        """Return whether the call returned, and its result or error; ``None`` if the process ended during the call."""
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):

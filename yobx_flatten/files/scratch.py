@@ -80,7 +80,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return the path of a file's data: ``NAME.data`` for the first file of a name, then a new name each time.
+    """Return the path for the external data of a file: ``NAME.data``, or a new name if that may be in use.
 
     So a reader of a file finds the data of that file, not of an earlier or later file.
     """
@@ -97,7 +97,7 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield a path to write to; the file appears at the end of the block, complete, or not at all."""
+    """Yield a path to write to; at the end of the ``with`` block the file appears complete, or not at all."""
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout and pipes are written directly; a folder is refused
         yield target
@@ -114,7 +114,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def copy_links(folder: pathlib.Path, to: pathlib.Path) -> None:
-    """Link each file of a folder into another one; copy it if the disk has no links."""
+    """Link the files of a folder into another folder; copy files that cannot be linked."""
     left = shutil.ignore_patterns(".*.writing-*")
     shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=_link, ignore=left)
 
@@ -127,7 +127,7 @@ def _link(source: str, target: str) -> None:
 
 
 def hold(folder: pathlib.Path) -> Callable[[], None] | None:
-    """Lock a hidden folder for this process, and return the lock; ``None`` while another process has it."""
+    """Lock a hidden folder; return a function that removes the folder, or ``None`` if another process has the lock."""
     folder.mkdir(exist_ok=True)
     lock = _lock_of(folder)
     if lock is None:
@@ -141,7 +141,7 @@ def hold(folder: pathlib.Path) -> Callable[[], None] | None:
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
-    """Rename files into place: the target last; then remove stale files."""
+    """Move files to their final paths, the target file last, and then remove stale files."""
     # target: the file; other files are moved next to it
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
@@ -320,13 +320,13 @@ def flush_tree(folder: pathlib.Path) -> None:
 
 
 def flush_folder(folder: pathlib.Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the list of file names in a folder to the disk."""
     with opened_folder(folder) as flush:
         flush()
 
 
 class opened_folder(contextlib.AbstractContextManager["opened_folder"]):  # noqa: N801 # used like a function
-    """A folder whose names can be flushed later, even if no more files can be opened."""
+    """An open folder whose file names can be flushed to the disk later, even if no more files can be opened."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         # Windows opens no folders

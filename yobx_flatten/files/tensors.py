@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[Any]:
-    """Open a file that a user or another file names, as ``safetensors.safe_open`` does."""
+    """In a ``with`` block, open a file as ``safetensors.safe_open`` does; raise ``failure`` if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     with open_regular(path, failure=failure) as file:
@@ -37,7 +37,7 @@ def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[
 
 
 def read_tensors(path: pathlib.Path, *, failure: type[Exception]) -> dict[str, torch.Tensor]:
-    """Read all tensors of a file; they are mapped to it."""
+    """Read all tensors of a safetensors file; the tensors are memory-mapped."""
     with opened_tensors(path, failure=failure) as file, damage_as(failure, str(path)):
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is not a mapping
 
@@ -45,7 +45,7 @@ def read_tensors(path: pathlib.Path, *, failure: type[Exception]) -> dict[str, t
 def write_tensor_file(
     path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors that share no memory; raise an OSError if the write fails."""
+    """Write tensors that share no memory to a safetensors file; raise an OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -60,7 +60,7 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file whose writes never fail; the first error is raised at the end."""
+    """Yield a new file whose writes never fail; the first error is raised at the end of the ``with`` block."""
     # an error in torch's archive writer would end the process: its C++ destructor also writes
     with _Lenient(path, "wb") as file:
         try:
@@ -89,7 +89,7 @@ _LARGEST = 2**31  # bytes; protobuf reads no more
 
 
 def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProto:
-    """Read a file that a user or another file names, without its external data."""
+    """Read an ONNX file without its external data; raise ``failure`` if the file is damaged."""
     import onnx
 
     data = read_bytes(path, failure=failure, most=_LARGEST)

@@ -29,7 +29,7 @@ class _Vision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entries(_Tokens):
-    """Types of the entries of ``config.json`` and ``generation_config.json``; there are many more, which are not read.
+    """Types of the entries that are read from ``config.json`` and ``generation_config.json``; many more are ignored.
 
     Source: ``GenerationConfig`` of transformers.
     """
@@ -66,7 +66,7 @@ class Entries(_Tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(Entries):
-    """Types of other entries of ``generation_config.json``; a model's configuration may use these names otherwise."""
+    """Types of entries that only ``generation_config.json`` has; a ``config.json`` may use these names otherwise."""
 
     max_length: _Count | None = None
     do_sample: bool | None = None
@@ -83,7 +83,7 @@ class Choices(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The parts of a folder's description that generation reads."""
+    """The entries of ``yobx_flatten.json`` that generation reads."""
 
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     rereads_at_switch: bool | None = None

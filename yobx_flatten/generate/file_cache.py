@@ -23,7 +23,7 @@ from .steps import Steps, TextState
 
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """The cache of exported files, as loops of transformers use one: they reorder its rows and remove last tokens."""
+    """The cache of exported files for transformers' generation loops, which reorder its rows and remove last tokens."""
 
     # what loops ask: files are not compiled again, see `crop`, and one layer stands for all
     is_compileable, is_croppable = False, True
@@ -84,7 +84,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         )
 
     def hold(self) -> None:
-        """Save the present state, to return to it."""
+        """Save the current state, so that :meth:`crop` can return to it."""
         assert self.state is not None
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
@@ -92,7 +92,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     # -- what loops ask -----------------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens in the cache."""
         return self.seen
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -103,7 +103,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def is_initialized(self) -> bool:
-        """Whether a token was read."""
+        """Whether the cache contains a token."""
         return self.state is not None
 
     def activate_past_recording(self) -> None:
@@ -116,7 +116,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     # -- what loops change --------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select and reorder rows."""
+        """Select and reorder the rows of the cache."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self._held = None
 
     def crop(self, tokens: int) -> None:
-        """Remove the last tokens."""
+        """Remove the last tokens from the cache."""
         # tokens: how many to take back, as a negative number; a positive one is how many to keep
         kept = tokens if tokens > 0 else self.seen + tokens
         state = self.state
@@ -162,7 +162,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def self_attention_cache(self) -> Any:
-        """A copy of the decoder's keys and values."""
+        """A copy of the keys and values of the decoder's own tokens."""
         return self._copy("decoder")
 
     @property

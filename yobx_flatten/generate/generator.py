@@ -134,7 +134,7 @@ class Generator:
         forced_bos_token_id: int | None = None,
         adapter: str | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Return the tokens of :meth:`generate` one step at a time, without a search.
+        """Return the tokens of :meth:`generate` one step at a time, without beam search.
 
         The inputs are checked, and the encoder runs, before it returns. An iterator has its own cache, so several
         can be read in turns.
@@ -175,7 +175,7 @@ class Generator:
     def generate_speech(
         self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Speak, with the files of SpeechT5.
+        """Generate speech with the files of SpeechT5.
 
         The model draws dropout while it speaks, and so does this: after ``torch.manual_seed`` both return the same.
 

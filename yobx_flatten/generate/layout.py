@@ -37,7 +37,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return where a file of a folder is: in the folder, or where transformers.js looks for it."""
+    """Return the path of a file: in the folder, or in the subfolder where transformers.js looks for it."""
     if (folder / name).is_file():
         return folder / name
     stem, dot, suffix = name.rpartition(".")
@@ -52,7 +52,7 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
-    """Find the files of a model."""
+    """Return the files of an exported model by their part: ``decoder``, ``encoder`` and others."""
     # prefill: the file of the first call, where `path` is a file
     if not path.exists():
         raise GenerationError(f"There is no file or folder {path}.")
@@ -75,7 +75,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder of a file, with its configurations."""
+    """Return the folder that contains the configurations of a file."""
     # file: a file, which may be where transformers.js looks for it
     parent = file.parent
     is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()

@@ -92,7 +92,7 @@ class Shown:
 
 
 class FileModel(ModelWithoutWeights):
-    """Not one weight: ``generate`` is transformers' own, ``forward`` runs the files."""
+    """A Hugging Face model without weights: ``generate`` is transformers' own, ``forward`` runs exported files."""
 
     _is_stateful = False
 
@@ -270,7 +270,7 @@ class FileModel(ModelWithoutWeights):
         return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files on tokens, after those that the cache has read."""
+        """Run the files on new tokens, with the cache of the tokens before."""
         cache = self._cache(given.pop(CACHE, None))
         read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
         return read(cache, **given)
@@ -455,7 +455,7 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
-    """Return a Hugging Face model over files."""
+    """Return a Hugging Face model that runs exported files."""
     stated = _stated(steps)
     return named_class(stated, (*bases, FileModel, _loop_of(stated)), _taken(steps))(steps)
 

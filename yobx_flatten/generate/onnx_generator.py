@@ -147,7 +147,7 @@ def generator_for(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> Generator:
-    """Open files for generation with the generator of their runtime."""
+    """Open exported files for generation, with the generator class of ``runtime``."""
     # see `OnnxGenerator` for the options; OpenVINO and ExecuTorch take the number of threads alone
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)

@@ -33,7 +33,7 @@ _SETTINGS = (
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
-    """A Hugging Face model whose calls run files, wherever these compute.
+    """A Hugging Face model without weights, whose calls run exported files on any device.
 
     ``forward`` has the parameters of the exported class, by which loops, pipelines and the Trainer of transformers
     choose what they pass. What the files do not take is refused, unless a model returns the same without it.
@@ -51,7 +51,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self._enabled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the files as the forward of the exported model is called."""
+        """Run the files with the arguments of the exported model's ``forward``."""
         by_place = dict(zip(self.arguments, args, strict=False))
         twice = ", ".join(by_place.keys() & kwargs.keys())
         if twice or len(args) > len(self.arguments):
@@ -67,7 +67,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return found if as_dict or not isinstance(found, ModelOutput) else found.to_tuple()
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files with some of their inputs."""
+        """Run the files with the given inputs; each subclass has its own version."""
         raise NotImplementedError
 
     def _changes_nothing(self, name: str, value: Any) -> bool:
@@ -113,11 +113,11 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self.set_adapter(self._chosen)
 
     def active_adapters(self) -> list[str]:
-        """Return the adapter that the files compute with, in a list; an empty one without."""
+        """Return a list with the adapter that the files compute with; an empty list if there is none."""
         return [self._chosen] if self._enabled and self._chosen is not None else []
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: adapters are in the folder."""
+        """Raise an error, since adapters are loaded from the exported folder only."""
         raise InvalidArgumentError(
             "Adapters must be added to the exported folder. Add an adapter and open the folder:\n    yobx-flatten "
             "adapter DIR NAME=FOLDER"
@@ -126,7 +126,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     add_adapter = load_adapter
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the weights are in the files."""
+        """Raise an error, since the weights in the files cannot be changed."""
         raise InvalidArgumentError(
             "Weights in files cannot be changed. Change the model, and export it:\n    export_folder(model, folder)"
         )
@@ -150,12 +150,12 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the files are where they are."""
+        """Raise an error, since the model is already stored in its folder."""
         raise InvalidArgumentError("save_pretrained: the model is stored. Copy its folder: shutil.copytree(a, b)")
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object of transformers' class, if it exists; code of a folder is not run."""
+    """Return a configuration as an object of transformers' class, if there is one; the folder's own code never runs."""
     # encoder: whether the model is an encoder-decoder, where the document does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
@@ -168,7 +168,7 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
 
 
 def generation_of(settings: GenerationSettings, config: Any) -> Any:
-    """Return the generation settings of a model: those in its folder, with changed ones on top."""
+    """Return the generation settings of a folder for transformers, with the changes that the caller made."""
     documents = settings.documents or Documents({}, {})
     own = settings_of(documents.config, documents.generation)
     with damage_as(GenerationError, "generation_config.json"):

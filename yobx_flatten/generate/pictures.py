@@ -116,7 +116,7 @@ def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pictures], merge: int) -> torch.Tensor:
-    """Return the positions of a prompt."""
+    """Return the positions of a prompt's tokens in time, height and width, of shape (3, batch, length)."""
     # mask: integers of the same shape, 0 where a row is padded
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
     # pictures in tiles have one position for each token, as text
@@ -137,7 +137,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions of a number of tokens, counted from 0, and the offset of the text after them."""
+        """Return the positions of the next picture's tokens, counted from 0, and the offset of the text after them."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -181,7 +181,7 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a model cuts pictures and packs their features."""
+    """How a model cuts pictures into tiles and packs the tiles' features."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model, as it is written
 
@@ -213,12 +213,12 @@ class Tiles:
         )
 
     def count(self, sizes: torch.Tensor) -> int:
-        """Return the number of tiles of some pictures, each alone in its prompt."""
+        """Return the total number of tiles of pictures, each of which is alone in its prompt."""
         # sizes: height and width of each, integers of shape (images, 2)
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Return features as they stand in prompts, of shape (tokens, hidden size)."""
+        """Return the features of pictures in the order of a prompt's image tokens, of shape (tokens, hidden size)."""
         # features: features of each picture, of shape (tiles, tokens, hidden size)
         # newline: what ends each row, of shape (hidden size,)
         owner, config, pack = self._classes()
@@ -264,7 +264,7 @@ _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurre
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
-    """Make the empty cache, by name of the input."""
+    """Return the empty cache of a first call: zeros for each cache input, by name, without any token."""
     # returns: zeros by name of the input; axes that vary have size 0, the first one the batch size
     made = {}
     for slot in slots:
@@ -284,7 +284,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Check that a generation loop has every input of a file."""
+    """Refuse a file with an input that a generation loop does not pass."""
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(

@@ -71,7 +71,7 @@ def _is_number(value: object) -> bool:
 
 
 def sampling_of(generation: Mapping[str, Any]) -> Sampling:
-    """Return the sampling settings of ``generation_config.json``, with transformers' defaults, if it samples."""
+    """Return the sampling settings of ``generation_config.json``; greedy settings if ``do_sample`` is not set."""
     if not generation.get("do_sample"):
         return Sampling()
     top_k = generation.get("top_k")
@@ -180,12 +180,12 @@ _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "et
 
 
 def changes_scores(generation: Mapping[str, Any]) -> bool:
-    """Whether a configuration has rules for scores."""
+    """Return whether a generation configuration changes logits, as a repetition penalty does."""
     return bool(_stated(generation, _OF_SCORES))
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entries of a configuration for which transformers has its own loop."""
+    """Return the entries of a generation configuration that make transformers run another generation loop."""
     return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 

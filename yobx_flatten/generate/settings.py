@@ -35,14 +35,14 @@ class Documents:
 
     @property
     def is_speech(self) -> bool:
-        """Whether they belong to a Whisper, whose own loop determines language and times."""
+        """Whether the configurations are those of a Whisper model, whose own loop detects language and timestamps."""
         stated = any(self.generation.get(name) is not None for name in _OF_SPEECH)
         return stated and bool(self.config.get("max_source_positions"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A length, and the model's behaviour beyond it."""
+    """The length at which a model's rotary angles change, and whether the model then reads all tokens again."""
 
     length: int  # number of tokens, see `.position_switch.switch_of`
     # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` where that is not
@@ -50,7 +50,7 @@ class Switch:
     rereads: bool | None = None
 
     def passed_at(self, length: int) -> bool:
-        """Return whether a loop has to read all tokens again before it continues."""
+        """Return whether generation must read all tokens again at this length."""
         if length != self.length + 1 or self.rereads is False:
             return False
         if self.rereads is None:
@@ -118,7 +118,7 @@ class GenerationSettings:
 
     @property
     def is_speech(self) -> bool:
-        """Whether the model is Whisper, whose own loop detects language, task and timestamps."""
+        """Whether the model is Whisper, whose own generation loop detects language, task and timestamps."""
         return self.documents is not None and self.documents.is_speech
 
     def images(
@@ -186,7 +186,7 @@ class GenerationSettings:
 
 
 def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-    """Call transformers, and convert its refusals to errors of this package."""
+    """Call transformers, and convert errors about arguments to errors of this package."""
     # given: the keywords of the call, which the message lists where transformers names none
     try:
         return call()
@@ -209,7 +209,7 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any])
 
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:
-    """Read ``config.json`` and ``generation_config.json`` of a folder, as far as they are there."""
+    """Read ``config.json`` and ``generation_config.json`` of a folder; each of them may be missing."""
     require("msgspec", purpose=f"reading {folder}")
     from .entries import Choices, Described, Entries
 

@@ -32,7 +32,7 @@ def speak(
     asked: Mapping[str, Any],
     masks: Iterator[torch.Tensor] | None = None,
 ) -> Any:
-    """Return what ``model.generate_speech`` returns."""
+    """Generate speech, and return what ``model.generate_speech`` returns."""
     # read: tokens of shape (batch, length), or samples of sound
     # masks: those of each frame in turn; `None`, the default, to draw them
     require("transformers", purpose="speech", extra="transformers")
@@ -59,7 +59,7 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Draw the masks of the last frame as the model does, which draws those of all frames again with each frame."""
+    """Draw the dropout masks of the last frame; like the model, draw masks for all frames each time."""
     # returns: masks of shape (layers, width)
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
@@ -79,7 +79,7 @@ class _Frames:
         self.given: dict[str, torch.Tensor] = {}
 
     def as_model(self) -> Any:
-        """Return an object with the parts that the loop calls by name."""
+        """Return a stand-in for the model, with the parts that transformers' speech loop calls by name."""
         found = types.SimpleNamespace
         count = self.config.reduction_factor * self.config.num_mel_bins
         layers = found(prenet=self.read, wrapped_decoder=self.decode)
@@ -110,7 +110,7 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Keep the last frame for the decoder; the loop passes all frames."""
+        """Keep the last of the frames that transformers' speech loop passes, as input of the decoder's file."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(

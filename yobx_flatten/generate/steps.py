@@ -71,7 +71,7 @@ class TextState:
     weights: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def repeat(self, rows: torch.Tensor) -> None:
-        """Repeat rows; the cache is unchanged."""
+        """Select or repeat rows of the text; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[rows], self.mask[rows]
         self.context = {name: value[rows] for name, value in self.context.items()}
         self.source = None if self.source is None else self.source[rows]
@@ -79,7 +79,7 @@ class TextState:
         self.types = None if self.types is None else self.types[rows]
 
     def keep(self, count: int) -> None:
-        """Forget the tokens after a position; the cache is unchanged."""
+        """Keep the first ``count`` tokens of the text; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[:, :count], self.mask[:, :count]
         self.positions = None if self.positions is None else self.positions[..., :count]
         self.types = None if self.types is None else self.types[:, :count]
@@ -103,7 +103,7 @@ _ONE_CALL = "Call an encoder once:\n    open_model(folder)(input_ids=..., attent
 
 
 class Steps:
-    """The files of one model, called step by step."""
+    """Runs the files of one model, step by step."""
 
     def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
         self.parts, self.settings = parts, settings
@@ -132,7 +132,7 @@ class Steps:
 
     @functools.cached_property
     def heads(self) -> dict[str, tuple[int, int]]:
-        """The outputs that are weights of attention, with their layers and heads."""
+        """The outputs that are cross-attention weights, each with its layer and head."""
         names = [name.split(".") for name in self.parts.decoder.outputs]
         return {".".join(name): (int(name[1]), int(name[2])) for name in names if name[0] == "cross_attentions"}
 
@@ -144,7 +144,7 @@ class Steps:
         decoder_input_ids: torch.Tensor | None,
         pictures: Sequence[Pictures],
     ) -> TextState:
-        """Return the state before the first call: prompt, features of an encoder or vision file, an empty cache."""
+        """Return the state before the first call: the prompt, encoder or vision features, and an empty cache."""
         context: dict[str, torch.Tensor] = {}
         seen: list[Seen] = []
         positions = types = None
@@ -247,7 +247,7 @@ class Steps:
         return image_positions(tokens, mask, pictures, self.settings.spatial_merge_size or 1)
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Make the next call read all tokens with an empty cache, if the model's own loop does that."""
+        """Make the next call read all tokens with an empty cache, if the model's own loop does so at this length."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
@@ -265,7 +265,7 @@ class Steps:
         return self.scores(sequence, last_scores=True)[:, -1].float()
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
-        """Run the files once; the scores that they return, of shape (batch, tokens, vocabulary)."""
+        """Run the files once, and return the scores, of shape (batch, tokens, vocabulary)."""
         # last_scores: whether those of the last token are enough
         self._check_positions(sequence)
         decoder = self.parts.decoder
@@ -357,7 +357,7 @@ def _integers(name: str, value: Any) -> torch.Tensor:
 
 
 def check_given(named: Mapping[str, Any]) -> None:
-    """Refuse tokens and masks that are no tensors of rows, as a tokenizer or a list gives them."""
+    """Refuse tokens and masks that are not tensors of shape (batch, length), such as lists."""
     for name in ("input_ids", "attention_mask", "decoder_input_ids"):
         value = named.get(name)
         if value is not None and (not isinstance(value, torch.Tensor) or value.ndim < 2):
@@ -382,7 +382,7 @@ def _conversion(name: str, value: Any) -> str:
 
 
 def tokens_of(name: str, value: Any) -> torch.Tensor:
-    """Check that tokens are in the vocabulary, since some runtimes accept negative indices."""
+    """Return tokens as a tensor; refuse negative tokens, which some runtimes accept as indices."""
     tokens = _integers(name, value)
     lowest = int(tokens.min())
     if lowest < 0:

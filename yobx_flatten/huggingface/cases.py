@@ -372,7 +372,7 @@ def _is_fp8(cache: TransformersCache) -> bool:
 
 
 def contiguous(value: PyTree) -> PyTree:
-    """Return a contiguous tensor; tensors inside containers are replaced in place.
+    """Return nested values with contiguous tensors; tensors inside containers are replaced in place.
 
     A slice (``ids[:, 5:]``, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
     kind of strides reads the other kind wrongly.

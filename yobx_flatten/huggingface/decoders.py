@@ -34,7 +34,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a cache has a counter among its leaves: all of its layers slide, and one is filled."""
+    """Return whether a cache has a token counter among its leaves, because all of its layers slide and are filled."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -61,7 +61,7 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
 
 
 def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Replace what a call returned of its cache; an encoder's keys, which it does not return, stay."""
+    """Return arguments with the cache that a call returned; entries that the call did not return stay."""
     kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
     return {**kwargs, "cache": kept}
 
@@ -82,7 +82,7 @@ class Continued(torch.nn.Module):
 
 
 class SlidingDecoder(Continued):
-    """A decoder with only sliding layers, without the counter input, which other tools do not pass."""
+    """Wraps a decoder with only sliding layers, without its token counter input, which other tools do not pass."""
 
     # kwargs: example keyword arguments of the model. The classes and windows of the cache's layers are kept, and values
     # that are not tensors are passed to the model at each call.
@@ -99,7 +99,7 @@ class SlidingDecoder(Continued):
 
     @property
     def kept(self) -> dict[str, int]:
-        """The capacity of each cache input in tokens: the new token is also part of the window."""
+        """The capacity of each cache input in tokens, which is the window minus the new token."""
         return {
             f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
             for layer, window in enumerate(self.windows)
@@ -107,7 +107,7 @@ class SlidingDecoder(Continued):
         }
 
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make inputs of this module from those of the model."""
+        """Convert keyword arguments of the model to inputs of this module."""
         # kwargs: the arguments of the model. Without a mask there is no padding; default positions continue from the
         # number of tokens seen, as in the model.
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
@@ -126,7 +126,7 @@ class SlidingDecoder(Continued):
         }
 
     def shapes(self, given: DynamicShapes) -> DynamicShapes:
-        """Make the dynamic shapes of this module from those of the model."""
+        """Convert dynamic shapes of the model to dynamic shapes of this module."""
         if given is None:
             return None
         leaves = given[self.cache_is] or [None] * (2 * len(self.classes))
@@ -209,7 +209,7 @@ def _is_state(layer: CacheLayer) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """A model such as Mamba, which gets the mask of all tokens."""
+    """Wraps a model such as Mamba, which gets an attention mask of all tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class StateDecoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: torch.nn.Module) -> bool:
-        """Return whether a model continues from states alone, and accepts a mask with them."""
+        """Return whether the cache of a model has only states, and ``forward`` also accepts a mask."""
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters

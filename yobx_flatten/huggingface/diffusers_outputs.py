@@ -22,7 +22,7 @@ _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
 
 
 def diffusers_recipes(module: str | None = None) -> list[Recipe]:
-    """Recipes of the output classes that are defined so far, all or those of one module."""
+    """Return the flatten recipes of diffusers' output classes that are defined so far, all or those of one module."""
     base = sys.modules["diffusers.utils.outputs"].BaseOutput
     recipes = []
     for cls in subclasses_of(base):
@@ -34,7 +34,7 @@ def diffusers_recipes(module: str | None = None) -> list[Recipe]:
 
 
 class DiffusersSupport:
-    """Trace support for diffusers: nothing for a trace, and imports of named classes for a load."""
+    """Support for diffusers: a trace needs nothing, and loading a program imports the classes that it names."""
 
     modules = "diffusers"
 

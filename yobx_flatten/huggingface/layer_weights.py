@@ -65,7 +65,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 
 
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Make the layers of a module load their weights when they are called.
+    """Let each layer of a module load its weights when it is called.
 
     A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module loads its own parameters.
     """
@@ -93,7 +93,7 @@ def _layer_of(module: torch.nn.Module, name: str) -> str:
 
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return the readers of :func:`stream_layers`, by the name of the parameter."""
+    """Return the functions of :func:`stream_layers` that read weights, by the name of the parameter."""
     named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
     return {
         f"{name}.{own}".lstrip("."): reader
@@ -114,7 +114,7 @@ def largest_layer(module: torch.nn.Module) -> int:
 
 
 def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return readers of the weights that accelerate loads when a layer is called, by name."""
+    """Return functions that read the weights which accelerate loads when a layer is called, by name."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
@@ -148,7 +148,7 @@ def _is_offloading(hook: _Hook) -> bool:
 
 @contextlib.contextmanager
 def paused(module: torch.nn.Module) -> Iterator[None]:
-    """Call a module in the block without loading weights."""
+    """In a ``with`` block, let calls of a module run without loading weights."""
     layers = [_LAYERS[part] for part in module.modules() if part in _LAYERS]
     hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
     before: list[Any] = [part._hf_hook for part in hooked]

@@ -50,7 +50,7 @@ def classes_of(module: ModuleType) -> list[type]:
 
 
 def subclasses_of(cls: Any) -> Iterator[type]:
-    """Yield the subclasses of a class that are defined so far, with those of subclasses."""
+    """Yield all direct and indirect subclasses of a class that are defined so far."""
     for child in cls.__subclasses__():
         yield child
         yield from subclasses_of(child)
@@ -131,7 +131,7 @@ def unflatten_base_model_output(
 
 
 def output_recipes(remedy: str) -> dict[type, Recipe | None]:
-    """Recipes of the outputs and containers of transformers that are defined so far."""
+    """Return the flatten recipes of transformers' outputs and containers that are defined so far."""
     recipes: dict[type, Recipe | None] = {}
     # if it is not imported, it has no instances, and an import would register 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
@@ -147,7 +147,7 @@ def output_recipes(remedy: str) -> dict[type, Recipe | None]:
 
 
 def output_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
-    """Recipes of the outputs that one module of a model defines."""
+    """Return the flatten recipes of the outputs that one model's module defines."""
     recipes = [_recipe(cls, functions_of, remedy) for cls in classes_of(module) if _is_plain_output(cls)]
     return [recipe for recipe in recipes if recipe is not None]
 

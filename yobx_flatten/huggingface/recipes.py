@@ -34,7 +34,7 @@ _OWN = "cache="
 
 
 def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
-    """Recipes of all cache classes defined so far."""
+    """Return the flatten recipes of all cache classes defined so far."""
     import transformers.cache_utils as cache_utils
 
     classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
@@ -46,7 +46,7 @@ def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
 
 
 def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
-    """Recipes of the cache classes that one module of a model defines."""
+    """Return the flatten recipes of the cache classes that one model's module defines."""
     from transformers.cache_utils import Cache
 
     classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
@@ -213,7 +213,7 @@ replaces these registrations, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Recipes of the known classes; ``None`` if transformers' own registration is correct and stays."""
+    """Return the flatten recipes of known classes; ``None`` if transformers' own registration is correct."""
     import transformers.cache_utils as cache_utils
 
     recipes: dict[type, Recipe | None] = {
@@ -227,7 +227,7 @@ def transformers_recipes() -> dict[type, Recipe | None]:
 
 
 def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Recipes of the caches and outputs that a model's module defines, for modules imported inside a block."""
+    """Return the flatten recipes of the caches and outputs that a model's module defines."""
     return cache_recipes_of_module(module, _REMEDY) + output_recipes_of_module(module, _REMEDY)
 
 

@@ -133,7 +133,7 @@ def _stored(
 
 
 def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
-    """Write adapters next to the files that accept them."""
+    """Write adapters into a folder, next to the files that accept adapters."""
     rooms = rooms_of_files(folder) if adapters else {}
     for adapter in adapters:
         check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")

@@ -51,7 +51,7 @@ def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **o
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
-    """Yield growing text, with complete characters only."""
+    """Yield the generated text piece by piece, each with complete characters only."""
     shown = ""
     for new in tokens:
         made.append(new)

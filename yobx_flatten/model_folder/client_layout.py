@@ -56,7 +56,7 @@ _STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
-    """Refuse a layout that its client would not open."""
+    """Refuse a layout if the client that it is for (transformers.js) could not open the files."""
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
@@ -153,7 +153,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Write the joined file, whose weights the two others read; return whether these are in their own file."""
+    """Join two decoder files in a third file with the weights of both; return whether the weights have a data file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -183,7 +183,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Replace weights of a graph by the shared ones; return their new names by their old names."""
+        """Replace weights of a graph by equal weights of both files; return the new names by the old names."""
         import onnx_ir as ir
 
         renamed = {}

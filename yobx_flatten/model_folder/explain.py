@@ -139,7 +139,7 @@ def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> Iterator[None]:
 
 
 def load_model(given: TransformersModel | str | os.PathLike[str], manifest: FolderManifest) -> TransformersModel:
-    """Return the model of a folder without adapters, in the type of the files."""
+    """Return the model of a folder without adapters, in the dtype of the files."""
     if not isinstance(given, (str, os.PathLike)):
         return without_peft(given)
     found = dataclasses.replace(find_model(os.fspath(given)), adapter=None)
@@ -152,7 +152,7 @@ def load_model(given: TransformersModel | str | os.PathLike[str], manifest: Fold
 def pieces_of_folder(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest
 ) -> tuple[list[Piece], int | None]:
-    """Return the module of each file, its example and one case, and the fixed number of rows."""
+    """Return the module, the example and one test case of each file, and the batch size if it is fixed."""
     runners = {name: open_runner(located(folder, name), caller="pieces_of_folder") for name in manifest.files}
     sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
     rows = next(iter(sizes)) if len(sizes) == 1 else None

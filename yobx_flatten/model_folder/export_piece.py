@@ -47,7 +47,7 @@ def export_piece(
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
-    """Export a piece; if pictures of all sizes cannot be exported, with pictures of one size."""
+    """Export one file of a model; if pictures of all sizes cannot be exported, fix the size of pictures."""
     # model: name of the class that the piece is of
 
     def export(one: Piece) -> ExportReport:
@@ -141,7 +141,7 @@ _PROMPT = 9  # tokens of the prompt that is generated from
 
 @dataclasses.dataclass(frozen=True)
 class FolderOptions:
-    """The arguments of :func:`.write.export_folder` but for the model and the folder."""
+    """The arguments of :func:`.write.export_folder` except the model and the folder."""
 
     to: str = "onnx"  # `"onnx"` or `"program"`, where no target is named
     target: Target | None = None  # the runtime; `None`, the default, for that of `to`
@@ -207,7 +207,7 @@ class FolderOptions:
 
     @functools.cached_property
     def largest(self) -> Bounds | None:
-        """The largest sizes, with 4 rows by default; ``None`` without them."""
+        """The largest sizes that the files must accept, with 4 rows by default; ``None`` without bounds."""
         if self.bounds is None:
             return None
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})
@@ -226,19 +226,19 @@ class FolderOptions:
 
 
 def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
-    """Return the largest number of new tokens in a case for generation."""
+    """Return the largest number of new tokens that a generation test may make within the bounds."""
     return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
 
 
 def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
-    """Return a text with rows within the bounds: the first token is in the cache, all others are in one call."""
+    """Cut the rows of a text to the bounds, for one token in the cache and all others in one call."""
     if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
         return tokens
     return tokens[:, : min(bounds.length, bounds.new + 1)]
 
 
 def fitting_cases(piece: Piece, bounds: Bounds | None) -> Sequence[Case]:
-    """Return the cases of a piece that are within the bounds."""
+    """Return the test cases of an exported file that are within the bounds."""
     shapes: Any = piece.dynamic_shapes
     if bounds is None or shapes is None:
         return piece.cases

@@ -24,7 +24,7 @@ _VERSION = "onnxruntime-genai 0.18"
 
 
 def check_genai(model: TransformersModel, task: str) -> None:
-    """Refuse a model that the library does not run, by its task and configuration."""
+    """Refuse a model that onnxruntime-genai does not run, by its task and configuration."""
     name, config = type(model).__qualname__, model.config
     if task == "text-generation":
         return
@@ -159,7 +159,7 @@ def picture_config(
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of ``genai_config.json`` for a Whisper."""
+    """Return the contents of ``genai_config.json`` for a Whisper model."""
     # outputs: those of the decoder
     config = model.config
 
@@ -201,7 +201,7 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
 
 
 def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
-    """Write how the library's processor makes a spectrogram of a sound file."""
+    """Write the file that tells onnxruntime-genai how to make a spectrogram of a sound file."""
     # the numbers of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
     window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
     steps = [

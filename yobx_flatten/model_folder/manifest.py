@@ -23,7 +23,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """The cases of one adapter by file, and the difference of a quantized file from the model with the adapter."""
+    """The stored test cases of one adapter by file, and how far quantized files are from the model with the adapter."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
@@ -104,7 +104,7 @@ def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError)
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
-    """Read the file of a folder."""
+    """Read ``yobx_flatten.json`` of an exported folder."""
     path = check_folder(folder) / MANIFEST
     if not path.exists():
         raise ForeignFileError(

@@ -23,7 +23,7 @@ from .pieces.tasks import GENERATES, SPEAKS
 
 
 class FolderModel:
-    """A model over an exported folder; each subclass is for a task.
+    """A Hugging Face model that runs the files of an exported folder; each subclass is for one task.
 
     Attributes:
         tasks: the tasks of the folders that a class opens.

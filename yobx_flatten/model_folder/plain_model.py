@@ -25,7 +25,7 @@ _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_lik
 
 
 class PlainFileModel(ModelWithoutWeights):
-    """Not one weight: ``forward`` runs a file."""
+    """A Hugging Face model without weights, whose ``forward`` runs one exported file."""
 
     def __init__(self, runner: Runner, stated: dict[str, Any]) -> None:
         super().__init__(config_from(stated, encoder=False))
@@ -57,7 +57,7 @@ class PlainFileModel(ModelWithoutWeights):
 
 
 class VocoderOfFile(PlainFileModel):
-    """Takes one spectrogram or several, and returns the sound itself, as loops of transformers ask a vocoder."""
+    """A vocoder from a file: takes one spectrogram or several, and returns the sound as a tensor."""
 
     def run_files(self, **given: torch.Tensor) -> torch.Tensor:
         """Return sound of shape (samples,), or (batch, samples)."""
@@ -69,7 +69,7 @@ class VocoderOfFile(PlainFileModel):
 
 
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
-    """Return a Hugging Face model over one file."""
+    """Return a Hugging Face model that runs one exported file."""
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=GenerationError)
     kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
     found = named_class(stated, (base, kind), dict.fromkeys(runner.ports))(runner, stated)
@@ -78,7 +78,7 @@ def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
 
 
 class SpeakingFileModel(ModelWithoutWeights):
-    """Not one weight: the loop is transformers' own, over the files."""
+    """A Hugging Face model without weights: transformers' own speech loop runs the exported files."""
 
     def __init__(self, generator: Generator, stated: Mapping[str, Any]) -> None:
         super().__init__(config_from(stated, encoder=True))
@@ -103,7 +103,7 @@ class SpeakingFileModel(ModelWithoutWeights):
 
 
 def speaking_model(generator: Generator, base: type) -> Any:
-    """Return a Hugging Face model over the files of a generator."""
+    """Return a Hugging Face model that generates speech with the files of a generator."""
     documents = generator.settings.documents
     stated: Mapping[str, Any] = {} if documents is None else documents.config
     return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

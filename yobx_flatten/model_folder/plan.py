@@ -76,11 +76,11 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all cases are run, not only the few cases for a large model."""
+        """Whether all test cases are run, not only the few for a large model."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
-        """Return the decoder with a sliding cache, which cannot be in one piece of memory."""
+        """Return the decoder whose layers drop old tokens, for a file without shared cache memory."""
         (piece,) = _cut(self.model, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 

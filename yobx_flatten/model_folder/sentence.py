@@ -65,7 +65,7 @@ class _Dense:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """The modules after the first one."""
+    """The modules of a sentence-transformers folder after the first one, such as pooling."""
 
     # what makes the embedding of hidden states and a mask; empty where a module is unknown
     layers: Sequence[torch.nn.Module]
@@ -73,7 +73,7 @@ class SentenceModules:
 
 
 class Pooling(torch.nn.Module):
-    """One vector for each row."""
+    """Pools the hidden states of each row to one vector."""
 
     # modes: keys of `_MODES`, whose vectors are joined in this order
 
@@ -82,12 +82,12 @@ class Pooling(torch.nn.Module):
         self.modes = tuple(modes)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return vectors of shape (rows, size times modes)."""
+        """Return vectors of shape (rows, hidden size times number of modes)."""
         return torch.cat([_MODES[mode](hidden, mask.unsqueeze(-1).to(hidden.dtype)) for mode in self.modes], dim=-1)
 
 
 class Normalize(torch.nn.Module):
-    """Vectors of length 1."""
+    """Scales vectors to length 1."""
 
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
         """Return them."""
@@ -95,7 +95,7 @@ class Normalize(torch.nn.Module):
 
 
 class SentenceModel(torch.nn.Module):
-    """A model with an output for each row."""
+    """A model with the modules that make one embedding of each row."""
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -138,21 +138,21 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder pools the outputs of its model; the base model is exported then."""
+    """Return whether a folder pools the outputs of its model; then the model without a head is exported."""
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
 
 
 def with_embedding(pieces: list[Piece], model: TransformersModel, modules: SentenceModules) -> list[Piece]:
-    """Return the file of a model with an output for each row."""
+    """Return the files to export, with the modules that make one embedding of each row."""
     if not modules.layers:
         return pieces
     return [dataclasses.replace(piece, module=SentenceModel(model, modules.layers).eval()) for piece in pieces]
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy the folders of modules after the first one: ``1_Pooling`` and others."""
+    """Copy the folders of sentence-transformers modules after the first one, such as ``1_Pooling``."""
     if not (source / MODULES).is_file():
         return
     for module in _listed(source)[1:]:

@@ -53,7 +53,7 @@ def generation_case(
     length: int = PROMPT,
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> StoredCase:
-    """Generate greedily with the eager model; two of three rows are padded on the left."""
+    """Generate text greedily with the eager model; in two of three rows the prompt is padded on the left."""
     # returns: arguments of `generate`; prompt and new tokens, of shape (batch, length), how many were asked for, and
     # how much the score of each new token is above that of the next best one, infinite for the prompt
     # tokens: the number of new tokens, where the model has room for them
@@ -144,7 +144,7 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
 def store_calls(
     piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES, runs: EagerRuns | None = None
 ) -> list[str]:
-    """Store the example and cases of a piece with the model's outputs; return their paths in the folder.
+    """Store the example and the test cases of a file with the model's outputs; return their paths in the folder.
 
     Inputs and outputs are stored leaf by leaf under their names: no class is needed to read them back.
     """
@@ -174,7 +174,7 @@ def store_piece(
     below: str = CASES,
     runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store the calls of a piece, and the model's losses on a text; return their paths in the folder."""
+    """Store the test cases of a file, and the model's losses on a text; return their paths in the folder."""
     stored = store_calls(piece, cases, work, below, runs)
     return stored if tokens is None else stored + store_text(piece, tokens, work, below, runs.texts if runs else ())
 
@@ -182,7 +182,7 @@ def store_piece(
 def store_text(
     piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES, known: Sequence[Texts] = ()
 ) -> list[str]:
-    """Store the model's losses on a text, as its scores would be larger than the model."""
+    """Store the model's losses on a text; its scores would take more space than the model."""
     # known: what the model made of the text for the proof of its file; nothing by default
     names = []
     with register_flattening_functions(patch_transformers=True):
@@ -211,7 +211,7 @@ def store_generation(
 def store_chats(
     model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path, tokens: int
 ) -> str:
-    """Store the model's answers."""
+    """Store the model's answers to chat prompts as a test case."""
     case = generation_case(model, task, tokens=tokens, prompts=prompts)
     text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
     return _store(case, work, CHATS, text)
@@ -223,7 +223,7 @@ def _store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
 
 
 def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
-    """Store the spectrogram that the model makes."""
+    """Store the spectrogram that the eager model makes as a test case."""
     name = f"{calls} calls of the decoder, rows {rows}"
     return _store(spoken_case(model, rows, calls), work, "cases/generate.case", name)
 
@@ -243,7 +243,7 @@ _NEVER = math.inf  # a threshold that no frame reaches: the number of calls deci
 
 @torch.no_grad()
 def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
-    """Generate speech with the eager model; one of several rows is padded."""
+    """Generate speech with the eager model; if there are several rows, one of them is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
     speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)
@@ -261,7 +261,7 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
 
 
 def difference_of_speech(generator: Generator, case: StoredCase) -> float:
-    """Return the largest difference of a spectrogram to the stored one."""
+    """Return the largest difference between the generator's spectrogram and the stored one."""
     given, wanted = dict(case.inputs), case.outputs["spectrogram"]
     read = given.pop("input_ids", None)
     read = given.pop("input_values") if read is None else read

@@ -29,7 +29,7 @@ _MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
 
 
 def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the prompts of a file, one in each line."""
+    """Return the prompts in a file, which has one prompt per line."""
     path = pathlib.Path(file)
     lines = read_text(path, failure=ModelSourceError, most=_LARGEST).splitlines()
     prompts = tuple(line.strip() for line in lines if line.strip())
@@ -41,7 +41,7 @@ def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
 def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
-    """Return a text in the tokens of a model, int64 of shape (rows, length)."""
+    """Return the tokens of a text for a model, int64 of shape (rows, length)."""
     # source: the folder of its tokenizer; `None` for a model that reads bytes, as those without a folder do
     # text: the text; by default the source of modules of Python
     # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
@@ -57,7 +57,7 @@ def python_text(
 
 
 def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
-    """Return texts in the tokens of a folder; none where it has no tokenizer that can be read."""
+    """Return the tokens of texts; an empty list if the folder has no tokenizer that can be read."""
     # options: further arguments of the tokenizer
 
     def read() -> list[list[int]]:
@@ -73,7 +73,7 @@ def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any)
 
 
 def python_source() -> str:
-    """Return the source of modules of Python."""
+    """Return the source code of some modules of Python, as a text."""
     texts = []
     for name in _MODULES:
         found = importlib.util.find_spec(name)
@@ -112,7 +112,7 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return a text with the tokens that begin and end one in each row, int64 of shape (rows, length)."""
+    """Return a text as rows of tokens, each with the tokens that begin and end a text, int64 of (rows, length)."""
     # multiple: what the number of rows is a multiple of
     # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
@@ -130,7 +130,7 @@ def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple
 def sentence_case(
     model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
 ) -> Case | None:
-    """Return a call with sentences, padded on the right; ``None`` where there is no tokenizer of the model."""
+    """Return a test case with sentences, padded on the right; ``None`` if the folder has no tokenizer of the model."""
     # like: an example, whose inputs are the names of those of the call
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
@@ -172,7 +172,7 @@ def unanswered(prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return prompts with answers that the model draws, one after the other, int64 of shape (length,)."""
+    """Return prompts followed by sampled answers of the model, each int64 of shape (length,)."""
     # prompts: tokens and their mask, of shape (rows, length), padded on the left
     ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
@@ -190,14 +190,14 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
 
 
 def plain_loop(model: TransformersModel) -> dict[str, Any]:
-    """The keywords of ``generate`` for one text per row, with keys and values as the model computes them."""
+    """Return keywords that make ``generate`` return one text per row, with a plain dynamic cache."""
     asked = getattr(model.generation_config, "cache_implementation", None)
     own = {} if asked is None else {"cache_implementation": "dynamic"}
     return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own}
 
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:
-    """Join texts and split them into rows of equal length; ``None`` if they are shorter than one row."""
+    """Join texts and split them into rows of equal length; ``None`` if all texts are shorter than one row."""
     # multiple: what the number of rows is a multiple of
     whole = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64)
     rows = len(whole) // length // multiple * multiple

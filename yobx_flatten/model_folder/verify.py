@@ -195,7 +195,7 @@ def check_adapter(
     stored: StoredAdapter,
     cases: pathlib.Path,
 ) -> list[FolderCheck]:
-    """Run the cases of an adapter that is not in the folder yet."""
+    """Run the test cases of an adapter that is not in the folder yet."""
     opened = _Opened(folder, manifest)
     opened.adapter, opened.matrices = name, matrices
     return _checks(opened, cases, stored.cases, manifest.quality, None)
@@ -389,7 +389,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """Number of equal and different tokens of a loop, compared with the model."""
+    """Counts how many tokens of a generation loop are equal to the model's tokens, and how many differ."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # how many of them differ: when the files generate on their own, where after a first one the rest of its row
@@ -421,7 +421,7 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Generate once with the files, and compare with the model's tokens."""
+    """Generate with the files, and count the tokens that differ from the model's."""
     # share: share of the tokens that have to agree after the model's own text, which is all that the files then read;
     # `None`, the default, where the weights are those of the model, and all have to
     expected: torch.Tensor = case.outputs["sequences"]

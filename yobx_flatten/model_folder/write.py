@@ -191,7 +191,7 @@ class _Made:
 
     @property
     def first(self) -> ExportReport:
-        """The report with the notes and times of the whole folder."""
+        """The report of the first file, with the notes and times of the whole folder."""
         return next(iter(self.reports.values()))
 
 
@@ -411,7 +411,7 @@ _CARD = "README.md"
 def write_card(
     folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
 ) -> None:
-    """Write ``README.md``; a file of that name is left as it is."""
+    """Write ``README.md``, unless the folder has a file of that name."""
     # qualities: how far each file is from the model, by its name
     if (folder / _CARD).exists():
         return
@@ -446,7 +446,7 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    """Write the files that belong next to a model's files."""
+    """Write the configuration, tokenizer and other files that tools expect next to the exported files."""
     # source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; `None` where it is not
     # known
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
@@ -479,7 +479,7 @@ def write_companions(
 
 
 def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Make the tokenizer of a folder return only the inputs of its file; the tokenizer is not loaded."""
+    """Make the folder's tokenizer return only the inputs of the exported file, without loading the tokenizer."""
     path = folder / "tokenizer_config.json"
     if "input_ids" not in names or not path.exists():
         return

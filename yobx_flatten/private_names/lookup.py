@@ -12,7 +12,7 @@ __all__ = ["Private", "lookup_in"]
 
 
 class Private(NamedTuple):
-    """The location of a private name in another library."""
+    """The location of a private name in another library, and what can replace it."""
 
     module: str
     name: str  # its name in the module, with dots for an attribute of a class
@@ -20,7 +20,7 @@ class Private(NamedTuple):
 
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module that provides private names of a library."""
+    """Return a ``__getattr__`` for a module that provides private names of a library."""
     # names: the location of each name, by the provided name
     # returns: the function; it raises `AttributeError` for any other name, and `ImportError` with the version, the
     # place and what to use instead if a release lacks the name

@@ -126,17 +126,17 @@ spec_protocols = pytree._SUPPORTED_PROTOCOLS
 
 
 def cxx_pytree_exists() -> bool:
-    """Return whether torch can use its C++ pytree: where optree is installed."""
+    """Return whether torch can use its C++ pytree, which needs optree."""
     return bool(pytree._cxx_pytree_exists)
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether it is in use; until then registrations wait in :func:`cxx_pytree_pending`."""
+    """Return whether torch has imported its C++ pytree; before, registrations are in :func:`cxx_pytree_pending`."""
     return bool(pytree._cxx_pytree_imported)
 
 
 def cxx_pytree_pending() -> list[Any]:
-    """Return the registrations that wait for the first import of the C++ pytree: torch's own list."""
+    """Return torch's list of registrations that wait for the import of the C++ pytree."""
     return pytree._cxx_pytree_pending_imports
 
 
@@ -151,33 +151,33 @@ functorch = torch._C._functorch
 
 
 def dispatch_depth() -> int:
-    """Return how many modes see each operator: more than none in a trace."""
+    """Return how many ``TorchDispatchMode`` are active; in a trace there is at least one."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is at work. Gone: ``torch.jit.is_tracing``, which is slower."""
+    """Return whether ``torch.jit.trace`` is running. If torch removes it: ``torch.jit.is_tracing``, which is slower."""
     return torch._C._get_tracing_state() is not None
 
 
 def storage_use_count() -> Any:
-    """Return torch's use count of a storage, or ``None``, which counts as used."""
+    """Return torch's function that counts the uses of a storage; without it, ``None``: storages count as used."""
     return getattr(torch._C, "_storage_Use_Count", None)
 
 
 def grouped_products() -> set[Any]:
-    """Operators that multiply groups of rows with one matrix each, as ``__torch_function__`` receives them."""
+    """Return the functions that multiply each group of rows with its own matrix."""
     return {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Count the references to a tensor, graphs included. If torch lacks it: 1, and late gradients are not refused."""
+    """Count the references to a tensor, also from graphs. Without torch's count: 1, and no late gradient is refused."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return the places of gradient-clipping functions. If gone: only public names, which may be imported before."""
+    """Return module and name of each gradient-clipping function. If torch removes one: the public names only."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]

@@ -78,7 +78,7 @@ def write_proven(
     quantization: Quantization | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
-    """Convert a program and check the file; if that fails, try simpler operators. The block must be open."""
+    """Convert and check a program; if that fails, use simpler operators. Needs the registration ``with`` block."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on what was left out
     # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
     # share: whether to try onnxruntime's attention first, which keeps the cache in one piece of memory
@@ -230,7 +230,7 @@ def _notes(refused: Sequence[str]) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Run the cases with a file, and note its limits. The block must be open."""
+    """Run the test cases with an ONNX file, and note the file's limits. Call it in the registration ``with`` block."""
     example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
     runners: list[OnnxRunner] = []

@@ -38,7 +38,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """The first node whose value differs."""
+    """The first node of an ONNX file whose value differs from that of a correct file."""
 
     node: str  # its name
     operator: str
@@ -65,14 +65,14 @@ class NodeDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """How many values were compared, and the first that differs."""
+    """The result of :func:`compare_nodes`: how many values were compared, and the first that differs."""
 
     values: int
     first: NodeDifference | None  # `None` if no node differs
 
 
 def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
-    """Compare the values of a file with those of a correct file, up to the first difference."""
+    """Compare the values that the nodes of a file and of a correct file compute, up to the first difference."""
     one, other = (_Values(file) for file in (path, right))
     names = [name for name in one.names if name in other.producers]
     count = 0
@@ -99,7 +99,7 @@ class _Values:
         self._outputs = [value.name for value in graph.output]
 
     def run(self, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by name."""
+        """Run the file, and return the named values of its graph."""
         import onnx
         import onnxruntime
 
@@ -119,7 +119,7 @@ class _Values:
         return runner.run(given)
 
     def initializers(self) -> dict[str, ir.TensorProtocol]:
-        """Return the weights by name, read when they are asked for."""
+        """Return the weights of the file by name; each is read when its data is needed."""
         import onnx_ir as ir
 
         with damage_as(DamagedFileError, str(self.path)):

@@ -38,7 +38,7 @@ LARGE = 2**28
 
 
 def check_opset(opset_version: int | None) -> None:
-    """Refuse a version of ONNX's operators that the installed onnx does not have, before anything is traced."""
+    """Refuse an ONNX opset version that the installed onnx does not have, before anything is traced."""
     if opset_version is None:
         return
     if type(opset_version) is not int or opset_version < 18:
@@ -57,7 +57,7 @@ def check_opset(opset_version: int | None) -> None:
 
 
 def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) -> None:
-    """Refuse translations that are not of operators."""
+    """Refuse translations whose keys are not torch operators, or whose values are not functions."""
     for operator, function in (translations or {}).items():
         if not isinstance(operator, OpOverload) or not callable(function):
             raise InvalidArgumentError(
@@ -157,7 +157,7 @@ def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
 
 
 class UnprovenFile:
-    """A file in a hidden folder next to its final place."""
+    """A file that is not checked yet, in a hidden folder next to its final path."""
 
     def __init__(self, target: pathlib.Path, folder: pathlib.Path) -> None:
         self.target, self.folder = target, folder
@@ -169,7 +169,7 @@ class UnprovenFile:
         return self.save_model(converted.model)
 
     def save_model(self, model: ir.Model) -> int:
-        """Write an ``onnx_ir.Model``; return the number of bytes written, with those of weights in a second file.
+        """Write an ``onnx_ir.Model``; return the number of bytes written, including weights in a second file.
 
         A second file is written tensor by tensor from the memory of the module, and read where it lies; what is in the
         first goes through protobuf, which holds it twice.
@@ -209,7 +209,7 @@ class UnprovenFile:
 
 @contextlib.contextmanager
 def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
-    """Yield a file that is removed afterwards unless it was published or kept."""
+    """Yield a file that is removed after the ``with`` block unless it was published or kept."""
     # target: the path it is to have. Its folder is made if it is not there.
     with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
@@ -243,7 +243,7 @@ _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask
 def name_axes(
     model: ir.Model, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
 ) -> None:
-    """Rename the axes of a graph in place."""
+    """Give the dynamic axes of an ONNX graph readable names, in place."""
     # model: an `onnx_ir.Model` whose inputs and outputs have their names already
     # sizes: the size of each symbol in the example, as far as it is known
     import onnx_ir as ir

@@ -43,7 +43,7 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """Counts of the quantized weights, and their sizes."""
+    """The number of quantized weights of a file, and their size before and after."""
 
     count: int = 0  # number of weights, each of which is one matrix
     float_bytes: int = 0  # their size before
@@ -67,7 +67,7 @@ class QuantizedWeights:
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
-        """Count a weight that is stored in fewer bits."""
+        """Add one quantized weight to the counts."""
         # nbytes: its size with scales and zero points
         # kept_bits: bits of its original integers, if it is stored as these; `None`, the default, if not
         self.count += 1
@@ -77,7 +77,7 @@ class QuantizedWeights:
             self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
     def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
-        """Count a weight of a role; ``exact`` are the bits of its own integers, 32 without any."""
+        """Count a weight of a role; ``exact`` is the number of bits of the integers it was made of, 32 without any."""
         before = self.roles.get(name, Role(name, 0, 0, False, 0))
         last, most = before.is_last or is_last, max(before.exact, exact)
         self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
@@ -154,7 +154,7 @@ def quantize_graph(
 
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
-    """Return the products that are quantized, with their weights, and whether these are transposed."""
+    """Return the matrix products to quantize, each with its weight and whether the weight is transposed."""
     found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
     return [(node, weight) for node, weight in found if weight]
 
@@ -196,7 +196,7 @@ def quantize_model(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Quantize the weights of a model, when they are written."""
+    """Quantize the weights of an ONNX model as they are written; raise an error if no weight can be quantized."""
     # model: an `onnx_ir.Model`; it is changed in place
     how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits, "found": found}
     found = quantize_graph(model, quantization, bits, grids, rounded, **how)
@@ -288,7 +288,7 @@ class _Parts:
         self._parts: tuple[Any, ...] = ()
 
     def part(self, tensor: Any, transposed: bool, index: int) -> Any:
-        """Return bits, scales or zero points of a weight."""
+        """Return part ``index`` of a quantized weight: the packed bits, the scales or the zero points."""
         import numpy
         import onnx_ir as ir
 
@@ -338,7 +338,7 @@ _FLOATS, _INTEGERS = 1, 4
 
 
 class Products:
-    """Replaces products of a graph, in order; products with the same inputs share the sums of their blocks."""
+    """Replaces matrix products of a graph; products with the same inputs share the sums over each input block."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
         # graph: the one of the file, which stores the matrices
@@ -441,7 +441,7 @@ def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
-    """Replace a row lookup in a matrix by the operator for quantized matrices."""
+    """Replace each ``Gather`` of rows of a matrix by onnxruntime's operator for quantized matrices."""
     readers = [use.node for use in value.uses()]
     if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False
@@ -451,7 +451,7 @@ def share_table(value: Any, stored: StoredMatrix) -> bool:
 
 
 def gathered(graph: Any) -> list[Any]:
-    """Return the matrices of a graph of which only rows are gathered."""
+    """Return the matrices of a graph that are only read by ``Gather`` of rows, such as embedding tables."""
     found = []
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -480,7 +480,7 @@ _TABLE_BLOCKS = (128, 64, 32, 16)
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
-    """Add an 8-bit matrix to a graph; it is rounded when it is written."""
+    """Add a matrix to a graph in 8 bits; its weights are rounded when the file is written."""
     # is_table: whether only rows are gathered: the operator for this takes scales of 16 bits that are converted in the
     # graph. The product computes zeros with these where onnxruntime's optimisation is turned off.
     import onnx_ir as ir

@@ -58,7 +58,7 @@ _FLOATS = {
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
-    """Quantize a file that passed its checks; return its difference to the model. The block must be open."""
+    """Quantize a checked file; return the :class:`Quality` of the result. Needs the registration ``with`` block."""
     import onnx_ir as ir
 
     grids = Grids()
@@ -266,7 +266,7 @@ class _Group:
 def products_by_token(
     file: UnprovenFile, model: ir.Model, quantization: Quantization, source: Source
 ) -> QuantizedWeights:
-    """Replace matrix products in place, except those whose weights have another reader, in the registration block.
+    """In the registration ``with`` block, quantize matrix products whose weights no other node reads, in place.
 
     Channels are divided, and weights rounded, by the text that the quantization has; without one neither is.
     """

@@ -64,7 +64,7 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Steps and offsets of blocks of shape (blocks, weights, outputs) by least error, and that error.
+        """Return scales and offsets with the least error for blocks (blocks, weights, outputs), and that error.
 
         The offset is the whole number that stands for 0, or the weight that number 0 stands for.
         """
@@ -95,16 +95,16 @@ class _Form:
         return torch.where(scale > 0, scale, torch.ones_like(scale))
 
     def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """The numbers nearest to weights."""
+        """Return the integers that are nearest to weights, for a scale and an offset."""
         steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
         return steps.round_().clamp_(0, self.most)
 
     def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """The weights that these integers represent."""
+        """Return the values nearest to ``weights`` that integers with this scale and offset represent."""
         return self.value(self.numbers(weights, scale, offset), scale, offset)
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """The weights that integers represent."""
+        """Return the weights that integers with this scale and offset represent."""
         return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
 
 
@@ -115,7 +115,7 @@ def round_with_feedback(
     dtype: torch.dtype = torch.float32,
     bits: int = 4,
 ) -> WeightGrid:
-    """Round a matrix (inputs, outputs) to blocks of steps; each input compensates the errors of those before it."""
+    """Quantize a matrix (inputs, outputs) in blocks; each input compensates the errors of the inputs before it."""
     # weights: in whole blocks of inputs
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: the type of the model's weights, which scales are stored in
@@ -202,7 +202,7 @@ def round_by_text(
     source: Source,
     grids: Grids,
 ) -> RoundedMatrices:
-    """Round the matrices of a file; matrices with the same inputs together. The block must be open."""
+    """Round the matrices of a file by a calibration text. Needs the registration ``with`` block."""
     # products: nodes of the graph with their weights, and whether these are transposed
     if not source.cases or quantization.weights == "keep":
         return {}
@@ -267,7 +267,7 @@ def input_moments(
     names: Sequence[str],
     tokens: torch.Tensor,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield values of a file by name, with the mean product of each two of their last axis, relative to their size.
+    """Yield each named value of a file with the mean products of its channel pairs, each token scaled to equal size.
 
     None is yielded where the file cannot read the text from its first token.
     """
@@ -294,7 +294,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield values of a file by name for each call, as float32 (tokens, size).
+    """Yield, for each call, the named values that the file computes, as float32 of shape (tokens, size).
 
     None is yielded where the file cannot read the text from its first token.
     """
@@ -370,7 +370,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how inputs of full blocks are split; none if the file cannot read a text from its first token."""
+    """Return how inputs of products are split into small and large values; none if the file cannot read the text."""
     # products: nodes of the graph with their weights, and whether these are transposed
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

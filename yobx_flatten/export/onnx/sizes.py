@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
 ) -> list[str]:
-    """Make a graph fail for sizes that its program refuses.
+    """Make an ONNX graph fail for input sizes that its exported program refuses.
 
     Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
     that tools share between calls is longer than what it holds.
@@ -74,7 +74,7 @@ def refuse_sizes(
 
 
 def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
-    """Declare sizes of inputs as fixed."""
+    """Declare axes of an ONNX graph's inputs as axes of a fixed size."""
     # model: an `onnx_ir.Model`, changed in place
     import onnx_ir as ir
 
@@ -169,14 +169,14 @@ _REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, A
 
 
 class OtherSizes:
-    """Calls a program without its assertions, next to the model."""
+    """Runs a program without its assertions at sizes that it refuses, and compares it with the model."""
 
     def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
         self.example, self.traced, self.signature = example, traced, signature
         self.sizes = None if example.no_data else _sizes_of(example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Whether it computes the model's values at sizes that break a relation; ``False`` if unknown."""
+        """Return whether the program is right at sizes that break ``relation``; ``False`` if unknown."""
         if self.sizes is None or not names_in(relation) <= self.sizes.keys():
             return False
         tried = list(_breaking(relation, self.sizes))

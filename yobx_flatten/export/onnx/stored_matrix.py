@@ -47,7 +47,7 @@ def new_value(graph: Any, name: str, tensor: Any) -> Any:
 
 
 def take_rows(node: Any, stored: StoredMatrix) -> None:
-    """Replace a ``Gather`` of rows, which are the columns of a quantized matrix."""
+    """Replace a ``Gather`` of rows by the operator that reads these rows of a quantized matrix."""
     import onnx_ir as ir
 
     sizes = {"bits": stored.bits, "block_size": stored.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -71,7 +71,7 @@ def take_rows(node: Any, stored: StoredMatrix) -> None:
 
 
 def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
-    """Nodes that keep the first axes of a value and reshape the rest."""
+    """Return nodes that reshape a value, and keep its first ``rank`` axes."""
     import onnx_ir as ir
 
     shape = ir.node("Constant", [], {"value_ints": [*[0] * rank, *sizes]})
@@ -79,7 +79,7 @@ def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
 
 
 def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
-    """Nodes that add offsets, computed in float32."""
+    """Return nodes that add offsets, which were computed in float32, to a value."""
     import onnx_ir as ir
 
     cast = [ir.node("Cast", [offset], {"to": ir.DataType.FLOAT16.value})] if stored.is_half else []
@@ -94,7 +94,7 @@ _ROWS = 16
 
 
 def holds_integers(module: torch.nn.Module) -> bool:
-    """Return whether weights of a module are integers with scales."""
+    """Return whether some weights of a module are integers times a scale, as in a quantized checkpoint."""
     matrices = (weight for weight in module.parameters() if weight.dim() == 2)
     kinds = torch.float32, torch.float16
     return any(
@@ -105,13 +105,13 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 class Grids:
-    """The integers and scales of weights, searched for once: a file is written several times."""
+    """The integers and scales that reproduce weights, searched for once although a file is written several times."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
 
     def find(self, value: Any, *, transposed: bool) -> WeightGrid | None:
-        """Return the integers and scales of a weight, ``None`` if it has none."""
+        """Return integers and scales that reproduce a weight; ``None`` if there are none."""
         key = value.name, transposed
         if key not in self._known:
             array = value.const_value.numpy()
@@ -121,7 +121,7 @@ class Grids:
         return self._known[key]
 
     def is_exact(self, value: Any, bits: int, *, transposed: bool) -> bool:
-        """Whether a weight has integers with at most this many bits."""
+        """Return whether integers of at most ``bits`` bits reproduce a weight."""
         grid = self.find(value, transposed=transposed)
         return grid is not None and grid.bits <= bits
 
@@ -149,7 +149,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
-    """The same values in the dtype of the operator; onnxruntime converts them when it loads a file."""
+    """Return a value in another dtype; onnxruntime converts the value when it loads the file."""
     import onnx_ir as ir
 
     if value.const_value.dtype == dtype:
@@ -161,7 +161,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 
 def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
-    """The offset of ``(number - middle) * scale``: ``lowest + middle * scale``, in float32."""
+    """Return the offset ``lowest + middle * scale`` of weights ``(number - middle) * scale``, in float32."""
     import onnx_ir as ir
 
     first = graph[0]
@@ -200,7 +200,7 @@ def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
-    """How an input is split."""
+    """How an input of a quantized product is split into small and large values."""
 
     limit: float = math.inf  # up to which size its numbers are small; infinite where it stays in one part
     channels: tuple[int, ...] = ()  # that are large for all tokens, which are multiplied in float
@@ -213,7 +213,7 @@ _LEAST = 1e-30  # added to scales, since a block of zeros has none
 
 
 class SplitInputs:
-    """Splits inputs of products; those of the same inputs in the same blocks share the nodes."""
+    """Splits the inputs of quantized products; products with the same input and blocks share the added nodes."""
 
     def __init__(self, splits: InputSplits) -> None:
         # splits: none for an input that is split as it is rounded
@@ -222,11 +222,11 @@ class SplitInputs:
         self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, x: ir.Value) -> InputSplit | None:
-        """Return how inputs are split, as far as a text has shown it."""
+        """Return how an input is split, as found with the calibration text; ``None`` if the text did not show it."""
         return self._splits.get(str(x.name))
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the nodes that are new, and both parts of the inputs, which follow each other on the first axis."""
+        """Return the added nodes, and a value that contains both parts of an input, joined on the first axis."""
         key, split = (graph, x, stored.block_size), self.of(x)
         if key in self._rows:
             return [], self._rows[key]
@@ -235,7 +235,7 @@ class SplitInputs:
         return made, self._rows[key]
 
     def large(self, graph: ir.Graph, x: ir.Value, size: int) -> tuple[list[ir.Node], ir.Value, ir.Value]:
-        """Return the nodes that are new, the inputs with zeros for the large channels, and these channels."""
+        """Return the added nodes, the input with zeros in its large channels, and the values of these channels."""
         import onnx_ir as ir
 
         made: list[ir.Node] = []
@@ -251,7 +251,7 @@ class SplitInputs:
 
     @staticmethod
     def joined(product: ir.Value) -> list[ir.Node]:
-        """Return the nodes that add the products of both parts."""
+        """Return nodes that split a product into its two parts and add them."""
         import onnx_ir as ir
 
         parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)

@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Read the weights of a converted graph only when they are written. The graph itself has no data."""
+    """Let a converted ONNX graph read each weight only when it is written. The graph itself holds no weights."""
     # model: an `onnx_ir.Model`, fresh from the exporter; it is changed in place
     # readers: a reader for each name of an initializer without data
     import onnx_ir as ir
@@ -123,7 +123,7 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
 
 
 def unmap(tensor: ir.TensorProtocol) -> None:
-    """Release the read pages of a tensor that is mapped from a file."""
+    """Release the memory pages that were read of a memory-mapped tensor."""
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # something else still reads it
             tensor.release()
@@ -152,7 +152,7 @@ _CHUNK = 2**12
 
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
-    """A matrix as ``(numbers - zeros) * scales``, or as ``numbers * scales + lowest``."""
+    """A quantized matrix, stored as ``(numbers - zeros) * scales`` or as ``numbers * scales + lowest``."""
 
     # in blocks along its last axis
 
@@ -178,12 +178,12 @@ class WeightGrid:
         return _pairs(numbers) if self.bits == 4 else numbers
 
     def packed_zeros(self) -> npt.NDArray[numpy.uint8]:
-        """Return the zeros in the same way."""
+        """Return the zero points in onnxruntime's layout; see :meth:`packed`."""
         zeros: npt.NDArray[numpy.uint8] = self.zeros
         return _pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))) if self.bits == 4 else zeros
 
     def weights(self) -> Floats:
-        """Return the matrix in float32."""
+        """Return the matrix that the integers and scales represent, in float32."""
         scales = self.scales[..., None].astype(numpy.float32)
         if self.lowest is not None:
             found = self.numbers * scales + self.lowest[..., None].astype(numpy.float32)

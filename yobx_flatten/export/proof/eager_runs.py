@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
-    """Compute small models in one thread: in short calls, more threads mostly wait."""
+    """In a ``with`` block, run small models with one thread: in short calls, more threads mostly wait."""
     if weight_bytes(module) >= SAMPLED_FROM:
         yield
         return
@@ -51,7 +51,7 @@ def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """One call of the module: arguments, outputs, and whether the call reads the cache of the call before."""
+    """One call of the module: arguments, outputs, and whether the call continues with the previous call's cache."""
 
     given: Mapping[str, Any]
     outputs: Any
@@ -67,7 +67,7 @@ def eager_steps(
     twice: bool = False,
     lost: dict[str, str] | None = None,
 ) -> list[Step]:
-    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
+    """Run a test case eagerly, and return copies of the inputs and outputs of each call.
 
     The module gets the objects of the caller, which are afterwards as they were. What it returns is flattened, as the
     other side is given it, with what it leaves in its arguments.
@@ -86,7 +86,7 @@ def eager_steps(
     first = named_for(forward_of(module), case.kwargs)
 
     def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
-        """The outputs of a call and a copy of them, since the next call may change the outputs."""
+        """Return the outputs of a call, and a copy of them, since the next call may change the outputs."""
         with undisturbed(seed=number, args=case.args), _naming(case, module, number), torch.no_grad():
             generators = Snapshot.of(**shared_generators())
             outputs = module(*case.args, **kwargs)
@@ -159,7 +159,7 @@ class EagerRuns:
     def steps(
         self, case: Case, written: Collection[str] = (), left: Left | None = None, *, twice: bool = False
     ) -> list[Step]:
-        """The steps of a case, see `eager_steps`; those of short cases are computed once."""
+        """Return the calls of a case, see `eager_steps`; small results are kept, to compute them only once."""
         key = id(case), frozenset(written), left is None, twice
         if key in self._kept:
             return _copied(self._kept[key][1])
@@ -173,7 +173,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """Return the first step of a case with exactly these inputs; ``None`` if it was not kept."""
+        """Return the first kept call of a case with exactly these inputs; ``None`` if no such call was kept."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -229,12 +229,12 @@ class Case:
 
 
 def clone(tree: PyTree) -> PyTree:
-    """Copy every tensor of nested inputs: static caches are written to in place."""
+    """Copy every tensor of nested inputs, since a call writes to a static cache in place."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
-    """Check that every case is a :class:`Case`; a single one is a list of one."""
+    """Return the cases as a list, after a check that each is a :class:`Case`; a single case is also accepted."""
     found = [cases] if isinstance(cases, Case) else list(cases)
     for number, case in enumerate(found):
         if not isinstance(case, Case):
@@ -259,7 +259,7 @@ UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare
 
 
 def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard", "sample", "none"]:
-    """Return the proof of an export: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
+    """Return how thoroughly an export is checked: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
 
     >>> choose_proof("auto", 32)
     'full'
@@ -273,7 +273,7 @@ def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard",
 
 
 def sampled(cases: Sequence[Case]) -> list[Case]:
-    """Return the case with the largest inputs: the one past the window, or with padding."""
+    """Return a list with only the case that has the largest inputs."""
 
     def size(case: Case) -> int:
         leaves: list[Any] = pytree.tree_leaves((case.args, dict(case.kwargs)))

@@ -32,7 +32,7 @@ from .replay import Padding
 
 
 class Nested:
-    """A program that is called as the module was. Its outputs are compared with their classes and static parts."""
+    """An exported program that is called like the module. Outputs are compared with their classes and static parts."""
 
     # cache_is: name of the input that is the cache; `""` without one
 
@@ -43,7 +43,7 @@ class Nested:
         self._runner, self._cache_is, self._written = runner, cache_is, written
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case inside the block, and restore the program's state afterwards."""
+        """Return a ``with`` block for the calls of a case, which restores the program's state at its end."""
         module = self._runner.module
         state = [dict(module.named_buffers()), [one for one in vars(module).values() if isinstance(one, torch.Tensor)]]
         parameters = written_parameters(module, self._written)
@@ -59,7 +59,7 @@ class Nested:
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the next inputs with the program's own cache instead of the eager one."""
+        """Return the inputs of the next call, with the program's own cache instead of the eager model's."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `Continued`
             return with_returned(kwargs, outputs[PRESENT])
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
@@ -67,7 +67,7 @@ class Nested:
 
 
 class ByName:
-    """A file that takes and returns tensors by name.
+    """A file in a comparison, which takes and returns tensors by name.
 
     Complex numbers, which ONNX files do not have, are pairs of real ones in a file: one more axis of size 2.
     """
@@ -90,7 +90,7 @@ class ByName:
         self._constants = constants or {}
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case in the block; files keep no state."""
+        """Return a ``with`` block for the calls of a case; it does nothing, since files keep no state."""
         return contextlib.nullcontext()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
@@ -106,7 +106,7 @@ class ByName:
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
     ) -> dict[str, float]:
-        """Compare the outputs; values other than tensors are constants of the program."""
+        """Return the difference of each output; values other than tensors are compared with the program's constants."""
         shown = {name: padding.blank(name, value) for name, value in outputs.items()}
         differences = {}
         for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
@@ -126,7 +126,7 @@ class ByName:
         return differences
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the next inputs with the file's own cache instead of the eager one."""
+        """Return the inputs of the next call, with the file's own cache instead of the eager model's."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
             _like(leaf, outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf))
@@ -136,7 +136,7 @@ class ByName:
 
 
 class InPlace(ByName):
-    """A file whose cache its runtime writes in place: each case is a loop, whose steps continue with that cache."""
+    """A file whose runtime updates the KV cache in place; each call of a case continues with that cache."""
 
     # what the last step wrote, and whether the next one continues with it
     _written: InPlaceCache | None = None
@@ -147,7 +147,7 @@ class InPlace(ByName):
         self._steps = runner
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Use the current cache for the next step."""
+        """Return the inputs of the next call, which continues with the cache in the runtime."""
         self._goes_on = True
         return super().feed_back(kwargs, outputs)
 
@@ -177,12 +177,12 @@ def _like(given: object, found: Any) -> Any:
 
 
 class InSharedMemory(OnnxRunner):
-    """A file that is called as in a generation loop, with cache memory for more tokens than there are."""
+    """An ONNX file that is called as in a generation loop, with cache memory for further tokens."""
 
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned up to the filled length."""
+        """Run one call; see :meth:`.runner.Runner.run`. The returned keys and values end at the filled length."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         slots = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}

@@ -37,7 +37,7 @@ from ...trees.walk import key_name, node_of
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """Values that a call writes to its arguments, in the form in which a program returns them."""
+    """The values that a call writes to its arguments, in the form of additional outputs of a program."""
 
     caches: tuple[str, ...]  # arguments that are caches: they are returned whole, each under its name
     leaves: tuple[str, ...]  # leaves of other arguments that are new or were written, by name
@@ -46,7 +46,7 @@ class Left:
     own: pytree.TreeSpec  # of what the module itself returns
 
     def remarks(self) -> list[str]:
-        """Return notes for the report."""
+        """Return notes for the report on arguments that the module changes."""
         others = [name for name in self.specs if name not in self.caches and name not in self.written]
         does = [
             *([f"writes to {', '.join(self.written)}"] if self.written else []),
@@ -62,7 +62,7 @@ class Left:
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
-        """Return the module's outputs, and make the same changes to the caller's arguments as the module."""
+        """Return the module's own outputs, and change the caller's arguments as the module would."""
         # found: the outputs of the program
         # given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}
@@ -93,7 +93,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return the next arguments, with the changes of the last call; ``None`` if their structure differs."""
+    """Return the arguments of the next call, with the changes of the last call; ``None`` if they do not fit."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -106,7 +106,7 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
-    """Let calls of a module also return the changes of their arguments."""
+    """In a ``with`` block, let calls of a module also return the changes that they made to their arguments."""
     # wanted: values to return; `None`, the default, for none
     # finds: whether to detect the changed arguments, and return all of them: in a trace; `False` by default
     watch = _Watch(wanted, finds)
@@ -287,12 +287,12 @@ def _adopted(old: Any, new: Any) -> Any:
 
 
 def written_parameters(module: torch.nn.Module, written: Collection[str]) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module among the names of what its program writes to."""
+    """Return the parameters of a module whose names are in ``written``, the names that a program writes to."""
     return [parameter for name, parameter in module.named_parameters(remove_duplicate=False) if name in written]
 
 
 def written_state(program: ExportedProgram) -> list[str]:
-    """Name the buffers, parameters and other tensors of its module that a program writes to, in order of its inputs."""
+    """Return the names of buffers, parameters and other tensors that a program writes to, in order of its inputs."""
     signature = program.graph_signature
     names = {
         spec.arg.name: spec.target
@@ -327,7 +327,7 @@ def _root(node: object) -> str:
 
 
 def own_written_state(program: ExportedProgram, written: Collection[str]) -> None:
-    """Copy the state that a program writes to, which it shares with the exported module."""
+    """Give a program its own copy of the state that it writes to, which it shared with the module."""
     # program: the program; its state is changed in place
     for name in written:
         # buffers of persistent=False are not part of a state dict: torch keeps them with the constants
@@ -336,7 +336,7 @@ def own_written_state(program: ExportedProgram, written: Collection[str]) -> Non
 
 
 def draws_random_numbers(program: ExportedProgram) -> list[str]:
-    """Name the operators of a program that draw random numbers."""
+    """Return the names of the operators in a program that draw random numbers."""
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     drawing = [t for t in targets if torch.Tag.nondeterministic_seeded in getattr(t, "tags", ())]
     return [str(target) for target in dict.fromkeys(drawing) if not _is_switched_off(target, program)]

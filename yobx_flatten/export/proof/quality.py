@@ -94,7 +94,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the perplexity ratio is also small on text that the model generates, where noise is lower."""
+        """Whether the file also passes by the divergence of its predictions on the text, which is less noisy."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property
@@ -126,7 +126,7 @@ class Quality:
 
 
 class Distance:
-    """Sums over all that was compared, call after call."""
+    """Sums of the differences between a quantized file and the model, over all compared calls."""
 
     def __init__(self) -> None:
         self._largest = 0.0
@@ -136,7 +136,7 @@ class Distance:
         self._losses = {"model": 0.0, "file": 0.0}
 
     def add(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
-        """Compare the outputs of one call."""
+        """Add the differences between the outputs of one call of the model and of the file."""
         # expected: outputs of the model by name; rows of padding are left out where the scores are zero throughout
         if SCORES in expected:
             one, other = (side[SCORES].detach().float() for side in (expected, found))
@@ -155,14 +155,14 @@ class Distance:
                 self._compare(tensor.detach().float().flatten(), found[name].detach().float().flatten())
 
     def add_text(self, model: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> None:
-        """Compare the results of :func:`text_losses` for the model and the file."""
+        """Add the results of :func:`text_losses` for the model and for the file."""
         self._text += model["losses"].numel()
         self._losses["model"] += float(model["losses"].double().sum())
         self._losses["file"] += float(file["losses"].double().sum())
         self._choose(model["greedy"], file["greedy"])
 
     def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
-        """Compare scores for a text, of shape (texts, length, vocabulary)."""
+        """Add the differences between the logits of a text, of shape (texts, length, vocabulary)."""
         self._scored += model[..., 0].numel()
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
@@ -220,7 +220,7 @@ def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
 
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return ``losses`` in nats and the ``greedy`` token for each token of a text but the first."""
+    """Return the ``losses`` in nats and the ``greedy`` token for each token of a text except the first."""
     # scores: scores of shape (texts, length, vocabulary)
     # tokens: the text, int64 of shape (texts, length)
     scores, following = scores[:, :-1].detach(), tokens[:, 1:]

@@ -91,17 +91,17 @@ class CaseResult:
 
 
 class Side(Protocol):
-    """One side of a replay: something exported that is called step after step. See :mod:`.exported_call`."""
+    """A program or file that is called step by step, and compared with the eager model. See :mod:`.exported_call`."""
 
     runtime: str  # name of the library that runs it
     keeps_state: bool  # whether buffers that the module writes keep their values between calls
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Run a case in the block; values that it writes are restored afterwards."""
+        """Return a ``with`` block for the calls of a case, which restores the values that the calls write."""
         ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-        """Run one step; return its outputs for the two other methods."""
+        """Run one call; return outputs that :meth:`compare` and :meth:`feed_back` accept."""
         # args: positional arguments; the side may write to them
         ...
 
@@ -116,7 +116,7 @@ class Side(Protocol):
 
 
 class Pair(NamedTuple):
-    """One step of a case by both sides."""
+    """The outputs of one call of a case: those of the eager model, and those of the program or file."""
 
     eager: PyTree  # what the module returned
     outputs: PyTree  # what the side returned
@@ -124,7 +124,7 @@ class Pair(NamedTuple):
     seconds: float  # duration of the side's call
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Outputs of both sides by name, with zeros at padding."""
+        """Return the output tensors of the eager model and of the program or file by name, with zeros at padding."""
         eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
         expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
         return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
@@ -133,7 +133,7 @@ class Pair(NamedTuple):
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
-    """Run the exported program or file for the same steps as the module, with its own cache."""
+    """Run a program or file on the calls of a case, with its own cache, and yield both outputs of each call."""
     # taken: names of inputs, see `naming.output_names`
     # padding: gets the inputs of each call
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
@@ -200,7 +200,7 @@ _FAR = 1e-3
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Run the first call of several tokens both ways, if a file has the input for it."""
+    """Compare the logits of the last token alone with those of a full call, if a file has an input to select them."""
     # names: names of the inputs' leaves, in order
     if not runner.has_kept_scores:
         return
@@ -267,7 +267,7 @@ class _Values(torch.fx.Interpreter):
         self._found: dict[str, Any] = {}
 
     def of(self, leaves: list[Any]) -> dict[str, Any]:
-        """Return the values by name of the node."""
+        """Run the program on the leaves of the inputs, and return the value of each node by the node's name."""
         held = {**self._program.constants, **self._program.state_dict}
         given = iter(leaves)
         specs = self._program.graph_signature.input_specs
@@ -316,7 +316,7 @@ _READS = (
 
 
 class Padding:
-    """The padded positions of a loop of calls, without those of a cache that the caller passed."""
+    """The padded positions in a loop of calls, except those of a cache that the caller passed."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None
@@ -343,7 +343,7 @@ class Padding:
             self._new, self._all = everything[:, past:], everything
 
     def blank(self, name: str, value: Any) -> Any:
-        """Return an output with zeros at padded positions; the same object without padding."""
+        """Return an output with zeros at padded positions; the same object if nothing is padded."""
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
             return value
@@ -363,7 +363,7 @@ class Padding:
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
     def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
-        """Return the leaves of nested outputs without padded positions, flattened for a comparison."""
+        """Return the leaves of nested outputs without padded positions, each flattened for a comparison."""
         return [self._kept(*row) for row in zip(names, pytree.tree_leaves(tree), strict=True)]
 
     def _kept(self, name: str, value: Any) -> Any:

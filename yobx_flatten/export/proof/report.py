@@ -44,7 +44,7 @@ def _nearer(quality: Quality) -> str:
 
 @dataclasses.dataclass
 class ExportReport(Report):
-    """Times, sizes and check results of one export. ``print(report)`` shows them as a table.
+    """Times, sizes and check results of one export. ``print(report)`` shows the report as a table.
 
     Attributes:
         module: name of the exported class.
@@ -125,7 +125,7 @@ class ExportReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within the tolerance, including those of quantised weights."""
+        """Whether all differences are within the tolerance, including the differences of quantized files."""
         return self._within and all(quality.ok for quality in self._qualities())
 
     def _qualities(self) -> list[Quality]:
@@ -180,7 +180,7 @@ class ExportReport(Report):
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def explained(self, case: Case) -> Mapping[str, float] | None:
-        """Return the largest difference of each output that rounding explains; ``None`` if it was not measured.
+        """Return the largest difference of each output that rounding explains; ``None`` if rounding was not measured.
 
         Args:
             case: the case, of which the type of the weights costs so much.
@@ -188,7 +188,7 @@ class ExportReport(Report):
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
     def explained_by_float64(self, case: Case) -> Mapping[str, float] | None:
-        """Return how much of each difference is rounding of a float32 model, found by running it in float64.
+        """Return how much of each difference is rounding of a float32 model, found by running the model in float64.
 
         Args:
             case: the case. The model is run in float64 for it, and from then on for each further case.
@@ -305,7 +305,7 @@ PART_OF_FLOAT32 = 1e-5
 
 
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
-    """Return the difference that a dtype explains, limited to a share of the output's range.
+    """Return the difference that rounding to a dtype explains, at most a share of the output's range.
 
     Outputs in other dtypes than half precision may always differ by the tolerance of a float32 model.
 
@@ -323,7 +323,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 
 
 class Yardstick:
-    """The allowed difference of each output, given the error of the type of the weights."""
+    """Measures how far rounding to the dtype of the weights moves each output, which a file may then differ by."""
 
     # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
 
@@ -346,16 +346,16 @@ class Yardstick:
 
     @property
     def precise(self) -> str:
-        """The type that the weights are compared with."""
+        """The more precise dtype that the module is compared with, as text."""
         return str(self._wide).removeprefix("torch.")
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Return whether it measures this module."""
+        """Return whether this object measures the given module."""
         return self._module is module
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
-        """Return why a module cannot be measured; ``""`` where it can."""
+        """Return why the rounding of a module cannot be measured; ``""`` if it can."""
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return "its weights are not in memory"
         needed = 2 * weight_bytes(module)
@@ -366,7 +366,7 @@ class Yardstick:
         )
 
     def allowed(self, case: Case) -> Mapping[str, float]:
-        """Return by output the largest difference that the type of the weights explains."""
+        """Return the largest difference of each output, by name, that the dtype of the weights explains."""
         if id(case) not in self._found:
             logger.info("measuring what the type of the weights costs: %s", case.name, extra=STEP)
             self._found[id(case)] = case, self._measured(case)

@@ -39,14 +39,14 @@ def check_compiler(caller: str) -> None:
 
 
 def write_package(traced: Traced, path: pathlib.Path) -> None:
-    """Compile a program. The block must be open."""
+    """Compile a program to an AOTInductor package. Call it in the registration ``with`` block."""
     # path: the file to write, with the suffix `.pt2`
     program = flat_program(traced.program)
     _compiled(program, _signature(traced, program), path)
 
 
 def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
-    """Compile a program whose cache is written in place; return the inputs of it. The block must be open."""
+    """Compile a program with an in-place KV cache; return the cache inputs. Needs the registration ``with`` block."""
     program = flat_program(traced.program)
     signature = _signature(traced, program)
     pairs = {name: present_of(name) for name in traced.input_names}
@@ -169,7 +169,7 @@ def _is_written(node: torch.fx.Node) -> bool:
 
 
 def transposed_weights(program: ExportedProgram) -> ExportedProgram:
-    """Return a program whose weights of products in float32 have their axes exchanged; the graph is changed."""
+    """Return a program that stores float32 weights of matrix products transposed; the graph is changed."""
     # a head that is also a table is looked up in the same memory, which is in the file once
     state = dict(program.state_dict)
     for names in _shared(program):
@@ -227,7 +227,7 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def lift_sizes(module: GraphModule) -> None:
-    """Pass every scan of a graph the sizes of its outputs."""
+    """Pass the sizes of its outputs to every ``scan`` of a graph as inputs."""
     # module: the graph; its scans and their bodies are changed
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
@@ -276,7 +276,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
-    """Return the sizes that may not be 0, found by runs on tensors without data."""
+    """Return the names of sizes that may not be 0, found by runs on tensors without data."""
     # program: a program that takes tensors; see `flat_program.flat_program`
     # returns: names of sizes in the signature; none where torch cannot run the program without values
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
@@ -370,7 +370,7 @@ def _patch() -> AttributePatch | None:
 
 @contextmanager
 def whole_tails() -> Iterator[None]:
-    """Compile without the fault while the block is open."""
+    """In a ``with`` block, compile without torch's fault in the last block of a tiled reduction."""
     patch = _patch()
     if patch is not None:
         patch.acquire()

@@ -30,7 +30,7 @@ Backend = Literal["auto", "xnnpack", "portable"]
 
 
 def check_backend(backend: str) -> None:
-    """Refuse kernels that are not known."""
+    """Refuse an ExecuTorch backend that is not known."""
     if backend not in get_args(Backend):
         raise InvalidArgumentError(
             f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, found {backend!r}."
@@ -54,14 +54,14 @@ def check_bounds(signature: Signature) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A file that was written."""
+    """A written ExecuTorch file: its planned memory, and the cache inputs that are updated in place."""
 
     planned_bytes: int  # the memory that is planned
     in_place: list[str]  # inputs of the cache that are written in place
 
 
 def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False) -> Written:
-    """Lower a program and write the file. The block must be open."""
+    """Lower a program to ExecuTorch and write the file. Call it in the registration ``with`` block."""
     # backend: whose kernels are used; XNNPACK's by default
     # in_place: whether a cache that grows is written in place; `False`, the default, where calls take and return it
     signature = signature_of(traced, ("executorch",))
@@ -149,7 +149,7 @@ def _without_kernel(operators: str) -> str:
 
 @contextlib.contextmanager
 def states_of_the_call() -> Iterator[None]:
-    """Make ExecuTorch accept loops whose state has the size of the call."""
+    """In a ``with`` block, make ExecuTorch run loops with the sizes of each call instead of the largest sizes."""
     patch = _patch()
     patch.acquire()
     try:
@@ -176,7 +176,7 @@ def _patch() -> AttributePatch:
 
 
 def with_sizes(plan: Any) -> None:
-    """Make every copy into planned memory, and every stack, set the sizes of its output."""
+    """Make every copy and stack operator of an execution plan set the sizes of its output tensor."""
     # plan: an `ExecutionPlan` before it is serialised; it is changed
     copy = _index(plan, "aten::copy_", "")
     if copy is not None:
@@ -336,7 +336,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Replace products by expert, `erfinv` and uninitialized memory in a program, if it has any."""
+    """Replace grouped matrix products, `erfinv` and uninitialized memory in a program, if it has any."""
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
     products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
     if fallback is not None:

@@ -44,7 +44,7 @@ def _operator() -> Any:
 def with_row_buffers(
     program: ExportedProgram, presents: Mapping[str, str], signature: Signature
 ) -> tuple[ExportedProgram, Rows]:
-    """Return a program of one row whose growing cache inputs are buffers."""
+    """Return a program for batch size 1 whose growing cache inputs are buffers."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: a program that takes the inputs in the same order, with buffers of shape (heads, room, 1, size), and

@@ -29,7 +29,7 @@ CacheForm = Literal["in_place", "returned"]
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Options of the file for a runtime."""
+    """The options for writing a file of one runtime."""
 
     runtime: str  # one of `open.RUNTIMES`, other than `"torch"`
     path: pathlib.Path
@@ -89,7 +89,7 @@ class FileOptions:
         return self.quantize
 
     def check_suffix(self) -> None:
-        """Refuse a path that has not the suffix of the runtime's files."""
+        """Refuse a path without the file suffix of the runtime."""
         if self.path.suffix != RUNTIMES[self.runtime][0]:
             raise InvalidArgumentError(
                 f"{self.caller} writes files with the suffix {RUNTIMES[self.runtime][0]}, not {self.path}."
@@ -152,12 +152,12 @@ _WITH_KERNELS = ("float32", "float16", "float64")
 
 
 def has_kernels(dtype: str) -> bool:
-    """Return whether the CPU provider multiplies tensors of a type, such as ``"float16"``."""
+    """Return whether onnxruntime multiplies tensors of a dtype, such as ``"float16"``, on the CPU."""
     return dtype in _WITH_KERNELS
 
 
 def check_kernels(types: Iterable[str], caller: str) -> None:
-    """Refuse to prove a file that onnxruntime cannot run on the CPU, before anything is traced."""
+    """Refuse weights in a dtype that onnxruntime cannot run on the CPU, before anything is traced."""
     # types: those of the weights: `"float32"`
     for dtype in types:
         if not has_kernels(dtype):

@@ -32,14 +32,14 @@ from ..traced import Traced
 
 
 def has_growing_cache(traced: Traced) -> bool:
-    """Whether a program takes keys and values and returns them with those of new tokens."""
+    """Return whether a program takes keys and values, and returns them with those of new tokens appended."""
     return any(
         present_of(name) in traced.output_names and name.endswith((".key", ".value")) for name in traced.input_names
     )
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
-    """Convert a program and write the files. The block must be open.
+    """Convert a program to OpenVINO and write the files. Call it in the registration ``with`` block.
 
     The program itself is not converted: OpenVINO 2026.4 has no rule for ``sym_min``, which sliding layers use.
     """
@@ -49,7 +49,7 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None
 
 
 def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
-    """Convert a program and write the files, with the cache as the state of the model. The block must be open."""
+    """Convert a program to OpenVINO files with the KV cache as their state. Needs the registration ``with`` block."""
     # returns: the inputs that are in the state
     pairs = {name: present_of(name) for name in traced.input_names}
     presents = {name: present for name, present in pairs.items() if present in traced.output_names}
@@ -87,7 +87,7 @@ def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
 
 
 def with_added_masks(model: Any) -> None:
-    """Give each attention of a model a mask of numbers instead of one of booleans; the model is changed."""
+    """Replace the boolean mask of each attention in an OpenVINO model by an additive mask, in place."""
     import numpy
     import openvino
     from openvino import opset13 as operators
@@ -113,7 +113,7 @@ _FUSED = "ScaledDotProductAttention"
 
 
 def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
-    """Make cache inputs, which are returned with new tokens, a part of the model's state, in place."""
+    """Make the KV cache inputs of an OpenVINO model, which grow by new tokens, a part of its state, in place."""
     # presents: for each input of the cache, the output that takes its place in the next call
     # returns: those of them that are in the state now
     openvino: Any = import_openvino()
@@ -157,7 +157,7 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
 
 
 def copied_states(path: pathlib.Path) -> list[str]:
-    """Return the parts of the state that OpenVINO copies in each call; none if it writes all in place."""
+    """Return the parts of the state that OpenVINO copies in each call; none if it updates all of them in place."""
     openvino = import_openvino()
     with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile it: {last_line(error)}")):
         compiled = openvino.Core().compile_model(read_model(path), "CPU", dict(FLOAT32))
@@ -221,7 +221,7 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
 
 
 def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
-    """Store matrices that have integers and scales as these, and all others unchanged."""
+    """Store matrices that consist of integers and scales in this form, and all other weights unchanged."""
     import numpy
 
     openvino = import_openvino()
@@ -290,12 +290,12 @@ def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
 
 
 def blocks_of(quantization: Quantization) -> int:
-    """Return how many weights share a scale: 0 for all of an output, which is how both tools store 8 bits."""
+    """Return how many weights share a scale; 0 if all weights of an output do, as NNCF and torchao store 8 bits."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
-    """Store the weights of a model of OpenVINO in fewer bits, instead of the model."""
+    """Replace the files of an OpenVINO model by files whose weights have fewer bits."""
     four = quantization.bits == 4
 
     def refused(error: BaseException) -> FlattenError:
@@ -315,7 +315,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
 
 
 def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
-    """Replace the file of a model, and drop the model, whose constants are read from the old file."""
+    """Replace the files of an OpenVINO model, and free the model in memory, which reads the old files."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         import_openvino().save_model(made[0], str(pathlib.Path(folder) / path.name), compress_to_fp16=False)
         made.clear()

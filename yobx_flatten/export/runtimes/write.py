@@ -62,7 +62,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write the file of a runtime from a program that is there. It takes its name when the replay has passed."""
+    """Write the file of a runtime from a program that is already traced. The file gets its name after its checks."""
     options.check_suffix()
     check_libraries(options.runtime, options.caller)
     options = options.checked(source.facts, proof=source.proof if source.cases else "none")
@@ -83,7 +83,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 
 @without_spinning()
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
-    """Write the file of a runtime, replay it there, and give it its name. The block must be open."""
+    """Write the file of a runtime, check the file, and rename it. Needs the registration ``with`` block."""
     # options: options that were checked
     # no tool feeds a counter: the file reads from the mask how many tokens were seen
     fed = source if options.counter_input else without_counter(source, report)
@@ -121,7 +121,7 @@ class _Job:
     report: ExportReport  # gets the results
 
     def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
-        """Replay the cases with the file that was written."""
+        """Run the test cases with the written file, and compare its outputs with the module's."""
         # trust: whether the file, which runs code on loading, is known to be ours; `False` by default
         # more: further cases; none by default
         report, source, runtime = self.report, self.source, self.options.runtime
@@ -144,7 +144,7 @@ class _Job:
 
     @property
     def keeps_cache(self) -> bool:
-        """Return whether to try a cache that is written in place: the file must return its keys and values."""
+        """Return whether to try a cache that is updated in place; the program must return its keys and values."""
         return self.options.cache == "in_place" and has_growing_cache(self.source.traced)
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
@@ -178,7 +178,7 @@ class _Job:
         return [case for case in others if case.name not in known and example.holds(case, case.steps)]
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
-        """Replace a checked file by a quantized one, and measure its difference."""
+        """Replace a checked file by a quantized file, and measure how far its outputs are from the model's."""
         # rewrite: writes the file again, and returns its difference from the model if checks run
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
@@ -189,7 +189,7 @@ class _Job:
             report.remark("the table shows the file before its weights were quantised.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
-        """Write the quantized file, and return its difference to the model."""
+        """Write the quantized file, and return how far its outputs are from the model's."""
         report = self.report
         with report.timed("quantize"):
             write(asked)
@@ -312,7 +312,7 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:
-    """Return a source without the counter that no tool feeds, for a model whose layers all slide."""
+    """Return a source without the token counter input that no tool passes, for a model with only sliding layers."""
     left = source.traced.left  # the decoder that is fed otherwise leaves nothing in its arguments
     example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:

@@ -279,7 +279,7 @@ def label_of_cache(name: str, below: str) -> str:
 
 
 def layers_of(cache: TransformersCache) -> list[CacheLayer]:
-    """Return the layers of a cache that can be rebuilt."""
+    """Return the layers of a cache; refuse a cache that cannot be rebuilt from its layers."""
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
             f"Expected a cache with layers, found {describe_class(cache)}. Pass the cache that a model returned, or "

@@ -35,7 +35,7 @@ _KNOWN: dict[Hashable, list[KnownState]] = {}
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten the attributes of an object, often with the template of the last object in this place."""
+    """Flatten the attributes of an object, with a template that an earlier object in the same place had if it fits."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)
@@ -50,7 +50,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """The attributes of an object, without its leaves, and the values derived from them."""
+    """The template of an object's attributes, with the types and values that tell whether another object has it too."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -82,7 +82,7 @@ class KnownState:
         self._sized = [(index, leaves[index].dim() > 1) for index in sized]
 
     def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of attributes with the same template as before; ``None`` if it may differ."""
+        """Return the leaves of attributes that have this template; ``None`` if they may have another one."""
         if list(held) != self._attributes:
             return None
         flat: list[Any] = []

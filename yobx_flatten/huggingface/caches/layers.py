@@ -98,7 +98,7 @@ class LayerKind:
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the letter and the fixed settings: ``W8`` for a window of 8.
+        """Return the code of a layer, the letter and the fixed settings: ``W8`` for a window of 8.
 
         The code does not depend on length, batch, dtype or device.
         """
@@ -135,7 +135,7 @@ class LayerKind:
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Describe every attribute, as for layers without a row."""
+        """Return the template of a layer's attributes, as for layer classes without a ``LayerKind``."""
         # has_position: the layer counts in a tensor; for a stored program, at the time of storing
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
@@ -225,14 +225,14 @@ def _may_be_traced() -> bool:
 
 
 def kind_of(cls: type) -> LayerKind | None:
-    """Return the row of a layer class; ``None`` for a class without one, which is flattened by its attributes."""
+    """Return the ``LayerKind`` of a layer class; ``None`` for a class that is flattened by its attributes."""
     if cls not in _KINDS:
         _KINDS[cls] = _read_kind(cls)
     return _KINDS[cls]
 
 
 def code_of(layer: CacheLayer) -> str:
-    """Return the code of a layer of any class: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
+    """Return the code of a layer's class and settings in leaf names: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
     cls = type(layer)
     kind = kind_of(cls)
     if kind is not None:
@@ -287,7 +287,7 @@ def keeps_dtype(cls: type) -> bool:
 
 @functools.cache
 def kind_of_code(code: str) -> tuple[LayerKind, str]:
-    """Return the row and the parameter of a code such as ``W8``."""
+    """Return the ``LayerKind`` and the parameter of a code such as ``W8``."""
     import transformers.cache_utils as cache_utils
 
     letter = letter_of(code)

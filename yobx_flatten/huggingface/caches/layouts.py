@@ -84,7 +84,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
-    """Unflatten layers: build them around their leaves."""
+    """Build the layers of a cache from leaves and their names."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     plan = _plan(names)
     if len(values) != plan.leaf_count:
@@ -115,7 +115,7 @@ def hold_length_leaf(layers: list[Any]) -> None:
 
 
 def holds_full_only(names: list[str]) -> bool:
-    """Return whether names describe ``DynamicLayer`` only."""
+    """Return whether leaf names describe only layers of the class ``DynamicLayer``."""
     return _plan(names).full_only
 
 
@@ -278,7 +278,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Return whether a name belongs to a leaf; the others describe how to rebuild an object."""
+    """Return whether a name belongs to a leaf; all other names describe how to rebuild an object."""
     return not name.startswith("none_") and "=" not in name
 
 
@@ -321,7 +321,7 @@ _CLASSES = {
 
 
 def slides_by_class(cls: type) -> bool:
-    """Return whether layers of a class slide, so that their count may be a tensor in a trace."""
+    """Return whether layers of a class slide, so that their token count may be a tensor in a trace."""
     return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
@@ -335,7 +335,7 @@ def slides_by_class(cls: type) -> bool:
 
 
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
-    """Return the leaf for a number of tokens."""
+    """Return the cache leaf that stores a number of tokens."""
     # seen: the layers' count: an integer; in a trace a symbol, or the leaf from unflatten
     if isinstance(seen, StoredInteger):
         return int(seen)

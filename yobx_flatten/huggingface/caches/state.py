@@ -55,7 +55,7 @@ DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
 def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
-    """Flatten the attributes of an object."""
+    """Split the attributes of an object into a template and leaves."""
     leaves: list[Any] = []
     waiting: list[tuple[str, Any]] = []
     template: Template = {}
@@ -157,12 +157,12 @@ def _is_floating(leaf: object) -> bool:
 
 
 def leaf_paths(template: Template) -> list[str]:
-    """Name the leaves of a template: ``keys``, ``conv_states.0``."""
+    """Return the names of a template's leaves: ``keys``, ``conv_states.0``."""
     return [path for path, _ in _leaves_of(template)]
 
 
 def lengths_of(template: Template) -> list[str]:
-    """Name the attributes that contain the number of tokens seen."""
+    """Return the names of the attributes that contain the number of tokens seen."""
     return [name for name, entry in template.items() if entry == ["length"]]
 
 
@@ -186,7 +186,7 @@ def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
-    """Read the leaves of an object that was built from this template, including placeholders."""
+    """Return the leaves of an object that was built from this template, including placeholders."""
     leaves: list[Any] = []
 
     def walk(entry: list[Any], value: Any) -> None:

@@ -28,7 +28,7 @@ from .replacement import Function, Replacement
 
 
 def layer_replacements() -> Iterator[Replacement]:
-    """Yield class, method and replacement for the layers of the installed transformers."""
+    """Yield class, method name and replacement for cache layers of the installed transformers."""
     cache_utils: Any = sys.modules["transformers.cache_utils"]
     sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
     yield sliding, "update", _sliding_update
@@ -76,7 +76,7 @@ def _sliding_update(original: Function) -> Function:
 
 
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
-    """Return the indices of the last keys, up to a number.
+    """Return the indices of the last ``most`` keys, or of all keys if there are fewer.
 
     Not ``keys[:, :, -most:]``: a slice checks whether there are enough keys, and its strides whether it covers all of
     them. These checks become guards, so that the program refuses lengths on the other side of the window.

@@ -136,7 +136,7 @@ CHUNK_SCANS = [
 
 
 def model_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute and replacement for the models that are imported and need one."""
+    """Yield owner, attribute name and replacement for the imported models that need a replacement."""
     for models, owner, name, make in (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE):
         for model in models:
             target: Any = sys.modules.get(f"transformers.models.{model}.modeling_{model}")

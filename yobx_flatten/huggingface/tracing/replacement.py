@@ -35,7 +35,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Give a replacement the signature of its original."""
+    """Decorate a function that makes a replacement, to give the replacement the original's signature."""
     # make: returns a version for an original, or the original if a release needs no replacement
     # returns: a function from an original to its replacement, with the signature of the original. If the version does
     # not fit, the original stays, with a `yobx_flatten.errors.ReplacedFunctionWarning`.

@@ -22,7 +22,7 @@ from .replacement import Function, Make, replacement
 
 
 def prepare_compressed(layer: CacheLayer) -> None:
-    """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: open and closed windows.
+    """Give the tensors of a DeepSeek V4 cache layer sizes larger than 1, which a trace keeps dynamic.
 
     Between two calls a buffer contains fewer keys than a window, often 0 or 1, and a trace would fix these sizes. The
     traced values are never used.

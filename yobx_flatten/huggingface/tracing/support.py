@@ -42,7 +42,7 @@ from .sparse import prepare_compressed
 
 
 class TransformersTracing:
-    """Replacements that transformers models need during a trace."""
+    """Replaces functions of transformers during a trace."""
 
     modules = "transformers"
 
@@ -52,7 +52,7 @@ class TransformersTracing:
         self._open = 0
 
     def acquire(self) -> None:
-        """Open a block or a trace: add keys to outputs that transformers registered without."""
+        """At the start of a ``with`` block or trace, add keys to outputs that transformers registered without keys."""
         from transformers.utils.generic import ModelOutput  # here, since imports must not run under the lock
 
         with LOCK:
@@ -60,7 +60,7 @@ class TransformersTracing:
             self._give_keys(ModelOutput)
 
     def release(self) -> None:
-        """Close a block or a trace; the last one restores the registrations."""
+        """At the end of a ``with`` block or trace, restore transformers' registrations if no other one is open."""
         with LOCK:
             self._open -= 1
             if self._open == 0:
@@ -115,7 +115,7 @@ class TransformersTracing:
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
-        """Install the traceable versions, and restore the originals afterwards."""
+        """In a ``with`` block, replace functions of transformers by versions that can be traced."""
         replacements = list(_replacements())  # this may import
         with LOCK:
             patches = [self._patch(target, name, make) for target, name, make in replacements]
@@ -204,7 +204,7 @@ _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd_
 
 
 class TensorRanges(TorchFunctionMode):
-    """Make such ranges without reading a tensor's value."""
+    """Lets ``torch.arange`` start at a tensor in a trace, without reading the tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ _DECORATOR = "dynamic_rope_update."
 
 
 def rotary_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute and replacement, for the embeddings of models that are imported."""
+    """Yield owner, attribute name and replacement for the rotary embeddings of imported models."""
     for cls in _CLASSES():
         yield cls, "forward", _by_length
 
@@ -388,7 +388,7 @@ _MODELS = "transformers.models."
 
 
 def upstream_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute and replacement, for the models that are imported."""
+    """Yield owner, attribute name and replacement for the patches that transformers' exporters apply to models."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
             target = _imported(owner) if isinstance(owner, str) else owner

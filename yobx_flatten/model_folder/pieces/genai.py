@@ -70,7 +70,7 @@ class FlatVisionEncoder(torch.nn.Module):
 
 
 class EmbeddingWithFeatures(torch.nn.Module):
-    """Tokens to embeddings, those of pictures to features, in order."""
+    """Computes embeddings of tokens, and replaces those of image tokens by ``image_features``, in their order."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class EmbeddingWithFeatures(torch.nn.Module):
         self.token = image_token_of(model)
 
     def forward(self, input_ids: Any, image_features: Any) -> dict[str, Any]:
-        """Return embeddings of shape (batch, length, hidden size); there may be no features."""
+        """Return embeddings of shape (batch, length, hidden size); the number of features may be 0."""
         embeds = self.embedding(input_ids)
         is_picture = input_ids.eq(self.token)
         # one row more: without it nothing could be looked up where there are no features
@@ -94,7 +94,7 @@ def image_token_of(model: TransformersModel) -> int:
 
 
 def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """The pieces of any vision-language model with flat features, and an ``embedding`` that takes them."""
+    """Return the files to export for a vision-language model, with an ``embedding`` that also takes image features."""
     rows = split.rows
     vision, embed, decoder = vision_language_pieces(model, split)
     vision = dataclasses.replace(vision, module=FlatVisionEncoder(vision.module).eval())
@@ -132,7 +132,7 @@ _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 
 
 class SoundEncoderWithKeys(Encoder):
-    """Reads a spectrogram; returns the features that a decoder attends to."""
+    """Reads a spectrogram; returns features, and the decoder's keys and values of these features."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -142,7 +142,7 @@ class SoundEncoderWithKeys(Encoder):
         self.heads = attentions[0].num_heads, attentions[0].head_dim
 
     def forward(self, input_features: Any) -> dict[str, Any]:
-        """Return the features, and their keys and values in each layer of the decoder."""
+        """Return the features, and the keys and values of the features in each layer of the decoder."""
         hidden = self.encoder(input_features).last_hidden_state
         made = [
             {"key": self._by_head(key(hidden)), "value": self._by_head(value(hidden))}
@@ -172,7 +172,7 @@ class SoundDecoder(NextDecoder):
         self.register_buffer("at_first", at_first, persistent=False)
 
     def forward(self, input_ids: Any, cache: PlainCache) -> dict[str, Any]:  # type: ignore[override] # no mask
-        """Return the scores, the scores of allowed tokens, and the decoder's own keys and values."""
+        """Return the scores, the scores without suppressed tokens, and the decoder's own keys and values."""
         found = super().forward(input_ids, cache)
         if not self.suppresses:
             return found
@@ -191,7 +191,7 @@ def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
 
 
 def genai_sound_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """An ``encoder`` with the keys and values of the sound, and a ``decoder``."""
+    """Return the files to export for Whisper: an ``encoder`` with the sound's keys and values, and a ``decoder``."""
     encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
 
     @torch.no_grad()

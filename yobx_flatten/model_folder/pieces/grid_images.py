@@ -34,7 +34,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model has such an encoder, and a language model that accepts its outputs."""
+        """Return whether a model has this kind of encoder, and a language model that accepts the encoder's outputs."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -52,7 +52,7 @@ class GridVisionEncoder(torch.nn.Module):
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return features of shape (tokens, hidden size), and those of layers: (tokens, layers, hidden size)."""
+        """Return features of shape (tokens, hidden size), and features of layers: (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # patches are in blocks of merge x merge, those of a block next to each other
         patch = torch.arange(count, device=pixel_values.device)
@@ -105,7 +105,7 @@ class GridVisionEncoder(torch.nn.Module):
 
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
-    """Make a random picture."""
+    """Make a random picture of ``height`` times ``width`` image tokens."""
     # returns: `pixel_values` of shape (patches, values of a patch), and `image_grid_thw` of shape (1, 3)
     vision = model.config.vision_config
     merge = vision.spatial_merge_size
@@ -140,7 +140,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel, picture: torch.Tensor) -> None:
-        """Compare with the model's own features of a picture."""
+        """Raise an error if the features of a picture differ from the model's own."""
         # picture: pixels of shape (1, channels, height, width)
         found = model.get_image_features(picture[None])
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
@@ -180,7 +180,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel) -> None:
-        """Compare with the model's own features of two pictures."""
+        """Raise an error if the features of two pictures differ from the model's own."""
         tiles = Tiles(model.config.to_dict())
         for number in range(2):
             given = tiled_image(model, number)
@@ -268,11 +268,11 @@ class BlockwiseDecoder(_LanguageModel):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model is of this kind."""
+        """Return whether a model needs this decoder, as Gemma 3 and PaliGemma do."""
         return getattr(getattr(model, "config", None), "model_type", "") in ("gemma3", "paligemma")
 
     def types(self, batch: int, past: int, new: int) -> torch.Tensor:
-        """Make types of tokens with blocks in the cache and among the new ones: int64 of shape (batch, past + new)."""
+        """Make token types with blocks of 1 in the cache and among new tokens: int64 of shape (batch, past + new)."""
         found = torch.zeros(batch, past + new, dtype=torch.int64)
         if self.is_whole_prompt:
             found[:, past + new // 2 :] = 1
@@ -342,7 +342,7 @@ class DeepstackDecoder(_LanguageModel):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model is of this kind."""
+        """Return whether a model needs this decoder, since vision features are added in several layers."""
         inside: Any = getattr(model, "model", None)
         return hasattr(getattr(inside, "language_model", None), "_deepstack_process") and bool(
             getattr(getattr(inside, "visual", None), "deepstack_visual_indexes", None)
@@ -356,7 +356,7 @@ class DeepstackDecoder(_LanguageModel):
         deepstack_embeds: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        """Return the scores and the cache; the features have the shape (batch, length, layers, hidden size)."""
+        """Return the scores and the cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
         # the mask is handed on to _add, which takes every place
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)

@@ -34,7 +34,7 @@ def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
 
 
 def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """One file that scores the choices of each row: tokens of shape (batch, choices, length)."""
+    """Return the one file to export: it scores the choices of each row, tokens of shape (batch, choices, length)."""
 
     def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
         flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
@@ -46,14 +46,14 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 
 
 def compares(model: TransformersModel) -> bool:
-    """Return whether a model compares pictures and texts, and writes nothing (CLIP, SigLIP)."""
+    """Return whether a model compares pictures with texts, and generates no text (CLIP, SigLIP)."""
     both = all(hasattr(model, name) for name in ("get_image_features", "get_text_features"))
     takes = inspect.signature(model.forward).parameters
     return both and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None
 
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """One file from texts and pictures, of their own numbers, to the scores of each pair."""
+    """Return the one file to export: it takes any number of texts and pictures, and scores each pair."""
     vision, rows = model.config.vision_config, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 
@@ -170,7 +170,7 @@ TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
-    """Make the types of pairs of texts, of which the second begins later in each row: int64 of (batch, length)."""
+    """Make token types for pairs of texts, whose second text begins later in each row: int64 of (batch, length)."""
     # model: a model that `has_types` holds for; one whose types have several columns (TAPAS) gets as many
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()
@@ -180,7 +180,7 @@ def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tenso
 
 @torch.no_grad()
 def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
-    """Return whether the scores of a model depend on types of tokens that its tokenizer may return."""
+    """Return whether the scores of a model depend on token types that its tokenizer may return."""
     # tokens: tokens to call it with, int64 of shape (batch, length)
     if TYPES not in inspect.signature(model.forward).parameters:
         return False

@@ -50,7 +50,7 @@ class TextEncoder(_WithCache):
         self.encoder = model.speecht5.encoder
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of the encoder's input, and its keys and values in each layer."""
+        """Return the mask of the encoder's features, and the features' keys and values in each decoder layer."""
         return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
 
     def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class SoundEncoder(TextEncoder):
     """Reads samples."""
 
     def forward(self, input_values: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of the encoder's input, and its keys and values in each layer."""
+        """Return the mask of the encoder's features, and the features' keys and values in each decoder layer."""
         hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
         # as transformers' own loop has it
         mask = self.encoder.prenet._get_feature_vector_attention_mask(hidden.shape[1], attention_mask)
@@ -71,7 +71,7 @@ class SoundEncoder(TextEncoder):
 
 
 class FrameDecoder(_WithCache):
-    """Continues from a frame; the first frame is zeros, and its cache is empty."""
+    """Computes the next spectrogram frames from the last frame; at first the frame is zeros and the cache empty."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -86,7 +86,7 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        """Return the next frames, the scores that each is the last, and the decoder's own cache."""
+        """Return the next frames, a score for each to be the last frame, and the decoder's own keys and values."""
         hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
         found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
@@ -99,7 +99,7 @@ class FrameDecoder(_WithCache):
         }
 
     def read(self, frame: torch.Tensor, speaker: torch.Tensor, masks: torch.Tensor, place: int) -> Any:
-        """The prenet of transformers on one frame, with dropout that is given: it computes all frames in every call."""
+        """Run the prenet on one frame with given dropout masks; transformers runs it on all frames in every call."""
         net, hidden = self.prenet, frame
         for index, layer in enumerate(net.layers):
             hidden = torch.nn.functional.relu(layer(hidden))
@@ -123,7 +123,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs of the encoder with the first row padded: tokens, or sound of that length."""
+    """Make inputs of the encoder with padding in the first row: tokens, or sound of that length."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)
@@ -136,7 +136,7 @@ def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, 
 
 
 def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """An ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
+    """Return the files to export: an ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
     reads = model.main_input_name
     encoder = (TextEncoder if reads == "input_ids" else SoundEncoder)(model)
     decoder, postnet = FrameDecoder(model), Postnet(model)

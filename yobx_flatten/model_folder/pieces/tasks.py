@@ -114,7 +114,7 @@ def task_of(model: TransformersModel) -> str:
 
 
 def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tuple[str, list[Piece]]:
-    """Split a model into the modules of its files."""
+    """Return the task, and the modules of the model that become files."""
     if task != "auto" and task not in TASKS:
         known = f"{did_you_mean([str(task)], TASKS)} Tasks: auto, {', '.join(TASKS)}."
         raise InvalidArgumentError(f"There is no task {task!r}.{known}")

@@ -42,7 +42,7 @@ from ...trees.shapes import dynamic_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A file to be exported."""
+    """One file to export: its module, its example and its test cases."""
 
     stem: str  # its name without a suffix
     module: torch.nn.Module  # what is exported
@@ -69,7 +69,7 @@ class Split:
     for_genai: bool = False  # whether the files are those that onnxruntime-genai runs, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return sizes by their name in a report; the first number of each is its rows."""
+        """Return sizes by a name for the report; the first size of each is the batch size."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
@@ -88,7 +88,7 @@ def pieces_of_calls(
     shapes: Mapping[str, Mapping[str, Any]],
     steps: int = 1,
 ) -> list[Piece]:
-    """Return a piece for each module of a model; each call of the model has the inputs of every module, in order."""
+    """Return one file to export for each module; each call of the model has the inputs of every module, in order."""
     # shapes: by file, the axes of inputs that vary in another way than all; steps: how often the last one is called
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
@@ -105,7 +105,7 @@ def pieces_of_calls(
 
 
 def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """A model that reads tokens and continues them: one file, ``model``."""
+    """Return the one file to export for a decoder that generates text: ``model``."""
     own = model
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
@@ -148,7 +148,7 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
 
 
 def keeps_more(piece: Piece, model: TransformersModel) -> bool:
-    """Return whether a piece's cache keeps tokens that the model's own cache would drop."""
+    """Return whether the cache of an exported file keeps tokens that the model's own cache would drop."""
     cache = cache_of(piece.kwargs)
     slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
     return slid and keeps_all(cache)
@@ -158,7 +158,7 @@ def keeps_more(piece: Piece, model: TransformersModel) -> bool:
 
 
 class Encoder(torch.nn.Module):
-    """The encoder alone: ``last_hidden_state``."""
+    """The encoder alone, which returns ``last_hidden_state``."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class SoundEncoder(Encoder):
 
 
 class RawSoundEncoder(Encoder):
-    """Reads samples, of any number (Moonshine)."""
+    """An encoder that reads any number of sound samples (Moonshine)."""
 
     def forward(self, input_values: Any) -> dict[str, Any]:
         """Return the features."""
@@ -191,7 +191,7 @@ class RawSoundEncoder(Encoder):
 
 
 class ImageEncoder(Encoder):
-    """Reads pictures (TrOCR, and others of a vision encoder and a text decoder)."""
+    """An encoder that reads pictures (TrOCR, and other models with a vision encoder and a text decoder)."""
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
         """Return the features."""
@@ -225,7 +225,7 @@ class _Decoder(torch.nn.Module):
 
 
 class FirstDecoder(_Decoder):
-    """The first call: returns keys and values of the encoder's features, and of the first tokens."""
+    """The decoder's first call, which returns keys and values of the encoder's features and of the first tokens."""
 
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the cache, layer by layer."""
@@ -239,7 +239,7 @@ class FirstDecoder(_Decoder):
 
 
 class NextDecoder(_Decoder, Continued):
-    """Every later call: reads the encoder's keys, and returns the decoder's own keys only."""
+    """Every later call of the decoder, which reads the encoder's keys and returns only the decoder's own."""
 
     def forward(
         self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
@@ -260,18 +260,18 @@ def filled_cache(cache: PlainCache) -> TransformersCache:
 
 
 def features_of(cache: PlainCache) -> torch.Tensor:
-    """Return as many features as the encoder returned: a decoder with a filled cache reads their number only."""
+    """Return stand-ins for the encoder's features: a decoder with a filled cache reads only how many there are."""
     keys: torch.Tensor = cache[0]["encoder"]["key"]
     return keys.transpose(1, 2).flatten(2)
 
 
 def pair_of(layer: Any) -> dict[str, Any]:
-    """Return the keys and values of a layer as a file has them."""
+    """Return the keys and values of a layer by their names in a file."""
     return {"key": layer.keys, "value": layer.values}
 
 
 def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """A model that reads text, sound or pictures first: an ``encoder_model``, and a decoder in two files."""
+    """Return the files to export for an encoder-decoder: an ``encoder_model``, and a decoder in two files."""
     heads = heads_of(model) if split.word_times else ()
     reads = input_name(model)
     if reads not in _ENCODERS:
@@ -330,7 +330,7 @@ def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
 
 
 def input_name(model: TransformersModel) -> str:
-    """Return the name of a model's main input; for a speech encoder-decoder, that of its encoder."""
+    """Return the name of a model's main input; for a speech encoder-decoder, the encoder's main input."""
     name: str = model.main_input_name
     is_either = name == "inputs" and getattr(model.config, "is_encoder_decoder", False)
     return model.get_encoder().main_input_name if is_either else name
@@ -362,7 +362,7 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return height and width of pictures from a configuration or one inside it; 224 by default."""
+    """Return height and width of pictures from a configuration or a nested configuration; 224 by default."""
     inner = (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config")))
     found = next((size for size in (getattr(one, "image_size", None) for one in inner) if size), 224)
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
@@ -382,13 +382,13 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
 
 
 def random_values(model: TransformersModel, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
-    """Draw values in the dtype of a model's weights; by default the shape determines them."""
+    """Draw random values in the dtype of a model's weights; by default the shape is the seed."""
     generator = torch.Generator().manual_seed(sum(shape) if seed is None else seed)
     return torch.randn(tuple(shape), generator=generator).to(model.dtype)
 
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
-    """Make tokens of the model's vocabulary, which the shape determines."""
+    """Draw random tokens of the model's vocabulary; the shape is the seed."""
     # CANINE reads characters, and states no number of them
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -402,7 +402,7 @@ Head = tuple[int, int]
 
 
 def heads_of(model: TransformersModel) -> list[Head]:
-    """Return the heads that a model's configuration of generation names."""
+    """Return the attention heads that a model's generation configuration names for word timestamps."""
     stated = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not stated or not hasattr(model, "_extract_token_timestamps"):
         raise InvalidArgumentError(
@@ -421,14 +421,14 @@ def heads_of(model: TransformersModel) -> list[Head]:
 
 
 class HeadRecorder:
-    """Takes the weights of some heads out of a call of the decoder."""
+    """Records the cross-attention weights of some heads in calls of the decoder."""
 
     def __init__(self, model: TransformersModel, heads: Sequence[Head]) -> None:
         self.model, self.heads = model, heads
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Return the weights of each layer with such a head, after the block."""
+        """In a ``with`` block, record the attention weights of calls in the returned dict, by layer."""
         # fused attention computes no weights: in these layers it is written out meanwhile
         found: dict[int, torch.Tensor] = {}
         layers = {index for index, _ in self.heads}
@@ -447,7 +447,7 @@ class HeadRecorder:
             yield found
 
     def outputs(self, found: dict[int, torch.Tensor]) -> dict[str, Any]:
-        """Return what a file returns of them: ``cross_attentions.LAYER.HEAD``, of shape (batch, tokens, source)."""
+        """Return the recorded weights as file outputs ``cross_attentions.LAYER.HEAD``: (batch, tokens, source)."""
         if not self.heads:
             return {}
         made: dict[str, dict[str, torch.Tensor]] = {}

@@ -39,7 +39,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """Computes the features of one image that replace its tokens.
+    """Computes the features of one image that replace the image's tokens.
 
     Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
     """
@@ -68,7 +68,7 @@ class Embedding(torch.nn.Module):
 
 
 def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """A vision-language model: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
+    """Return the files to export: ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged``."""
     _check_splits(model)
     rows = split.rows
     has_grids = GridVisionEncoder.fits(model)
@@ -167,7 +167,7 @@ def vision_encoder(model: TransformersModel) -> torch.nn.Module:
 
 
 def images_for(model: TransformersModel, count: int) -> torch.Tensor:
-    """Make random images of the size that the model takes: (count, channels, height, width)."""
+    """Make random images of the size that the model accepts: (count, channels, height, width)."""
     # returns: A tensor of shape (count, channels, height, width), of the type of the weights
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)

@@ -209,7 +209,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read the adapters of a model; the model is as it was afterwards."""
+    """Read the adapters of a model, which is unchanged afterwards."""
     # folders: by name of the adapter the folder that PEFT wrote
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
@@ -234,7 +234,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
 
 
 def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tuple[int, int]]:
-    """Return the layers that adapters change, with their inputs and outputs; without adapters all linear ones."""
+    """Return input and output sizes of the layers that ``adapters`` change; without adapters, of all linear layers."""
     if not adapters:
         from transformers.pytorch_utils import Conv1D
 

@@ -35,7 +35,7 @@ _HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
 
 
 def class_for(config: Any) -> Any:
-    """Return the class of a model: that in ``config.architectures``, or the first kind that has one."""
+    """Return a model's class: from ``config.architectures``, or from the first of several Auto classes that has one."""
     import transformers
 
     for name in getattr(config, "architectures", None) or []:
@@ -48,7 +48,7 @@ def class_for(config: Any) -> Any:
 
 
 def task_of_checkpoint(task: str, architectures: Sequence[str] | None) -> str:
-    """Return the task asked for; ``"auto"`` of a class for pretraining asks for the model without its head."""
+    """Return the requested task; for ``"auto"`` and a class for pretraining, the task of the model without a head."""
     stated = str(next(iter(architectures or ()), ""))
     return "feature-extraction" if task == "auto" and stated.endswith("ForPreTraining") else task
 
@@ -60,7 +60,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the class that a task asks for: a model's own class where it fits, or where transformers has no other."""
+    """Return the class for a task: the model's own class if it fits, or if transformers has no other."""
     flat = classes_of_task(config, task)
     # AutoModel of a class without a head, such as DPRContextEncoder, may be another part of the model. A head that was
     # trained for something else does not write text.
@@ -69,7 +69,7 @@ def class_of_task(config: Any, task: str, own: Any) -> Any:
 
 
 def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
-    """Return the name of the class that a task asks for, also one of Python files next to the configuration."""
+    """Return the name of the class for a task, which may be in Python files next to the configuration."""
     if not runs_code:
         return str(class_of_task(config, task, class_for(config)).__name__)
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
@@ -79,7 +79,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
 
 
 def base_class_for(config: Any) -> Any:
-    """Return the class of a model without a head, as ``AutoModel`` makes it, or that of :func:`class_for`."""
+    """Return the class of a model without a head, as ``AutoModel`` makes it; else the result of :func:`class_for`."""
     found = _of_kind("AutoModel", config)
     return class_for(config) if found is None or isinstance(found, tuple) else found
 
@@ -97,7 +97,7 @@ def _of_kind(name: str, config: Any) -> Any:
 
 
 def without_peft(model: Any) -> Any:
-    """Return the Hugging Face model, with its adapters, that a ``PeftModel`` is around; any other model as it is."""
+    """Return the Hugging Face model in a ``PeftModel``, with its adapters; return any other model unchanged."""
     # model: a Hugging Face model, or a `PeftModel`
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "get_base_model"):

@@ -34,7 +34,7 @@ def read_config(
     runs_code: bool = False,
     of_code: str = "",
 ) -> Any:
-    """Read a ``config.json`` of transformers."""
+    """Read a ``config.json`` as a configuration of transformers."""
     import transformers
 
     stated = read_configuration(file, dict[str, Any], failure=failure, remedy=remedy)
@@ -58,18 +58,18 @@ def read_config(
 
 
 def write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
-    """Write a file of a folder."""
+    """Write a JSON file."""
     path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def change_json(path: pathlib.Path, entries: Mapping[str, Any]) -> None:
-    """Set entries of a file; an entry of ``None`` is removed."""
+    """Set entries of a JSON file; an entry of ``None`` is removed."""
     held = {**read_document(path, dict[str, Any], failure=ModelSourceError, finite=False), **entries}
     write_json(path, {name: value for name, value in held.items() if name not in entries or value is not None})
 
 
 def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
-    """Return how many bytes the files of weights in a folder of transformers have; 0 without weights."""
+    """Return the bytes of all weight files in a folder; 0 without weights."""
     for index in (index for pattern in _WEIGHTS for index in folder.glob(f"{pattern}.index.json")):
         stated_weights(index, failure=failure)
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
@@ -79,7 +79,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Return the file of each weight by its name, as the index of a folder states it."""
+    """Return the file of each weight by the weight's name, as the index of a folder states it."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)
@@ -93,7 +93,7 @@ class _Index:
 
 @contextlib.contextmanager
 def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> Iterator[None]:
-    """A block in which a model is made, with no more weights than the memory holds."""
+    """In a ``with`` block, raise an error if a model is made with more weights than the memory can hold."""
     # stored: bytes of the files that the weights are read from; 0 for random ones
     thread = threading.get_ident()
     most = max(memory_available(), 4 * stored)  # files may be mapped, and their numbers widened
@@ -129,7 +129,7 @@ ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-co
 
 
 def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class of the checkpoint's own code that a configuration needs; ``""`` if transformers has it."""
+    """Return the class in the checkpoint's own code that a configuration needs; ``""`` if transformers has it."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -144,7 +144,7 @@ def own_code(stated: Mapping[str, Any]) -> str:
 
 
 def own_auto_class(config: Any) -> Any:
-    """Return the class of transformers that loads a model by the code of its folder."""
+    """Return the Auto class of transformers that loads a model with the code in its folder."""
     import transformers
 
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}

@@ -36,7 +36,7 @@ _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
 def require_transformers(what: str) -> Any:
-    """Import transformers, or raise with the line that installs it."""
+    """Import transformers; raise an error with the install command if transformers is missing."""
     require("transformers", purpose=what, extra="transformers")
     import transformers
 
@@ -45,7 +45,7 @@ def require_transformers(what: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FoundModel:
-    """A model that is not loaded yet."""
+    """A model that was found by its name, and is not loaded yet."""
 
     name: str  # what the user called it
     config: Any  # a configuration of transformers
@@ -61,7 +61,7 @@ class FoundModel:
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
-        """The folder of its tokenizer: that of the adapter, where it holds one; or the GGUF file that has it."""
+        """The folder of the tokenizer: the adapter's if the adapter has one, else the model's; or the GGUF file."""
         if self.gguf is not None:
             return self.gguf
         return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
@@ -72,7 +72,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return it with the class of a task, which is often not that of the training, as for embeddings."""
+        """Return the found model with the class of a task, which often differs from the class of the training."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:
@@ -90,7 +90,7 @@ class FoundModel:
         return self.load_with_remarks(dtype=dtype)[0]
 
     def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
-        """Return the model of :meth:`load`, and notes on weights that are not those of the folder."""
+        """Return the model of :meth:`load`, and notes on weights that are not read from the folder."""
         import torch
 
         if self.trained_as:
@@ -129,7 +129,7 @@ class FoundModel:
         return model, (noted, *remarks, *of_adapter.remarks())
 
     def packing(self) -> Packing | None:
-        """Return how integers of its weights are stored in the folder; ``None`` where it has none of its own."""
+        """Return how the folder stores quantized weights; ``None`` if this package does not unpack them."""
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
@@ -183,7 +183,7 @@ class FoundModel:
             )
 
     def stored_bytes(self) -> int:
-        """Return how many bytes its files of weights have; 0 without weights."""
+        """Return the bytes of the model's weight files; 0 without weights."""
         if self.gguf is not None:
             return self.gguf.stat().st_size
         return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
@@ -284,7 +284,7 @@ def reader_of(folder: pathlib.Path) -> str:
 
 
 def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
-    """Return the folder that a model was loaded from, as transformers notes it in ``name_or_path``.
+    """Return the folder that a model was loaded from, as its configuration states in ``name_or_path``.
 
     An id of the hub is looked up among what was downloaded. A folder of another kind of model or of another vocabulary
     is none: a relative path may lead elsewhere by now, and words that were added later are not in its tokenizer.

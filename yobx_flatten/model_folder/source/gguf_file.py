@@ -64,7 +64,7 @@ def gguf_config(path: pathlib.Path) -> Any:
 def gguf_weights(
     kind: Any, config: Any, path: pathlib.Path, dtype: Any, *, choice: UnmatchedWeights = "refuse"
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the model of a GGUF file, with its weights in full, and notes on weights that its class does not have."""
+    """Return the model of a GGUF file with dequantized weights, and notes on weights that its class does not have."""
     # choice: what is done where the weights are not those of the class; what it does not have is left out and noted
     with _alone(path) as given:
         folder = given.pop("pretrained_model_name_or_path")

@@ -36,7 +36,7 @@ _PART = 4
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model to export."""
+    """A model that is open for an export, with its folder and notes."""
 
     model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file that it is from; `None` where there is none
@@ -48,7 +48,7 @@ class OpenedModel:
     has_integers: bool = False  # whether its file stores integers, which weights were computed from
 
     def as_a_whole(self, reason: str) -> OpenedModel:
-        """Return a streamed model loaded as a whole."""
+        """Load a streamed model as a whole, and return the result."""
         assert self.found is not None
         assert self.folder is not None
         dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
@@ -121,7 +121,7 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class NotStreamableError(Exception):
-    """Why a model has to be loaded as a whole."""
+    """The model cannot be streamed, for the reason in the text, and has to be loaded as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,18 +137,18 @@ class Checkpoint:
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def is_mapped_as(self, dtype: torch.dtype) -> bool:
-        """Return whether all weights already have a dtype, so that none is converted."""
+        """Return whether all stored weights have this dtype, so that none of them is converted."""
         return set(self.types.values()) <= {_TYPES.get(dtype)}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one weight in a dtype; without a conversion, the file is memory-mapped."""
+        """Return one weight in a dtype; if the dtype is the stored one, the weight is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
-    """Read which weights a folder holds, and no weight."""
+    """Read the names, shapes and dtypes of the weights in a folder, but no weight."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
@@ -174,7 +174,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 
 
 def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
-    """Return a model in evaluation mode that reads a layer's weights when it is called, with notes on them."""
+    """Return a model that reads a layer's weights when the layer is called, with notes on the weights."""
     model, readers, remarks = unread_model(found, checkpoint, dtype)
     stream_layers(model, readers)
     return model, remarks
@@ -183,7 +183,7 @@ def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model in evaluation mode with parameters on meta, functions that read them by name, and notes."""
+    """Return a model with parameters on meta, functions that read the parameters by name, and notes."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("its class is not part of transformers")

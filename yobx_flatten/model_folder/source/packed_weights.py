@@ -28,7 +28,7 @@ _INT32 = 32
 
 
 class Packing(NamedTuple):
-    """How a checkpoint stores its matrices."""
+    """How a checkpoint stores quantized matrices, and the function that computes a weight from them."""
 
     bits: int  # bits of an integer
     names: tuple[str, ...]  # endings of the tensors that stand for a weight; the first names it
@@ -36,7 +36,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(config: Any, name: str) -> Packing | None:
-    """Return how a checkpoint stores its matrices, by its configuration."""
+    """Return how a checkpoint stores its matrices according to its configuration."""
     # `None` where transformers reads it itself
     stated = getattr(config, "quantization_config", None)
     if stated is None:
@@ -55,7 +55,7 @@ def packing_of(config: Any, name: str) -> Packing | None:
 
 
 def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tensors:
-    """Return the weights of a checkpoint by their names, those of its integers in float32."""
+    """Return the weights of a checkpoint by name; quantized weights are returned in float32."""
     held = _stored(folder, name)
     main = f".{packing.names[0]}"
     found: Tensors = {}
@@ -190,7 +190,7 @@ _NAMED = 5  # of many weights, so many are named
 
 
 def check_unmatched(choice: str) -> None:
-    """Raise where there is no such choice."""
+    """Refuse a value of ``unmatched_weights`` that does not exist."""
     if choice not in get_args(UnmatchedWeights):
         choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
         raise InvalidArgumentError(f"unmatched_weights must be one of {choices}, found {choice!r}.")
@@ -198,7 +198,7 @@ def check_unmatched(choice: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeyDifferences:
-    """Where the weights of a folder and those of a class differ."""
+    """The differences between the weights in a folder and the weights that a class has."""
 
     missing: tuple[str, ...] = ()  # names of weights that the folder lacks
     unused: tuple[str, ...] = ()  # names of weights that the class does not have
@@ -207,7 +207,7 @@ class KeyDifferences:
 
     @classmethod
     def of_loading(cls, found: Any) -> KeyDifferences:
-        """Read what ``from_pretrained(..., output_loading_info=True)`` states, in any version of transformers."""
+        """Make an instance from what ``from_pretrained(..., output_loading_info=True)`` returns."""
         shapes = sorted((name, tuple(stored), tuple(wanted)) for name, stored, wanted in found["mismatched_keys"])
         reshaped = {name for name, _, _ in shapes}
         missing = sorted(name for name in found["missing_keys"] if name not in reshaped)
@@ -216,7 +216,7 @@ class KeyDifferences:
     def check(
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
-        """Raise where they differ in a way that was not asked for."""
+        """Raise an error if weights differ in a way that ``choice`` does not allow."""
         # option: how the choice is typed, as `"--unmatched-weights {}"`; that of Python and of the command line where
         # it is empty
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
@@ -235,7 +235,7 @@ class KeyDifferences:
             )
 
     def remarks(self) -> tuple[str, ...]:
-        """Return notes for a report, empty where there are no differences."""
+        """Return notes for a report on the differences; empty if there are none."""
         random, made = [*self.missing, *(name for name, _, _ in self.reshaped)], []
         if random:
             made.append(f"weights with random values, because the folder does not contain them: {_some(random)}.")

@@ -49,7 +49,7 @@ def _growth(part: Any) -> float:
 
 
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
-    """Return the tokenizer of a folder; no code in the folder runs."""
+    """Return the tokenizer of a folder; code in the folder never runs."""
     # options: further arguments of `from_pretrained`
     import transformers
 
@@ -71,5 +71,5 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
 
 
 def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Convert the different errors of tokenizer libraries to one error."""
+    """In a ``with`` block, convert the errors of tokenizer libraries to ``failure``."""
     return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))

@@ -35,7 +35,7 @@ def count_operators(graph: ir.Graph) -> dict[str, int]:
 
 
 def fuse_attention(model: ir.Model) -> None:
-    """Replace spelled-out attention by the operator, and give it the cache, in place."""
+    """Replace the nodes that compute attention by one operator with the KV cache as input, in place."""
     import onnx_ir.passes.common as passes
 
     graph = model.graph
@@ -57,7 +57,7 @@ def fuse_attention(model: ir.Model) -> None:
 
 
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Make an attention concatenate the cached and new keys and values itself."""
+    """Let an ``Attention`` node take the KV cache as input, and append the new keys and values itself."""
     # returns: the new node, with the cache as its input; `None` if the node is unchanged
     import onnx_ir as ir
 

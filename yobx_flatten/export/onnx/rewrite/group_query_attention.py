@@ -36,7 +36,7 @@ _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the t
 
 
 def share_cache(model: ir.Model) -> bool:
-    """Replace ``Attention`` that takes and returns a cache by ``GroupQueryAttention``, in place."""
+    """Replace each ``Attention`` node that takes and returns a KV cache by ``GroupQueryAttention``, in place."""
     import onnx_ir.passes.common as passes
 
     graph = model.graph
@@ -124,7 +124,7 @@ class _Lengths:
         self.total = self.make("Squeeze", self.make("Cast", total, to=6))
 
     def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Add an operator; return its output."""
+        """Add a node to the graph; return the node's output."""
         import onnx_ir as ir
 
         node = ir.node(op_type, inputs, attributes)
@@ -132,11 +132,11 @@ class _Lengths:
         return node.outputs[0]
 
     def constant(self, numbers: list[int]) -> ir.Value:
-        """Return a constant of integers."""
+        """Add a constant list of integers to the graph; return its value."""
         return self.make("Constant", value_ints=numbers)
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return a mask as an additive mask of the scores."""
+        """Return a boolean mask as numbers to add to the attention scores."""
         import onnx_ir as ir
 
         if mask.dtype == dtype:
@@ -205,7 +205,7 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
 
 
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
-    """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place."""
+    """Replace the nodes that compute attention with sinks over the KV cache by one ``Attention`` node, in place."""
     # returns: the nodes: `Attention` whose seventh input, which ONNX's operator does not have, is the sinks, of shape
     # (1, heads, 1, 1)
     import onnx_ir as ir

@@ -24,7 +24,7 @@ SWAP = (0, 2, 1, 3)
 
 
 def put_tokens_first(model: ir.Model) -> None:
-    """Change each ``Attention`` in place to (batch, tokens, heads * size), if its neighbours use that form."""
+    """Make each ``Attention`` take inputs of shape (batch, tokens, heads * size), if its neighbours use this shape."""
     import onnx_ir.passes.common as passes
 
     changed = [_put_tokens_first(node) for node in list(model.graph) if node.op_type == "Attention"]
@@ -64,7 +64,7 @@ def _put_tokens_first(node: ir.Node) -> bool:
 
 
 def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
-    """Return number and size of the heads of a value (batch, heads, tokens, size); ``None`` for other values."""
+    """Return number and size of the heads of a value of shape (batch, heads, tokens, size); else ``None``."""
     if value is None or value.shape is None or len(value.shape) != 4:
         return None
     heads, size = value.shape[1], value.shape[3]
@@ -72,7 +72,7 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 
 def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """Return the (batch, tokens, heads * size) from which (batch, heads, tokens, size) was made, if it was."""
+    """Return a value of shape (batch, tokens, heads * size) that ``value`` was made from; ``None`` if there is none."""
     # value: an `onnx_ir.Value` whose heads are known
     # make: called with an operator, its inputs and attributes; adds a node and returns its output
     node = value.producer()
@@ -112,7 +112,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Let the readers of (batch, heads, tokens, size) read (batch, tokens, heads * size), if they swap and join it."""
+    """Let nodes that transpose and join the heads of ``old`` read ``new`` instead, (batch, tokens, heads * size)."""
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]

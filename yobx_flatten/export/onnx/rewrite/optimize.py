@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def optimize_graph(model: ir.Model) -> None:
-    """Fold constants, apply onnxscript's rewrite rules and fusions, and remove what is unused or computed twice."""
+    """Fold constants, apply onnxscript's rewrite rules and fusions, and remove unused and duplicate nodes."""
     # model: an `onnx_ir.Model`; it is changed in place
     from onnxscript import optimizer
     from onnxscript.rewriter import onnx_fusions
@@ -63,7 +63,7 @@ class _RuleOfOperator:
         return getattr(self._rule, name)
 
     def try_rewrite(self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
-        """Return the replacement, ``None`` if the rule does not match."""
+        """Return the rule's replacement for a node; ``None`` if the rule does not match."""
         if self._operator is not None and node.op_type != self._operator:
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
@@ -77,7 +77,7 @@ _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add"
 
 
 def join_projections(model: ir.Model) -> None:
-    """Join the products that make queries, keys and values of the same input, in place."""
+    """Join the matrix products that compute queries, keys and values from one input, in place."""
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
             products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
@@ -145,7 +145,7 @@ _AXIS = "kept_sequence_length"
 
 
 def keep_last_scores(model: ir.Model) -> None:
-    """Let a new input select the positions for which the head of a decoder computes scores, in place.
+    """Add an input that selects the positions for which the LM head of a decoder computes logits, in place.
 
     A decoder with an encoder begins with one token or a few, so there is nothing to save. A file that does not return
     its cache (``loop=False``) scores a text, and generates none.

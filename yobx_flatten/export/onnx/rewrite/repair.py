@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def repair_graph(model: ir.Model) -> None:
-    """Repair a graph in place."""
+    """Repair names, types and shapes in a graph that torch's exporter wrote, in place."""
     _name_apart(model.graph)
     _one_type(model.graph)
     if any(_rotates(node) for node in model.graph.all_nodes()):
@@ -42,7 +42,7 @@ def input_of(node: ir.Node, place: int) -> ir.Value:
 
 
 def type_of(value: ir.Value) -> ir.DataType:
-    """Return the type of a value's entries."""
+    """Return the element type of a value; raise an error if the type is not known."""
     # value: an `onnx_ir.Value` of a graph whose types are known, as the exporter returns it
     if value.dtype is None:
         raise ValueError(f"the type of {value.name} is not known")
@@ -58,7 +58,7 @@ def copy_type(value: ir.Value, like: ir.Value) -> None:
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
-    """Return the sizes of a constant's axes, all of them numbers."""
+    """Return the sizes of a constant's axes as integers."""
     return [size for size in tensor.shape if isinstance(size, int)]
 
 
@@ -152,13 +152,13 @@ def _as_many_rows(graph: ir.Graph) -> None:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node that makes a value, where it is this operator of ONNX."""
+    """Return the node that computes a value, if it is the ONNX operator ``op_type``; else ``None``."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only node that reads a value, as its first input; ``None`` if there are other readers."""
+    """Return the only node that reads a value, if it reads the value as first input; else ``None``."""
     # op_type: its operator; `None`, the default, for any
     # an output of the graph is read by the caller: a rewrite that only one node sees would change it
     uses = list(value.uses())
@@ -169,7 +169,7 @@ def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
 
 
 def number_of(value: ir.Value | None) -> float | None:
-    """Return the constant number of a value; ``None`` if it is computed, or has several elements."""
+    """Return the number that a constant holds; ``None`` if the value is computed, or has several elements."""
     constant = None if value is None else value.const_value
     if constant is None or constant.size != 1:
         return None

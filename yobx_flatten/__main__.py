@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run the command that ``argv`` names, and return its exit status."""
     # argv: the arguments; by default those of the process
 
     def start() -> Callable[[Sequence[str] | None], int]:

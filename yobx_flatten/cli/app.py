@@ -68,6 +68,6 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run the command that ``argv`` names, and return its exit status."""
     # argv: the arguments; by default those of the process
     return run_app(app, argv, program="yobx-flatten")

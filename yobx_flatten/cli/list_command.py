@@ -24,7 +24,7 @@ def list_classes(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the registered classes: code, leaves, and the libraries that know them.
+    """List the registered classes, their leaves, and the libraries that know them.
 
     The list has the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
     Classes of a single model are listed after its module is imported (--import).

@@ -194,7 +194,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def format_key(key: object) -> str:
-    """Spell the key of a dict; objects with their own ``__repr__`` are spelled by their class.
+    """Return a dict key as text; an object with its own ``__repr__`` is shown by its class.
 
     >>> from collections import OrderedDict
     >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())

@@ -239,7 +239,7 @@ def _is_call(view: _View) -> bool:
 
 
 def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
-    """Compare nested outputs: their structure with all classes and static parts, then leaf by leaf."""
+    """Return the largest difference of each output leaf by name; raise an error if the structures differ."""
     # returns: by name, the largest difference; nothing for text, `None` and other leaves that are not numbers, where
     # they are equal
     leaves, spec = pytree.tree_flatten(expected)

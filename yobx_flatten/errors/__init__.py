@@ -73,7 +73,7 @@ class RoundTripError(VersionDependentError, FlattenError, ValueError):
 
 
 class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
-    """An object has a different nested structure than the example that a program was exported with."""
+    """The nested structure of an object differs from that of the example that a program was exported with."""
 
 
 class StaticDataError(VersionDependentError, FlattenError, TypeError):

@@ -23,7 +23,7 @@ def is_installed(library: str) -> bool:
 
 
 def install_line(extra: str) -> str:
-    """Return the command that adds an extra to the installed package, from its original source."""
+    """Return the command that installs an extra of this package, from the same source as the package."""
     import importlib.metadata  # these take longer to import than all else before a command line starts
     import urllib.parse
     import urllib.request

@@ -40,7 +40,7 @@ Axis: TypeAlias = tuple[str, int]  # name of a leaf of the inputs, axis
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A module with the arguments it is exported with."""
+    """A module with the arguments that the module is exported with."""
 
     module: torch.nn.Module
     args: tuple[Any, ...]  # positional arguments
@@ -367,7 +367,7 @@ def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
-    """Return the tensors of an example that are inputs of its program, by name."""
+    """Return, by name, the tensors of an example that are inputs of its program."""
     wanted = {name for name, _, _ in signature.inputs}
     named = zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True)
     return {name: leaf for name, leaf in named if name in wanted and isinstance(leaf, torch.Tensor)}

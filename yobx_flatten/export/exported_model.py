@@ -124,7 +124,7 @@ class ExportedModel:
             publish_files(folder, target)
 
     def to_transformers(self) -> Any:
-        """Return the program as an object of ``transformers.exporters``, which can call, save and load it.
+        """Return the program as an object of ``transformers.exporters``, which can call, save and load programs.
 
         Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
         it finds, and registers its own permanently where there is none.

@@ -34,7 +34,7 @@ _MADE_BY = ("torch", "transformers")
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with the same graph that takes only tensors. Call it in the registration ``with`` block."""
+    """Return a program with the same graph whose inputs are all tensors. Call it in the registration ``with`` block."""
     # program: what `torch.export` returned; it is not changed
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []

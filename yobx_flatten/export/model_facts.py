@@ -50,7 +50,7 @@ class ModelFacts:
 
     @property
     def is_in_half(self) -> bool:
-        """Whether there are weights of half precision."""
+        """Whether some weights have half precision."""
         return not {"float16", "bfloat16"}.isdisjoint(self.types)
 
 

@@ -302,7 +302,7 @@ def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case
 
 
 def shortened(example: Example, case: Case) -> Case:
-    """Return a case that ends before its cache is larger than the bounds of an example."""
+    """Return a test case with as many calls as the bounds of an example allow."""
     steps = next((steps for steps in range(case.steps, 1, -1) if example.holds(case, steps)), 1)
     return dataclasses.replace(case, steps=steps)
 
@@ -388,7 +388,7 @@ def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]])
 
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """Return the sizes of every input leaf, including symbols; none for values other than tensors."""
+    """Return the sizes of every input leaf, symbols for dynamic sizes; ``()`` for a leaf that is not a tensor."""
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
 
 

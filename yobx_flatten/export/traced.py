@@ -85,7 +85,7 @@ class Traced:
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:
-        """Return notes for the report on buffers that the program writes."""
+        """Return notes for the report on written buffers, changed arguments and constants."""
         found = [] if self.left is None else self.left.remarks()
         if self.written:
             found.append(
@@ -226,7 +226,7 @@ _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\]
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
-    """Name the inputs and outputs of a program, and copy the state that it writes to."""
+    """Return a program as ``Traced``: name its inputs and outputs, and copy the state that it writes to."""
     # program: the program; tensors of its state may be replaced
     module, signature = example.module, with_relative_origins(program).graph_signature
     check_static_parts(program)
@@ -361,7 +361,7 @@ def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype |
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
-    """In a ``with`` block, replace the weights of a module that a trace cannot use directly by placeholders."""
+    """In a ``with`` block, use placeholders for the weights of a module that a trace cannot use directly."""
     # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))

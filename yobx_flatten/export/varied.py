@@ -146,7 +146,7 @@ class _Maker:
         self._seconds = time.perf_counter() - start
 
     def made(self, only_largest: bool, magnitudes: bool) -> Varied:
-        """Return the cases, and notes on inputs that the module refused."""
+        """Return the test cases that were made, and notes on inputs that the module refused."""
         if self._nan is None:
             return Varied()
         first, base, remarks = self._resized()

@@ -42,7 +42,7 @@ _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 
 @contextlib.contextmanager
 def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield an empty hidden folder on the disk of the target, and remove it afterwards."""
+    """Yield an empty hidden folder on the target's disk; remove the folder after the ``with`` block."""
     # target: the file or folder to write. Leftovers of other processes are handled first.
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
@@ -186,7 +186,7 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Finish or remove leftovers of killed processes; skip files that are being written."""
+    """Complete or remove what killed processes left at a target; skip files that are being written."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)

@@ -39,7 +39,7 @@ class Generator:
         return self.of_folder.names
 
     def with_adapter(self, name: str | None) -> Generator:
-        """Return a generator of the same files with an adapter.
+        """Return a generator that runs the same files with an adapter.
 
         Args:
             name: one of :attr:`adapters`; ``None`` for the model without any.

@@ -128,7 +128,7 @@ class FileModel(ModelWithoutWeights):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Return ``True``: the files generate."""
+        """Return ``True``: the files can generate text."""
         return True
 
     def get_encoder(self, modality: str | None = None) -> Any:

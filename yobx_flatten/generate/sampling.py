@@ -109,7 +109,7 @@ class TokenChooser:
 
 
 def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return sampling probabilities: temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``.
+    """Return next-token probabilities after ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p``.
 
     >>> probabilities(torch.tensor([[0.0, 0.0, 0.0, -50.0]]).log_softmax(-1), Sampling(top_p=0.5))
     tensor([[0.5000, 0.5000, 0.0000, 0.0000]])

@@ -72,7 +72,7 @@ def _has_state(layer: CacheLayer) -> bool:
 
 
 def name_in(values: object) -> str | None:
-    """Return which entry of a call's arguments, or of an output, is the cache.
+    """Return the name of the cache among a call's arguments or a model's outputs.
 
     >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
     ('cache_params', None)
@@ -182,7 +182,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name of an input or output entry in files, with a single name for the cache.
+    """Return the name that an input or output has in files, where every cache has the same name.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')

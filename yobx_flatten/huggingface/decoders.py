@@ -44,7 +44,7 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a model cannot run without its cache's counter as input; ``None`` if it can."""
+    """Return why a model cannot run without the token counter of its cache as input; ``None`` if it can."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
     lacking += ["cache"] if argument_of(model.forward) is None else []
@@ -67,7 +67,7 @@ def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]
 
 
 class Continued(torch.nn.Module):
-    """A module that states how its outputs become the inputs of its next call."""
+    """A module that makes the inputs of its next call from its outputs."""
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: random tokens, as many as before, and the returned cache."""
@@ -187,7 +187,7 @@ def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
 
 
 def has_states_alone(model: TransformersModel) -> bool:
-    """Return whether the cache of a model contains states only, and no keys and values.
+    """Return whether the cache of a model contains only recurrent states, and no keys and values.
 
     The layer types decide. For a model with its own cache class (xLSTM, and Mamba before transformers 5), it is true if
     that class counts no tokens.
@@ -209,7 +209,7 @@ def _is_state(layer: CacheLayer) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """Wraps a model such as Mamba, which gets an attention mask of all tokens."""
+    """Wraps a model such as Mamba, to take an attention mask of all tokens and not only of the new ones."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def diffusers_recipes(module: str | None = None) -> list[Recipe]:
 
 
 class DiffusersSupport:
-    """Support for diffusers: a trace needs nothing, and loading a program imports the classes that it names."""
+    """Support for diffusers: a trace needs no replacements, and a load imports the classes that a program names."""
 
     modules = "diffusers"
 

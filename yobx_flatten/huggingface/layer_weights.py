@@ -114,7 +114,7 @@ def largest_layer(module: torch.nn.Module) -> int:
 
 
 def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return functions that read the weights which accelerate loads when a layer is called, by name."""
+    """Return functions that read the weights that the accelerate library loads on demand, by name."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):

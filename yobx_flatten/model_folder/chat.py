@@ -41,7 +41,7 @@ def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
 
 
 def reply(model: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return the reply of a model."""
+    """Return the reply of a model to a conversation."""
     # options: keywords of `generate`; `tools` and `documents` are for the template
     of_template = {name: options.pop(name) for name in ("tools", "documents") if name in options}
     prompt = message_tokens(tokenizer, messages, **of_template)

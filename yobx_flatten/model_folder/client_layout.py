@@ -183,7 +183,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Replace weights of a graph by equal weights of both files; return the new names by the old names."""
+        """Replace weights of a graph by shared copies of equal weights; return the new names by the old names."""
         import onnx_ir as ir
 
         renamed = {}

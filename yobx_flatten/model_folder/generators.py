@@ -81,7 +81,7 @@ def open_generator(
 
 
 def runtime_of_folder(path: pathlib.Path) -> str:
-    """Return the runtime of a folder: the one that its manifest names, else that of the files."""
+    """Return the runtime of a folder: the one that its manifest names, else the one that its files are for."""
     if is_folder(path) and (path / MANIFEST).is_file():
         return read_manifest(path).runtime
     return "torch" if any(path.glob("*.pt2")) else "onnxruntime"

@@ -138,7 +138,7 @@ class _Version:
 
 
 def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of files by name, in hexadecimal digits."""
+    """Return the SHA-256 digests of files, by file name."""
     found = {}
     for name in names:
         with open_regular(folder / name, failure=DamagedFileError) as file:

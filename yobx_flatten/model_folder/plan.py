@@ -71,7 +71,7 @@ class FolderPlan:
 
     @property
     def bits(self) -> WeightBits | None:
-        """The dtype of stored weights; ``None`` if they are not converted."""
+        """The type that weights are quantized to; ``None`` if the weights are not quantized."""
         return None if self.quantization is None else self.quantization.weights
 
     @property

@@ -118,7 +118,7 @@ class SentenceModel(torch.nn.Module):
 
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
-    """Return the modules that a folder applies after its model."""
+    """Return the sentence-transformers modules that a folder applies after its model."""
     if folder is None or not (folder / MODULES).is_file():
         return None
     _, *modules = _listed(folder)

@@ -182,7 +182,7 @@ def store_piece(
 def store_text(
     piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES, known: Sequence[Texts] = ()
 ) -> list[str]:
-    """Store the model's losses on a text; its scores would take more space than the model."""
+    """Store the model's losses on a text, since its logits would take more space than the model."""
     # known: what the model made of the text for the proof of its file; nothing by default
     names = []
     with register_flattening_functions(patch_transformers=True):

@@ -118,7 +118,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     word_times: bool = False,
     adapters: Adapters | None = None,
 ) -> ExportedFolder:
-    """Export a Hugging Face model to a folder that generation tools open, and check that it generates the same tokens.
+    """Export a Hugging Face model to a folder for generation tools, and check that the files generate the same tokens.
 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 

@@ -156,7 +156,7 @@ def dispatch_depth() -> int:
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running. If torch removes it: ``torch.jit.is_tracing``, which is slower."""
+    """Return whether ``torch.jit.trace`` is running. A slower replacement: ``torch.jit.is_tracing``."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -171,13 +171,13 @@ def grouped_products() -> set[Any]:
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Count the references to a tensor, also from graphs. Without torch's count: 1, and no late gradient is refused."""
+    """Count the references to a tensor, also from graphs. Without torch's count: 1, so no late gradient is refused."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return module and name of each gradient-clipping function. If torch removes one: the public names only."""
+    """Return module and name of each gradient-clipping function. If torch drops a private one: only public names."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]

@@ -186,7 +186,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Replace the file by another model, which may use the file's weights; return the number of bytes."""
+        """Replace the file by another model, which may refer to the current weights; return the number of bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()

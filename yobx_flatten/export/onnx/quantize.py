@@ -77,7 +77,7 @@ class QuantizedWeights:
             self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
     def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
-        """Count a weight of a role; ``exact`` is the number of bits of the integers it was made of, 32 without any."""
+        """Count a weight of a role; ``exact``: bits of the integers that the weight was made of, 32 without any."""
         before = self.roles.get(name, Role(name, 0, 0, False, 0))
         last, most = before.is_last or is_last, max(before.exact, exact)
         self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
@@ -94,7 +94,7 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Quantize the weights of all projections of a graph in place; each weight is quantized when it is written.
+    """Replace the weights of all projections in a graph by quantized weights, each computed when it is written.
 
     Weights that are integers with scales already, and tables of such, are stored as these if they have no more bits.
     """

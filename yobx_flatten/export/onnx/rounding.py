@@ -64,7 +64,7 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets with the least error for blocks (blocks, weights, outputs), and that error.
+        """Return scales and offsets of least error for blocks of shape (blocks, weights, outputs), and that error.
 
         The offset is the whole number that stands for 0, or the weight that number 0 stands for.
         """
@@ -115,7 +115,7 @@ def round_with_feedback(
     dtype: torch.dtype = torch.float32,
     bits: int = 4,
 ) -> WeightGrid:
-    """Quantize a matrix (inputs, outputs) in blocks; each input compensates the errors of the inputs before it."""
+    """Quantize a matrix (inputs, outputs) in blocks; each row compensates the errors of the rows before it."""
     # weights: in whole blocks of inputs
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: the type of the model's weights, which scales are stored in
@@ -202,7 +202,7 @@ def round_by_text(
     source: Source,
     grids: Grids,
 ) -> RoundedMatrices:
-    """Round the matrices of a file by a calibration text. Needs the registration ``with`` block."""
+    """Round the matrices of a file with a calibration text. Needs the registration ``with`` block."""
     # products: nodes of the graph with their weights, and whether these are transposed
     if not source.cases or quantization.weights == "keep":
         return {}
@@ -370,7 +370,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how inputs of products are split into small and large values; none if the file cannot read the text."""
+    """Return how inputs of products are split into small and large values; empty if the file cannot read the text."""
     # products: nodes of the graph with their weights, and whether these are transposed
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

@@ -32,7 +32,7 @@ class StoredMatrix:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of a column."""
+        """Number of quantization blocks in a column."""
         return -(-self.rows // self.block_size)
 
 

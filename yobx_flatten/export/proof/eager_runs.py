@@ -141,7 +141,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Eager outputs of a module, computed once for all runtimes, and for the cases that a folder stores.
+    """Runs a module eagerly on test cases, and keeps the outputs for all runtimes and for the cases in a folder.
 
     The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
     which are the longest part of a replay of a large model. A case stands for one state of the module: where the module

@@ -50,7 +50,7 @@ class Nested:
         return undisturbed(state=state, weights=parameters, parameters=parameters)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-        """Run one step; return its nested outputs."""
+        """Run the program once; return its nested outputs."""
         with torch.no_grad():
             return self._runner.call(args, clone(dict(kwargs)))
 
@@ -94,7 +94,7 @@ class ByName:
         return contextlib.nullcontext()
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-        """Run one step; return its outputs by name."""
+        """Run the file once; return its outputs by name."""
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         given = zip(self._input_leaves, leaves, strict=True)
         found = self._found({name: _as_pairs(leaf) for name, leaf in given})

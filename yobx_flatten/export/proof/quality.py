@@ -94,7 +94,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the file also passes by the divergence of its predictions on the text, which is less noisy."""
+        """Whether the file passes, and the divergence of its predictions from the model's on the text is also small."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property

@@ -111,7 +111,7 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next step with the cache of ``outputs`` instead of the eager one."""
+        """Return the inputs of the next call, with the cache in ``outputs`` instead of the eager model's."""
         ...
 
 
@@ -200,7 +200,7 @@ _FAR = 1e-3
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Compare the logits of the last token alone with those of a full call, if a file has an input to select them."""
+    """If a file can return only the last token's logits, compare these with the last logits of a full call."""
     # names: names of the inputs' leaves, in order
     if not runner.has_kept_scores:
         return

@@ -203,7 +203,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result in which outputs that exceed the tolerance may differ by the rounding error of float32.
+        """Return a result that allows outputs above the tolerance to differ by the rounding error of float32.
 
         Args:
             found: result of a case.
@@ -323,7 +323,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 
 
 class Yardstick:
-    """Measures how far rounding to the dtype of the weights moves each output, which a file may then differ by."""
+    """Measures how much rounding to the dtype of the weights changes each output; a file may differ by that much."""
 
     # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
 

@@ -370,7 +370,7 @@ def _patch() -> AttributePatch | None:
 
 @contextmanager
 def whole_tails() -> Iterator[None]:
-    """In a ``with`` block, compile without torch's fault in the last block of a tiled reduction."""
+    """In a ``with`` block, compile with a fix for torch's fault in the last block of a tiled reduction."""
     patch = _patch()
     if patch is not None:
         patch.acquire()

@@ -84,7 +84,7 @@ class FileOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization of the weights, after the options are checked."""
+        """The quantization of the weights; valid only after :meth:`checked`."""
         assert not isinstance(self.quantize, str)
         return self.quantize
 

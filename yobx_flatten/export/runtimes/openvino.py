@@ -346,7 +346,7 @@ def _nncf() -> Iterator[Any]:
 
 
 def quantized_example(example: Example, quantization: Quantization, report: ExportReport) -> Example:
-    """Return an example whose module has quantized projections, as the recipes of XNNPACK quantize them."""
+    """Return an example whose module has linear layers that are quantized by XNNPACK's recipes."""
     # example: the example; its module stays as it is
     block = blocks_of(quantization)
     module = copy.deepcopy(example.module)

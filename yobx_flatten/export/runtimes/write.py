@@ -62,7 +62,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write the file of a runtime from a program that is already traced. The file gets its name after its checks."""
+    """Write the file of a runtime from a program that is already traced. The file is renamed after the checks."""
     options.check_suffix()
     check_libraries(options.runtime, options.caller)
     options = options.checked(source.facts, proof=source.proof if source.cases else "none")

@@ -299,7 +299,7 @@ def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any
 
 
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
-    """Make a cache of the given layers, without its constructor."""
+    """Make a cache of the given layers, without running the constructor of ``cls``."""
     # grows: whether the cache adds missing layers. A `DynamicCache` of full layers may be created empty and grow by one
     # layer per model layer; a cache made from a configuration has all layers. A program treats both alike.
     cache = cls.__new__(cls)

@@ -35,7 +35,7 @@ _KNOWN: dict[Hashable, list[KnownState]] = {}
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten the attributes of an object, with a template that an earlier object in the same place had if it fits."""
+    """Flatten the attributes of an object; reuse the template of an earlier object at the same place if it fits."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)
@@ -50,7 +50,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """The template of an object's attributes, with the types and values that tell whether another object has it too."""
+    """The template of an object's attributes, with the types and values that show whether another object fits it."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -82,7 +82,7 @@ class KnownState:
         self._sized = [(index, leaves[index].dim() > 1) for index in sized]
 
     def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of attributes that have this template; ``None`` if they may have another one."""
+        """Return the leaves of attributes that have this template; ``None`` if their template may differ."""
         if list(held) != self._attributes:
             return None
         flat: list[Any] = []
@@ -189,7 +189,7 @@ _MOST_AXES = 16
 
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
-    """Return a template that was written as JSON, with every entry checked."""
+    """Parse a template from JSON text, and check every entry."""
     # text: the result of `state.read_state` as JSON; shared, do not change it
     try:
         template = json.loads(text)

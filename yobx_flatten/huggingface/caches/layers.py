@@ -178,14 +178,14 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Remember the tensor of a sliding layer's window, for layers that are rebuilt later."""
+    """Store the window tensor of a sliding layer, for layers that are rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
 
 
 def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the tensors of a window, remembered when a layer with that window was flattened."""
+    """Return the stored window tensors of a window size by device, see :func:`remember`."""
     return _WINDOW_TENSORS.setdefault(window, {})
 
 
@@ -213,7 +213,7 @@ def _has_window_tensor(cls: type) -> bool:
 
 @functools.cache
 def makes_window_tensor(cls: type) -> bool:
-    """Return whether a new layer of a class has a tensor of its window, as from transformers 5.0 on."""
+    """Return whether a new layer of a class creates a window tensor, as in transformers 5.0 and later."""
     makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
     return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 

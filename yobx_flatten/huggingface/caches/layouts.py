@@ -289,7 +289,7 @@ def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length:
 def rebuild_by_attributes(
     cls: type, builder: StateBuilder, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
 ) -> CacheLayer:
-    """Build a layer, or a cache without layers, around its leaves."""
+    """Build a layer, or a cache without layers, from its leaves."""
     obj = new(cls)
     held, used, real = builder.build(leaves, length)
     obj.__dict__.update(held)

@@ -208,7 +208,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
 
 
 class StateBuilder:
-    """Rebuilds objects of one template around their leaves."""
+    """Rebuilds objects that have one template from their leaves."""
 
     def __init__(self, template: Template) -> None:
         self.template = template
@@ -309,7 +309,7 @@ def layer_class(name: object) -> type:
 
 
 def part_class(name: object) -> type:
-    """Return the class of a part of a layer, which belongs to a model library's caches or to their quantizer."""
+    """Return the class of this name, if the class is part of a transformers cache or of Quanto's quantizer."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified

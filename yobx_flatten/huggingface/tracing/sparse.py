@@ -22,7 +22,7 @@ from .replacement import Function, Make, replacement
 
 
 def prepare_compressed(layer: CacheLayer) -> None:
-    """Give the tensors of a DeepSeek V4 cache layer sizes larger than 1, which a trace keeps dynamic.
+    """Enlarge the tensors of a DeepSeek V4 cache layer, so that a trace does not fix sizes of 0 or 1.
 
     Between two calls a buffer contains fewer keys than a window, often 0 or 1, and a trace would fix these sizes. The
     traced values are never used.

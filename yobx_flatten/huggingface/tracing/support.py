@@ -60,7 +60,7 @@ class TransformersTracing:
             self._give_keys(ModelOutput)
 
     def release(self) -> None:
-        """At the end of a ``with`` block or trace, restore transformers' registrations if no other one is open."""
+        """At the end of a ``with`` block or trace, restore transformers' registrations if no other is open."""
         with LOCK:
             self._open -= 1
             if self._open == 0:
@@ -184,7 +184,7 @@ TRANSFORMERS_TRACING = TransformersTracing()
 
 
 def attention_replacements() -> Iterator[Replacement]:
-    """Yield module, function and replacement for the attention of the installed transformers, if it is imported."""
+    """Yield module, function name and replacement for the attention functions that are imported."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
         yield sdpa, "use_gqa_in_sdpa", _always
@@ -298,7 +298,7 @@ def _by_length(original: Function) -> Function:
 
 
 def mask_replacements() -> Iterator[Replacement]:
-    """Yield module, function and replacement for the masks of the installed transformers, if they are imported."""
+    """Yield module, function name and replacement for the mask functions that are imported."""
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
         return

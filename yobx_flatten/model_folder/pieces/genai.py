@@ -70,7 +70,7 @@ class FlatVisionEncoder(torch.nn.Module):
 
 
 class EmbeddingWithFeatures(torch.nn.Module):
-    """Computes embeddings of tokens, and replaces those of image tokens by ``image_features``, in their order."""
+    """Computes embeddings of tokens; image tokens get the rows of ``image_features``, in order."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class SoundEncoderWithKeys(Encoder):
 
 
 class SoundDecoder(NextDecoder):
-    """The decoder for all calls; the first call has an empty cache."""
+    """The Whisper decoder for all calls; in the first call, its own cache is empty."""
 
     always: torch.Tensor  # whether each token is suppressed, of shape (vocabulary,)
     at_first: torch.Tensor  # the same for the token after the prompt
@@ -172,7 +172,7 @@ class SoundDecoder(NextDecoder):
         self.register_buffer("at_first", at_first, persistent=False)
 
     def forward(self, input_ids: Any, cache: PlainCache) -> dict[str, Any]:  # type: ignore[override] # no mask
-        """Return the scores, the scores without suppressed tokens, and the decoder's own keys and values."""
+        """Return the logits, the logits without suppressed tokens, and the decoder's own keys and values."""
         found = super().forward(input_ids, cache)
         if not self.suppresses:
             return found

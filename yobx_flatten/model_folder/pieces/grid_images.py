@@ -22,7 +22,7 @@ _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture that replace its tokens, for Qwen2-VL.
+    """Computes the features of one picture that replace the picture's tokens, for Qwen2-VL.
 
     Where each patch is, and in which window, follows from its number and the grid, without a size that depends on
     values.
@@ -118,7 +118,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
 
 
 class NestedVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture that replace its tokens."""
+    """Computes the features of one picture that replace the picture's tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
 
 class TiledVisionEncoder(torch.nn.Module):
-    """Computes the features of tiles, and the features that end a row of tiles."""
+    """Computes the features of picture tiles, and the features that end each row of tiles."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class TiledVisionEncoder(torch.nn.Module):
         return getattr(model.config, "model_type", None) in TILED and hasattr(model, "model")
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (tiles, tokens, hidden size), and the end of a row, (tiles, hidden size)."""
+        """Return features of shape (tiles, tokens, hidden size), and the features of row ends, (tiles, hidden size)."""
         seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
         features = self.projector(found[:, 1:] if self.has_class_token else found)
@@ -210,7 +210,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 
 
 def language_model_of(model: TransformersModel) -> Any:
-    """Return the module that reads the text; ``None`` if the model has none of its own."""
+    """Return the module that reads the text; ``None`` if the model has no such module."""
     inner = getattr(model, "model", None)
     if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
         return model.language_model.base_model
@@ -229,19 +229,19 @@ class _LanguageModel(torch.nn.Module):
     def read(
         self, embeds: Any, mask: Any, positions: Any, cache: TransformersCache | None, **more: Any
     ) -> dict[str, Any]:
-        """Return the scores and the cache."""
+        """Return the logits and the updated cache."""
         given = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions, self.cache_is: cache}
         found = self.language_model(**given, use_cache=True, **more)
         return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
 
 
 class TextDecoder(_LanguageModel):
-    """Computes scores from embeddings."""
+    """Computes logits from embeddings."""
 
     def forward(
         self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, cache: TransformersCache | None = None
     ) -> dict[str, Any]:
-        """Return the scores and the cache."""
+        """Return the logits and the updated cache."""
         return self.read(inputs_embeds, attention_mask, position_ids, cache)
 
 
@@ -289,7 +289,7 @@ class BlockwiseDecoder(_LanguageModel):
         token_type_ids: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        """Return the scores and the cache."""
+        """Return the logits and the updated cache."""
         config = self.language_model.config
         kinds = getattr(config, "layer_types", None)
         new, total = inputs_embeds.shape[1], attention_mask.shape[1]
@@ -328,7 +328,7 @@ class BlockwiseDecoder(_LanguageModel):
 
 
 class DeepstackDecoder(_LanguageModel):
-    """Computes scores from embeddings and features of intermediate layers.
+    """Computes logits from embeddings and features of intermediate layers.
 
     transformers adds to the places of image tokens, whose number depends on values. Here there is a feature for every
     token, zeros for text: the same sum in a graph for every call.
@@ -356,7 +356,7 @@ class DeepstackDecoder(_LanguageModel):
         deepstack_embeds: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        """Return the scores and the cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
+        """Return the logits and the cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
         # the mask is handed on to _add, which takes every place
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)

@@ -123,7 +123,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs of the encoder with padding in the first row: tokens, or sound of that length."""
+    """Make inputs of the encoder, tokens or sound, of the given length, with padding in the first row."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)

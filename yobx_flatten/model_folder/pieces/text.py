@@ -254,7 +254,7 @@ class NextDecoder(_Decoder, Continued):
 
 
 def filled_cache(cache: PlainCache) -> TransformersCache:
-    """Return the keys and values of all layers, decoder and encoder, as the class that a decoder reads."""
+    """Return the keys and values of all layers, decoder and encoder, as an ``EncoderDecoderCache``."""
     own, cross = ([(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder"))
     return make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
 

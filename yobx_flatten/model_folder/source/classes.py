@@ -188,7 +188,7 @@ _DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
 
 
 def small_config(name: str) -> Any:
-    """Make a configuration of small sizes."""
+    """Make a configuration with small sizes for a model type such as ``llama``."""
     # name: the type of a model in transformers: `llama`, `gemma3_text`, `t5`
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

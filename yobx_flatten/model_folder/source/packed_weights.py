@@ -255,7 +255,7 @@ def load_stored(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
-    """Load a model from a folder."""
+    """Load a model from a folder; return the model, and how the stored weights differ from the expected ones."""
     # choice: what is done where the weights are not those of the class
     # options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):

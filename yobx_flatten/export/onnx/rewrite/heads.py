@@ -112,7 +112,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Let nodes that transpose and join the heads of ``old`` read ``new`` instead, (batch, tokens, heads * size)."""
+    """Let nodes that transpose and join the heads of ``old`` read ``new``, whose heads are already joined."""
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]

@@ -40,7 +40,7 @@ class LimitError(RuntimeError):
 
 
 def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function once in another process, with limits on its time, its memory and the size of the result.
+    """Call a function once, in another process where possible, with limits on time, memory and the result's size.
 
     >>> limited(sum, [1, 2, 3])
     6

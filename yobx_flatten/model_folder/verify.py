@@ -389,7 +389,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """Counts how many tokens of a generation loop are equal to the model's tokens, and how many differ."""
+    """How many tokens of a generation loop differ from the model's tokens, and how many of these are excused."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # how many of them differ: when the files generate on their own, where after a first one the rest of its row

@@ -36,7 +36,7 @@ _PART = 4
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model that is open for an export, with its folder and notes."""
+    """A model to export, with the folder that the model is from and notes."""
 
     model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file that it is from; `None` where there is none

@@ -201,7 +201,7 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
 
 
 def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
-    """Write the file that tells onnxruntime-genai how to make a spectrogram of a sound file."""
+    """Write the file by which onnxruntime-genai makes a spectrogram of a sound file."""
     # the numbers of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
     window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
     steps = [

@@ -117,80 +117,22 @@ def _trainer(name: str) -> type:
 
 if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
     from . import optim
-
-    # a loss that is exact in microbatches
     from .batch.loss import WeightedLoss
-
-    # say how a batch is cut and joined
     from .batch.spec import Replicate, RoundPipePackedData, TensorChunkSpec
-
-    # save a training and continue with it
-    from .checkpoint import (
-        Checkpoint,
-        CheckpointError,
-        CheckpointWarning,
-        DamagedCheckpointError,
-        list_checkpoints,
-        load_checkpoint,
-        save_checkpoint,
-    )
-
-    # where it runs
+    from .checkpoint import *
     from .device.accelerator import parse_devices
     from .device.protocol import Device
     from .device.virtual import VirtualDevice
-
-    # configure a call, and which layers form a stage
     from .engine.config import RoundPipeRunConfig
-
-    # inside a layer
     from .engine.recomputed import doing_recompute, get_recompute_data, save_for_recompute
-
-    # what can go wrong
-    from .errors import (
-        ConfigError,
-        DeviceError,
-        DeviceMemoryError,
-        DistributedError,
-        JoinError,
-        LossError,
-        PlanError,
-        RoundPipeError,
-        RoundPipeWarning,
-        SplitError,
-        StageError,
-        UnevenSplitWarning,
-        UnregisteredObjectError,
-        UseAfterReleaseError,
-    )
-
-    # Hugging Face models
-    from .huggingface import (
-        BatchStructureError,
-        Cut,
-        CutError,
-        CutRefusedWarning,
-        CutReport,
-        Equivalence,
-        WrappedModel,
-        cut,
-        quantize_frozen,
-        wrap_model_to_roundpipe,
-    )
-
-    # train with the Trainer of transformers
+    from .errors import *
+    from .huggingface import *
     from .huggingface.trainer.classes import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
     from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
-
-    # the optimizer's side
     from .optim.step import GradScaler, OptimizerCtx
-
-    # wrap a model
     from .pipeline import RoundPipe
     from .schedule.costs import LayerCost
     from .schedule.plan import ModelExecutePlan
-
-    # see what ran
     from .timeline.record import Record, Timeline
 else:
     __getattr__, __dir__ = lazy_names(globals(), _HOMES, dict.fromkeys(_TRAINERS, _trainer))

@@ -107,68 +107,17 @@ _HOMES = (
 )
 
 if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
-    # register classes, write a node as JAX does, and the Flattening List
-    from .declare import (
-        flattening_list,
-        make_flattening_function_for_dataclass,
-        mirror,
-        pytree_dataclass,
-        register,
-        register_cache_flattening,
-        register_class_flattening,
-        register_flattening_functions,
-        register_pytree_node,
-        register_pytree_node_class,
-        register_pytree_with_keys,
-        register_pytree_with_keys_class,
-        static_field,
-        unregister_cache_flattening,
-        unregister_class_flattening,
-    )
-    from .diagnose import check_inputs, check_recipe, compare_specs, explain, explain_error, find_unregistered
-    from .errors import FlattenError
-    from .export import Case, ExportedModel, ExportReport, export_onnx, export_program
-    from .generate import OnnxGenerator, ProgramGenerator, Sampling
-    from .huggingface import (
-        WRONG_REGISTRATIONS,
-        DecodeSizes,
-        decode_inputs,
-        make_dynamic_cache,
-        make_encoder_decoder_cache,
-        make_static_cache,
-    )
-    from .model_folder import (
-        OnnxForCausalLM,
-        export_folder,
-        open_generator,
-        open_model,
-        verify_folder,
-    )
+    from .declare import *
+    from .diagnose import *
+    from .errors import *
+    from .export import *
+    from .generate import *
+    from .huggingface import *
+    from .model_folder import *
     from .recipe.attributes import functions_from_fields
-    from .record import RecordedCalls, record_calls
-    from .storage import (
-        MiniOnnxBuilder,
-        create_input_tensors_from_onnx_model,
-        create_onnx_model_from_input_tensors,
-        load_case,
-        load_nested,
-        replay_case,
-        save_case,
-        save_nested,
-    )
-    from .trees import check_dynamic_shapes, dynamic_shapes, leaves, make_dynamic_shapes_kv_cache, string_type
-
-    # isort: split
-    from .declare import *  # noqa: F403
-    from .diagnose import *  # noqa: F403
-    from .errors import *  # noqa: F403
-    from .export import *  # noqa: F403
-    from .generate import *  # noqa: F403
-    from .huggingface import *  # noqa: F403
-    from .model_folder import *  # noqa: F403
-    from .record import *  # noqa: F403
-    from .storage import *  # noqa: F403
-    from .trees import *  # noqa: F403
-    from .verify import *  # noqa: F403
+    from .record import *
+    from .storage import *
+    from .trees import *
+    from .verify import *
 else:
     __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.attributes"))

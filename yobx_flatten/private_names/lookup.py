@@ -8,8 +8,6 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Private", "lookup_in"]
-
 
 class Private(NamedTuple):
     """The location of a private name in another library, and what can replace it."""

@@ -10,8 +10,6 @@ if TYPE_CHECKING:  # transformers counts as untyped
     export_patches: Any
     onnx_translations: Any
 
-__all__ = ["export_patches", "onnx_translations"]
-
 _NAMES = {
     "export_patches": Private("transformers.exporters.utils", "_PATCHES", "the model as it is"),
     "onnx_translations": Private(

@@ -16,10 +16,9 @@ import codecs
 import contextlib
 import dataclasses
 import io
-import logging
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..terminal.output import console as make_console
+from ..terminal.output import progress, say, table
 
 WINDOW = 8
 STEPS = 6
@@ -92,36 +91,36 @@ def run_demo(
 ) -> int:
     """Export the models, compare each exported file with its model, and print one table."""
     # output: folder for the ONNX files, made if it is not there
-    # as_json: is given the rows instead of the table, and stdout is left to it
+    # as_json: is given the rows instead of the table
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
-    console = make_console(stderr=as_json is not None)
     text = _zen_of_python()
-    _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.")
     rows: list[_Row] = []
     try:
-        with _stages(console, models) as stages:
+        with progress("building the first model") as show:
             for name in models:
-                rows.append(_export(name, text, output, stages))
+                show(f"building {name}")
+                rows.append(_export(name, text, output))
     except KeyboardInterrupt as error:
         if is_new and not any(output.iterdir()):
             output.rmdir()
         raise type(error)(_what_is_there(rows)) from None
+    failed = any(row.failure is not None for row in rows)
     if as_json is not None:
         as_json([_as_dict(row) for row in rows])
-        return int(any(row.failure is not None for row in rows))
-    console.print()
-    console.print(_table(rows))
-    _say(console, f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
+        return int(failed)
+    say(f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.\n")
+    cells = [_cells(row) for row in rows]
+    table(list(cells[0]), [list(row.values()) for row in cells])
+    say(f"Files: {', '.join(row.path.name for row in rows)} in {output}")
+    say(f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
     for row in rows:
         if row.failure is not None:
-            _say(console, f"\n{row.model}: {row.failure}")
-    console.print()
-    failed = any(row.failure is not None for row in rows)
+            say(f"\n{row.model}: {row.failure}")
     if not failed:
-        _say(console, _next_steps(rows[0]))
+        say(f"\n{_next_steps(rows[0])}")
     return int(failed)
 
 
@@ -151,8 +150,7 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 # -- one model -------------------------------------------------------------------------------------------------------
 
 
-def _export(name: str, text: str, output: pathlib.Path, stages: _Stages) -> _Row:
-    stages.begin(name)
+def _export(name: str, text: str, output: pathlib.Path) -> _Row:
     model = _build(name)
     kwargs = _inputs(model, EXAMPLE, text)
     cases = [Case(title, (), _inputs(model, sizes, text), STEPS) for title, sizes in CASES.items()]
@@ -223,48 +221,25 @@ _LEGEND = (
 )
 
 
-def _say(console: Any, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
-
-
-def _table(rows: Sequence[_Row]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    files = ", ".join(row.path.name for row in rows)
-    caption = Text(f"Files in {rows[0].path.parent}: {files}")  # a Text, since a folder's name may hold [brackets]
-    # as narrow as it gets: 80 columns hold all models
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-        show_edge=False,
-        pad_edge=False,
-        caption=caption,
-        caption_justify="left",
-    )
-    for heading in ("model", "cache layers"):
-        table.add_column(heading)
-    for heading in ("leaves", "export\ns", "ONNX\ns", "ONNX\nMB", "cases", "max diff.\ntorch", "max diff.\nONNX"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        report = row.report
-        table.add_row(
-            row.model,
-            row.layers,
-            str(row.leaves),
-            f"{report.export_seconds:.1f}",
-            f"{report.onnx_seconds or 0:.1f}",
-            f"{(report.onnx_bytes or 0) / 1e6:.2f}",
-            str(sum(case.runtime == "onnxruntime" for case in report.cases)),
-            *(_worst(report, runtime) for runtime in ("torch.export", "onnxruntime")),
-        )
-    return table
+def _cells(row: _Row) -> dict[str, str]:
+    """The cells of a row of the table, by heading."""
+    report = row.report
+    return {
+        "model": row.model,
+        "cache layers": row.layers,
+        "leaves": str(row.leaves),
+        "export s": f"{report.export_seconds:.1f}",
+        "ONNX s": f"{report.onnx_seconds or 0:.1f}",
+        "ONNX MB": f"{(report.onnx_bytes or 0) / 1e6:.2f}",
+        "cases": str(sum(case.runtime == "onnxruntime" for case in report.cases)),
+        "max diff. torch": _worst(report, "torch.export"),
+        "max diff. ONNX": _worst(report, "onnxruntime"),
+    }
 
 
 def _worst(report: ExportReport, runtime: str) -> str:
     worst = _largest(report, runtime)
-    return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e}\nDIFFERS[/]"
+    return f"{worst:.1e}" if worst <= report.tolerance else f"{worst:.1e} DIFFERS"
 
 
 def _largest(report: ExportReport, runtime: str) -> float:
@@ -280,48 +255,3 @@ def _next_steps(row: _Row) -> str:
         f"with {', '.join(others)}, {cache[0]} ... {cache[-1]}; in the next call, pass the outputs {PRESENT}.* as "
         f"{CACHE}.*\nRead:  docs/ in the repository; `make docs` builds the site"
     )
-
-
-class _Stages(logging.Handler):
-    """Shows the last stage that an export logged: on a terminal next to a bar, elsewhere one plain line per stage."""
-
-    def __init__(self, console: Any, bar: Any, total: int) -> None:
-        super().__init__(logging.INFO)
-        self.console, self.bar, self.model, self.last = console, bar, "", ""
-        self.task = bar.add_task("", total=total)
-
-    def begin(self, model: str) -> None:
-        self.model = model
-        self._show(f"building {model}", f"building {model}")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "step", False):  # registrations are also logged
-            # one plain line for all cases: "replaying llama with onnxruntime"
-            names = record.args if isinstance(record.args, tuple) else ()
-            plain = str(record.msg) % (self.model, *names[1:]) if names else str(record.msg)
-            self._show(f"{self.model}: {record.getMessage()}", plain)
-
-    def _show(self, detailed: str, plain: str) -> None:
-        self.bar.update(self.task, description=detailed, advance=1)
-        if self.bar.disable and plain != self.last:
-            _say(self.console, plain)
-        self.last = plain
-
-
-@contextlib.contextmanager
-def _stages(console: Any, models: Sequence[str]) -> Iterator[_Stages]:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    logger = logging.getLogger("yobx_flatten")
-    found = logger.level
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        # building, tracing, converting, and every case and the example in both runtimes
-        stages = _Stages(console, bar, len(models) * (3 + 2 * (1 + len(CASES))))
-        logger.addHandler(stages)
-        logger.setLevel(min(found or logging.INFO, logging.INFO))
-        try:
-            yield stages
-        finally:
-            logger.setLevel(found)
-            logger.removeHandler(stages)

@@ -7,15 +7,11 @@ inside the block loads outside, and vice versa.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
-from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of
-from ..trace.onnx_operators import Translation
+from ..trace.onnx_operators import TraceSupport
 from .outputs import subclasses_of
 
 _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
@@ -33,36 +29,4 @@ def diffusers_recipes(module: str | None = None) -> list[Recipe]:
     return recipes
 
 
-class DiffusersSupport:
-    """Support for diffusers: a trace needs no replacements, and a load imports the classes that a program names."""
-
-    modules = "diffusers"
-
-    def acquire(self) -> None:
-        """Open a block."""
-
-    def release(self) -> None:
-        """Close a block."""
-
-    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments unchanged."""
-        return entries
-
-    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments unchanged."""
-        return kwargs
-
-    def prepare(self, tree: PyTree) -> PyTree:
-        """Return the example inputs unchanged."""
-        return tree
-
-    def traceable(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a trace of diffusers needs no replacement."""
-        return contextlib.nullcontext()
-
-    def translations(self) -> Iterator[Translation]:
-        """Return no translation: diffusers defines no operator."""
-        return iter(())
-
-
-DIFFUSERS = DiffusersSupport()
+DIFFUSERS = TraceSupport("diffusers")  # nothing for a trace, and imports of named classes for a load

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ..errors import describe_class
 from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.aliases import ModelOutput
 from ..recipe.contract import Recipe
@@ -173,15 +174,11 @@ def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> 
         return None
     if recipe is None:
         flatten, flatten_with_keys, unflatten = functions(cls)
-        short = cls.__name__ if cls.__module__ == "transformers.modeling_outputs" else _full_name(cls)
+        short = cls.__name__ if cls.__module__ == "transformers.modeling_outputs" else describe_class(cls)
         name = f"yobx_flatten.transformers:{short}"
         recipe = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
         recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _model_output(cls: type) -> _Functions:

@@ -9,12 +9,12 @@ from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..private_names.of_torch import MappingKey, pytree
+from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersCache
 from ..recipe.attributes import builtin_base
-from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten
+from ..recipe.contract import Flatten, Recipe, Unflatten
 from .caches import functions as caches
-from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
+from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache, with_keys
 from .caches.known_state import read_known_state, read_template
 from .caches.layers import PLACEHOLDERS
 from .caches.layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
@@ -74,7 +74,7 @@ def _recipe_of_cache(cls: type, remedy: str) -> Recipe | None:
             cls,
             flatten,
             unflatten,
-            _with_keys(flatten),
+            lambda cache: with_keys(*flatten(cache)),
             prefix + short,
             remedy,
             axes=axes_of_leaf,
@@ -133,8 +133,7 @@ def _builder_of(name: str) -> StateBuilder:
     return StateBuilder(read_template(name.removeprefix(_OWN)))
 
 
-# -- caches that are not a Cache
-# -------------------------------------------------------------------------------------------------
+# -- caches that are not a Cache -------------------------------------------------------------------------------------
 
 
 def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
@@ -148,15 +147,6 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
         return rebuild_by_attributes(cls, _builder_of(context[0]), iter(values), 0, new)
 
     return flatten, unflatten
-
-
-def _with_keys(flatten: Flatten) -> FlattenWithKeys:
-    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], list[str]]:
-        values, names = flatten(obj)
-        keys: list[Any] = [MappingKey(name) for name in names if is_leaf_name(name)]
-        return list(zip(keys, values, strict=True)), names
-
-    return flatten_with_keys
 
 
 # -- the classes -----------------------------------------------------------------------------------------
@@ -201,7 +191,7 @@ WRONG_REGISTRATIONS = _ByClass(
     {
         "transformers.cache_utils.DynamicCache": (
             "transformers' executorch registration rebuilds caches through `update`, which copies every tensor and "
-            "loses the number of tokens that a sliding layer has seen; {_COUNTED}"
+            "loses the number of tokens that a sliding layer has seen; " + _COUNTED
         ),
         "transformers.cache_utils.StaticCache": _COUNTED,
         "transformers.cache_utils.EncoderDecoderCache": f"several lose `is_updated`; {_COUNTED}",

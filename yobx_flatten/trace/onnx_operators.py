@@ -17,7 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -226,10 +226,11 @@ def _known() -> tuple[Any, ...]:
 # Interface of a model library that adapts traces, and the list of those that open blocks use.
 
 
-class TraceSupport(Protocol):
-    """The interface of helpers for a model library, used while its models are traced and its programs are loaded."""
+class TraceSupport:
+    """Helpers for a model library, used while its models are traced and its programs are loaded; this class does nothing."""
 
-    modules: str
+    def __init__(self, modules: str) -> None:
+        self.modules = modules
 
     def acquire(self) -> None:
         """Install, for a with block, the replacements of library functions that exported programs need when called."""
@@ -239,18 +240,23 @@ class TraceSupport(Protocol):
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Rename keyword arguments, or their dynamic shapes, to the parameter names of a module's ``forward``."""
+        return entries
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Rename the keyword arguments of a call to the input names of an exported program."""
+        return kwargs
 
     def prepare(self, tree: PyTree) -> PyTree:
         """Return example inputs with KV caches in the form that a trace needs."""
+        return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that replaces library functions by versions that can be traced."""
+        return contextlib.nullcontext()
 
     def translations(self) -> Iterable[Translation]:
         """Return the translations to ONNX of the operators that the library defines."""
+        return ()
 
 
 OPEN: list[TraceSupport | None] = []

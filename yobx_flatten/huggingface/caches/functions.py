@@ -56,7 +56,7 @@ def flatten_with_keys_dynamic_cache(cache: TransformersCache) -> tuple[list[tupl
         CacheStructureError: see :func:`flatten_dynamic_cache`.
         StaticDataError: see :func:`flatten_dynamic_cache`.
     """
-    return _with_keys(*flatten_dynamic_cache(cache))
+    return with_keys(*flatten_dynamic_cache(cache))
 
 
 def unflatten_dynamic_cache(
@@ -116,7 +116,7 @@ def flatten_with_keys_static_cache(cache: TransformersCache) -> tuple[list[tuple
         CacheStructureError: see :func:`flatten_static_cache`.
         StaticDataError: see :func:`flatten_static_cache`.
     """
-    return _with_keys(*flatten_static_cache(cache))
+    return with_keys(*flatten_static_cache(cache))
 
 
 def unflatten_static_cache(
@@ -293,7 +293,8 @@ def layers_of(cache: TransformersCache) -> list[CacheLayer]:
     return cache.layers  # type: ignore[no-any-return]
 
 
-def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:
+def with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Return leaves with their keys, and the names."""
     leaf_names = filter(is_leaf_name, names)
     return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
 

@@ -30,7 +30,7 @@ from ...errors.dependencies import is_installed
 from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
 from ...recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
-from ...trace.onnx_operators import Translation
+from ...trace.onnx_operators import TraceSupport, Translation
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
 from ..outputs import ModelClasses, subclasses_of
@@ -41,12 +41,11 @@ from .replacement import Function, Make, Replacement, replacement
 from .sparse import prepare_compressed
 
 
-class TransformersTracing:
+class TransformersTracing(TraceSupport):
     """Replaces functions of transformers during a trace."""
 
-    modules = "transformers"
-
     def __init__(self) -> None:
+        super().__init__("transformers")
         self._patches: dict[tuple[Any, str], TracePatch] = {}
         self._keys_given: dict[type, AttributePatch] = {}
         self._open = 0

@@ -16,28 +16,11 @@ from yobx_flatten.files.document import damage_as
 
 from ..device.worker import noting
 from ..errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, RoundPipeError, warn
+from . import model_state, training_state
 from .folder import checkpoints_in, is_checkpoint, verify
-from .model_state import (
-    check_masters,
-    check_model,
-    check_progress,
-    optimizer_targets,
-    restore_parameters,
-    restore_progress,
-)
 from .save import finish_writing, training_objects
 from .shards import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors, open_tensors
-from .training_state import (
-    TRAINING,
-    TrainingObjects,
-    check_optimizer,
-    check_random_state,
-    read_training,
-    read_weights,
-    restore_optimizer,
-    restore_random_state,
-)
 
 
 def load_checkpoint(
@@ -83,7 +66,7 @@ def load_checkpoint(
     need_safetensors()
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
-    targets = optimizer_targets(model)
+    targets = model_state.optimizer_targets(model)
     ranks = ranks_of(model, targets)
     path: pathlib.Path | None = home
     if ranks.on_first(lambda: is_checkpoint(home)):
@@ -126,14 +109,16 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
 
 def _check_writer(path: pathlib.Path) -> None:
     """A Trainer's checkpoint has the same manifest."""
-    if not (path / TRAINING).exists() and (path / "trainer_state.json").exists():
+    if not (path / training_state.TRAINING).exists() and (path / "trainer_state.json").exists():
         raise CheckpointError(
             f"{path} was written by a Trainer. Resume training with the Trainer:\n"
             f"    trainer.train(resume_from_checkpoint={str(path)!r})"
         )
 
 
-def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks: CheckpointRanks) -> dict[str, Any]:
+def _restore(
+    path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
+) -> dict[str, Any]:
     """Read and check everything, then change the parts, then the model; each in all processes or in none."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
@@ -147,43 +132,47 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
         with noting("The checkpoint may be partly loaded. Restart the program and load it again."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
     # Last: what restores the rest may draw.
-    restore_random_state(stored["random"])
+    training_state.restore_random_state(stored["random"])
     data: dict[str, Any] = stored["data"]
     return data
 
 
 def _read(
-    path: pathlib.Path, model: nn.Module, parts: TrainingObjects, stack: contextlib.ExitStack
+    path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    targets = optimizer_targets(model)
+    targets = model_state.optimizer_targets(model)
     with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
-        stored = read_training(path, targets=targets)
+        stored = training_state.read_training(path, targets=targets)
         if not isinstance(stored["data"], dict):
             raise TypeError("data= of the checkpoint is not a dictionary")
         for states in (stored["optimizers"], stored["schedulers"]):
             if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
                 raise TypeError("the states of optimizers or schedulers are not a list of dictionaries")
-        check_random_state(stored["random"])
+        training_state.check_random_state(stored["random"])
         files = stack.enter_context(open_tensors(path, "model"))
-        tensors = read_weights(path, files, dict(model.named_parameters()))
-        check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
-        check_progress(model, stored["progress"])
+        tensors = training_state.read_weights(path, files, dict(model.named_parameters()))
+        model_state.check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
+        model_state.check_progress(model, stored["progress"])
         _check_parts(stored, parts)
         if parts.optimizers:
-            check_masters(model, stored["progress"])
+            model_state.check_masters(model, stored["progress"])
         for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-            check_optimizer(optimizer, state, targets)
+            training_state.check_optimizer(optimizer, state, targets)
     return stored, tensors
 
 
 def _restore_parts(
-    path: pathlib.Path, stored: dict[str, Any], model: nn.Module, parts: TrainingObjects, undo: contextlib.ExitStack
+    path: pathlib.Path,
+    stored: dict[str, Any],
+    model: nn.Module,
+    parts: training_state.TrainingObjects,
+    undo: contextlib.ExitStack,
 ) -> None:
-    targets = optimizer_targets(model)
+    targets = model_state.optimizer_targets(model)
     for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
         undo.callback(_undo_of(optimizer))
         with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
-            restore_optimizer(optimizer, state, targets)
+            training_state.restore_optimizer(optimizer, state, targets)
     for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
         undo.callback(_undo_of(scheduler))
         scheduler.load_state_dict(state)
@@ -193,11 +182,11 @@ def _restore_parts(
 
 
 def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-    restore_parameters(model, stored["model"], tensors)
-    restore_progress(model, stored["progress"])
+    model_state.restore_parameters(model, stored["model"], tensors)
+    model_state.restore_progress(model, stored["progress"])
 
 
-def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
+def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
     """Check that the requested parts are in the checkpoint; warn of parts that were not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [

@@ -16,17 +16,7 @@ from torch import nn
 
 from ..device.worker import Uninterrupted, Worker, free_after_fork, is_done, noting, on_error, wait_for
 from ..errors import ConfigError
-from .folder import (
-    appearing,
-    checkpoints_in,
-    describe_files,
-    next_path,
-    only_writer,
-    remove_leftovers,
-    remove_old,
-    write_manifest,
-    writing_path,
-)
+from . import folder as folders
 from .model_state import check_writes_at_once, optimizer_targets
 from .shards import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
@@ -200,7 +190,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     ...     len(list_checkpoints(folder))
     2
     """
-    return [Checkpoint(path) for path in checkpoints_in(pathlib.Path(folder).absolute())]
+    return [Checkpoint(path) for path in folders.checkpoints_in(pathlib.Path(folder).absolute())]
 
 
 def finish_writing(folder: pathlib.Path) -> None:
@@ -224,9 +214,9 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _begin(home: pathlib.Path, held: contextlib.ExitStack) -> pathlib.Path:
-    held.enter_context(only_writer(home))
-    remove_leftovers(home)
-    return next_path(home)
+    held.enter_context(folders.only_writer(home))
+    folders.remove_leftovers(home)
+    return folders.next_path(home)
 
 
 def _write(
@@ -236,14 +226,18 @@ def _write(
 
     with noting(_AS_THEY_WERE.format(path)):
         with contextlib.ExitStack() as stack:
-            half = writing_path(path)
-            ranks.on_first(lambda: stack.enter_context(appearing(path, seal=partial(write_manifest, files=described))))
+            half = folders.writing_path(path)
+            ranks.on_first(
+                lambda: stack.enter_context(
+                    folders.appearing(path, seal=partial(folders.write_manifest, files=described))
+                )
+            )
             state.write(half, shard_bytes, ranks)
-            own = ranks.together(lambda: describe_files(half, ranks.rank, ranks.size))
+            own = ranks.together(lambda: folders.describe_files(half, ranks.rank, ranks.size))
             for files in ranks.exchange(own):
                 described.update(files)
             ranks.on_first(stack.close)  # it appears
-        ranks.on_first(lambda: remove_old(path.parent, keep))
+        ranks.on_first(lambda: folders.remove_old(path.parent, keep))
 
 
 def _write_logged(held: contextlib.ExitStack, state: TrainingState, path: pathlib.Path, *rest: Any) -> None:

@@ -18,18 +18,8 @@ from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import NONLINEAR
 from ..errors import ConfigError, RoundPipeWarning, other_loss, rows_are_mixed, warn
 from ..pipeline import RoundPipe
+from . import batches
 from .adapters import check_adapters, model_inside
-from .batches import (
-    check_packed_texts,
-    is_packed,
-    keeps_texts_apart,
-    merge_as_asked,
-    merge_as_tuple,
-    merge_with_cache,
-    merge_with_loss,
-    split_lists,
-    split_pictures,
-)
 from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut, plain_rows, without_cache
@@ -208,7 +198,7 @@ class CutModel(RoundPipe):
         """Warn once that texts in one row are not separated."""
         self._rp_warned_of_packed = True
         self.synchronize()  # a background step would change weights between two calls
-        if keeps_texts_apart(self._rp_cut.model) is False:
+        if batches.keeps_texts_apart(self._rp_cut.model) is False:
             warn(
                 f"{type(self._rp_cut.model).__name__} passes its state from one text to the next in a row, so packed "
                 "rows, in which position_ids restart, have different losses than separate texts. Give each text its "
@@ -223,30 +213,32 @@ class CutModel(RoundPipe):
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
         """Complete arguments and configuration of a call: its options, and how it is split and merged."""
         check_adapters(kwargs)
-        check_packed_texts(kwargs)
+        batches.check_packed_texts(kwargs)
         model = self.cut.model
         prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self._rp_read_model()  # afterwards, as copies share the hooks of the model, and would install them again
-        if not self._rp_warned_of_packed and is_packed(prepared):
+        if not self._rp_warned_of_packed and batches.is_packed(prepared):
             self._rp_warn_of_packed()
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
         if config.split_input is None:
-            pictures = split_pictures(getattr(model, "config", None), prepared)
-            config = dataclasses.replace(config, split_input=split_lists(model, args, prepared, pictures))
+            pictures = batches.split_pictures(getattr(model, "config", None), prepared)
+            config = dataclasses.replace(config, split_input=batches.split_lists(model, args, prepared, pictures))
         options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
         wanted = config.merge_output
         if wanted in (None, True):
             is_smoothed = options.smoothed_loss is not None
-            merge: Callable[[list[PyTree]], PyTree] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
+            merge: Callable[[list[PyTree]], PyTree] = functools.partial(
+                batches.merge_with_loss, model, prepared, is_smoothed
+            )
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
                 # the loss of experts is computed from router logits, which an output finds by name only
-                merge = functools.partial(merge_as_tuple, merge)
+                merge = functools.partial(batches.merge_as_tuple, merge)
                 prepared["return_dict"] = True
             config = dataclasses.replace(config, merge_output=merge)
         elif wanted is not False:
-            config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
+            config = dataclasses.replace(config, merge_output=functools.partial(batches.merge_as_asked, wanted))
         return prepared, config
 
     def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
@@ -265,7 +257,7 @@ class CutModel(RoundPipe):
                 "A pipeline can use a cache only if outputs are joined and the cache has a list of layers. Pass such "
                 f"a cache, or none:\n{made}    model(..., use_cache=False)"
             )
-        joined = functools.partial(merge_with_cache, cache, merge)
+        joined = functools.partial(batches.merge_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
             raise ConfigError("With a cache, split_input must be a function, which also splits the cache.")

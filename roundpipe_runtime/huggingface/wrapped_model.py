@@ -25,20 +25,10 @@ from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole
 from .cutting.cut_plan import CannotJoinError
 from .generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
+from .loss import weights
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import auxiliary_loss_of, has_auxiliary_loss, wants_tuple, without_auxiliary_loss
-from .loss.weights import (
-    ShareOfOwnLoss,
-    UnprovenLossError,
-    check_weights,
-    has_labels,
-    loss_of,
-    loss_of_batch,
-    own_loss,
-    rows_of_call,
-    with_loss,
-)
 from .loss_proof import LossOfModel
 
 _LOG = logging.getLogger(__name__)
@@ -93,7 +83,7 @@ class WrappedModel(CutModel):
         if way in ("items", "rows", "sum"):
             try:
                 return super().forward(*args, roundpipe_run_config=config, **kwargs)
-            except UnprovenLossError:  # of this batch, whose labels are of another kind than the checked ones
+            except weights.UnprovenLossError:  # of this batch, whose labels are of another kind than the checked ones
                 if self._rp_options.has_groups:
                     raise
                 way = self._rp_way_without_parts(kwargs)
@@ -159,7 +149,7 @@ class WrappedModel(CutModel):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = own_loss,
+        loss_fn: Callable[[Any, Any], Any] = weights.own_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
@@ -203,13 +193,13 @@ class WrappedModel(CutModel):
         if isinstance(loss_fn, SmoothedLoss):
             input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
             options = CallOptions(smoothed_loss=smoothed, labels=labels)
-            loss_fn, label = own_loss, None
+            loss_fn, label = weights.own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
         kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
         _check_no_cache(kwargs)
         is_smoothed = options.smoothed_loss is not None
-        computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
-        if loss_fn is own_loss and not return_outputs:
+        computes_loss = is_smoothed or loss_fn is weights.own_loss or weights.has_labels(model, kwargs)
+        if loss_fn is weights.own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         way: LossWay = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         way = self._rp_way_for_rows(input_args, kwargs, config, way, is_late=computes_loss)
@@ -222,7 +212,7 @@ class WrappedModel(CutModel):
                 )
                 return found if return_outputs else found[0]
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
-        if computes_loss and not isinstance(loss_fn, ShareOfOwnLoss) and loss_fn is not own_loss:
+        if computes_loss and not isinstance(loss_fn, weights.ShareOfOwnLoss) and loss_fn is not weights.own_loss:
             way = self._rp_way_of_function(input_args, kwargs, LossOfModel(loss_fn, label), config, way)
         if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
             self._rp_check_alone()
@@ -232,13 +222,15 @@ class WrappedModel(CutModel):
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         # the rows of the batch over all ranks are known once a microbatch has its loss
-        rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
+        rows_of_batch = functools.partial(
+            self._rp_engine.groups.rows_of_batch, weights.rows_of_call(input_args, kwargs)
+        )
         batch = rows_of_batch if computes_loss else None
         weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)
-        except (UnprovenLossError, JoinedLossError) as error:
+        except (weights.UnprovenLossError, JoinedLossError) as error:
             if self._rp_options.has_groups:
                 raise
             joined = functools.partial(
@@ -402,9 +394,9 @@ class WholeBatchLoss:
         losses = [loss for one in found for loss in one["losses"]]
         if losses:
             items = [count for one in found for count in one["items"]]
-            check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
-            loss = loss_of_batch(losses, items)
-            joined = with_loss(joined, loss if aux is None else loss + aux[1])
+            weights.check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
+            loss = weights.loss_of_batch(losses, items)
+            joined = weights.with_loss(joined, loss if aux is None else loss + aux[1])
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
 
@@ -418,7 +410,7 @@ class WholeBatchLoss:
 
 def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:
     """The losses of microbatches without the auxiliary ones."""
-    return [without_auxiliary_loss(model, part) for part in parts if loss_of(part) is not None]
+    return [without_auxiliary_loss(model, part) for part in parts if weights.loss_of(part) is not None]
 
 
 def _routers(parts: Sequence[PyTree]) -> tuple[torch.Tensor, ...] | None:

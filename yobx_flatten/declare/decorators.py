@@ -16,17 +16,9 @@ from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform, overload
 
 from ..errors import InvalidRegistrationError
+from ..recipe import contract
 from ..recipe.aliases import Static
 from ..recipe.attributes import functions_from_fields, names_of
-from ..recipe.contract import (
-    Flatten,
-    FlattenFunctions,
-    FlattenWithKeys,
-    Recipe,
-    Unflatten,
-    require_callable,
-    require_node,
-)
 from ..recipe.fields import functions_of, torch_key
 from ..registry.claims import REGISTRY
 
@@ -75,7 +67,7 @@ def register(
     [1, 2, 3]
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
-    require_node(cls, "register")
+    contract.require_node(cls, "register")
     if children is not None:
         return _claim(cls, functions_from_fields, (names_of(children), names_of(static)), "register", backends)
     if static := list(static):
@@ -315,7 +307,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     """
     if cls is None:
         return functools.partial(pytree_dataclass, backends=backends, **options)
-    require_node(cls, "pytree_dataclass")
+    contract.require_node(cls, "pytree_dataclass")
     if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it its own dataclass
         return _node_of_fields(dataclasses.dataclass(**options)(cls), backends)
     return _node_of_fields(cls, backends)
@@ -326,7 +318,7 @@ def _node_of_fields(cls: C, backends: Backends) -> C:
     return cls
 
 
-def _functions_of_fields(cls: type) -> FlattenFunctions:
+def _functions_of_fields(cls: type) -> contract.FlattenFunctions:
     fields = dataclasses.fields(cls)
     static = [field.name for field in fields if field.metadata.get("static", False)]
     children = [field.name for field in fields if field.name not in static]
@@ -341,17 +333,17 @@ def _register_functions(
     caller: str,
     backends: Backends,
 ) -> bool:
-    require_node(cls, caller)
+    contract.require_node(cls, caller)
     for argument, function in (("flatten", flatten), ("flatten_with_keys", flatten_with_keys)):
         if function is not None or (argument == "flatten") is (caller == "register_pytree_node"):
-            require_callable(cls, argument, function, 1, caller=caller)
-    require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
+            contract.require_callable(cls, argument, function, 1, caller=caller)
+    contract.require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
     _check_argument_order(cls, unflatten, caller)
     return _claim(cls, _functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
 
 
 def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
-    require_node(cls, caller)
+    contract.require_node(cls, caller)
     flatten, keyed = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
     wanted = "tree_flatten_with_keys" if caller == "register_pytree_with_keys_class" else "tree_flatten"
     for name in (wanted, "tree_unflatten"):
@@ -386,7 +378,7 @@ def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> No
 
 def _claim(
     cls: type,
-    make: Callable[..., tuple[Flatten, FlattenWithKeys | None, Unflatten]],
+    make: Callable[..., tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.Unflatten]],
     written: tuple[Any, ...],
     caller: str,
     backends: Backends,
@@ -407,13 +399,13 @@ def _claim(
         elif make is _functions_of_jax and "class" not in caller:
             more = ", ..."
         remedy = f"{caller}({cls.__qualname__}{more})"
-        recipe = Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
+        recipe = contract.Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
     return REGISTRY.claim_for_user(recipe, libraries) is not None
 
 
 def _functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
-) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
+) -> tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.Unflatten]:
     """Functions with torch's order of arguments, from functions with JAX's order."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:

@@ -16,15 +16,7 @@ from ..core.contents import Layouts
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..recipe.aliases import DynamicShapes
 from ..trace.hook import EXPORT_HOOK
-from ..trees.arguments import (
-    about_devices,
-    check_arguments,
-    check_not_offloaded,
-    did_you_mean,
-    inputs_by_name,
-    on_other_devices,
-    shapes_by_name,
-)
+from ..trees import arguments
 from ..trees.dynamic_specs import by_parameter, without_specs
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
@@ -121,16 +113,16 @@ def check_inputs(
         y.clone()
     """
     kwargs = kwargs or {}
-    if _can_be_walked(args, kwargs) and (endless := _endless(inputs_by_name(module, args, kwargs))):
+    if _can_be_walked(args, kwargs) and (endless := _endless(arguments.inputs_by_name(module, args, kwargs))):
         return endless  # nothing else is known of it
     try:
-        check_arguments(module, args, kwargs)
+        arguments.check_arguments(module, args, kwargs)
         found: list[Finding] = []
     except InvalidArgumentError as error:
         found = [Finding("error", getattr(error, "path", ""), str(error))]
         if not _can_be_walked(args, kwargs):
             return Findings(found)
-    inputs = inputs_by_name(module, args, kwargs)
+    inputs = arguments.inputs_by_name(module, args, kwargs)
     leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
     if isinstance(module, torch.nn.Module):
         found += _names(module, kwargs, inputs)
@@ -171,7 +163,7 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in kwargs:
             if name not in parameters:
-                hint = did_you_mean([name], parameters)
+                hint = arguments.did_you_mean([name], parameters)
                 yield Finding(
                     "warning", name, f"{forward} has no parameter {name!r}; its **kwargs swallow the argument.{hint}"
                 )
@@ -228,12 +220,12 @@ _CLASS = NotRegisteredError
 def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
     """Inputs that are not where the weights are, and weights that are not there yet."""
     try:
-        check_not_offloaded(module)
+        arguments.check_not_offloaded(module)
     except InvalidArgumentError as error:
         message, _, remedy = str(error).partition("\n    ")
         yield Finding("error", "module", message, remedy)
-    for path, device, weights in on_other_devices(module, tensors):
-        yield Finding("warning", path, about_devices(path, device, weights), f"{path}.to({weights!r})")
+    for path, device, weights in arguments.on_other_devices(module, tensors):
+        yield Finding("warning", path, arguments.about_devices(path, device, weights), f"{path}.to({weights!r})")
 
 
 def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
@@ -308,7 +300,7 @@ def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicS
         if isinstance(shapes, Mapping):
             shapes = without_specs(inputs, shapes, assumptions).shapes
         else:
-            shapes = shapes_by_name(inputs, shapes)
+            shapes = arguments.shapes_by_name(inputs, shapes)
         check_dynamic_shapes(inputs, dict(shapes))
     except DynamicShapesError as error:
         path, text = str(error).partition(":")[0], f"dynamic_shapes does not fit: {error}"

@@ -24,19 +24,10 @@ from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
 from ..generate.onnx_generator import generator_for
 from ..generate.sampling import Sampling
+from ..runners import onnx_session
 from ..runners.adapters import ADAPTERS, read_adapter
 from ..runners.folder_adapters import rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import (
-    Providers,
-    choose_providers,
-    has_mapped_weights,
-    is_on_cpu,
-    mapped_options,
-    only_for_onnxruntime,
-    require_onnxruntime,
-    without_spinning,
-)
 from ..runners.open import open_runner
 from ..runners.ports import Runner
 from ..storage.nested import StoredCase, load_case
@@ -139,7 +130,7 @@ def verify_folder(
     on_check: Callable[[str], None] | None = None,
     trust: bool = False,
     device: str | None = None,
-    providers: Providers | None = None,
+    providers: onnx_session.Providers | None = None,
 ) -> FolderReport:
     """Run the files of a folder on every stored input, generate tokens, and compare with the stored results.
 
@@ -201,7 +192,7 @@ def check_adapter(
     return _checks(opened, cases, stored.cases, manifest.quality, None)
 
 
-@without_spinning()
+@onnx_session.without_spinning()
 def _checks(
     opened: _Opened,
     path: pathlib.Path,
@@ -293,13 +284,15 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
     return distance.quality(stored.weights, stored.block_size, stored.allowed)
 
 
-def _for_device(manifest: FolderManifest, device: str | None, providers: Providers | None) -> FolderManifest:
+def _for_device(
+    manifest: FolderManifest, device: str | None, providers: onnx_session.Providers | None
+) -> FolderManifest:
     """The tolerance on a device: others than the CPU add in another order."""
-    only_for_onnxruntime(manifest.runtime, device, providers)
+    onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
     if device in (None, "cpu") and providers is None:
         return manifest
-    require_onnxruntime("verify_folder")
-    if is_on_cpu(choose_providers(device, providers)):
+    onnx_session.require_onnxruntime("verify_folder")
+    if onnx_session.is_on_cpu(onnx_session.choose_providers(device, providers)):
         return manifest
     stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
     return dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
@@ -314,7 +307,7 @@ class _Opened:
         manifest: FolderManifest,
         trust: bool = False,
         device: str | None = None,
-        providers: Providers | None = None,
+        providers: onnx_session.Providers | None = None,
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self.how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust}
@@ -331,8 +324,8 @@ class _Opened:
                 found = located(self.folder, name).relative_to(self.folder).as_posix()
                 path = inside(self.folder, found, DamagedFileError)
                 # quantized weights that stay where they are would be computed with in another order
-                maps = name not in self.manifest.quality and has_mapped_weights(path)
-                options = mapped_options(path) if maps else None
+                maps = name not in self.manifest.quality and onnx_session.has_mapped_weights(path)
+                options = onnx_session.mapped_options(path) if maps else None
                 self._runner = open_runner(path, caller="verify_folder", options=options, **self.how)
         if self.adapter and isinstance(self._runner, OnnxRunner):
             return self._runner.with_adapter(self.matrices)
@@ -370,7 +363,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     # each of two scores may be off by as much
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
     tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
-    mapped = any(map(has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
+    mapped = any(map(onnx_session.has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
     pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
     generator = generator_for(folder, pack=pack, **opened.how)
     if opened.adapter:

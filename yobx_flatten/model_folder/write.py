@@ -35,6 +35,7 @@ from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, leave_room
 from ..trees.arguments import instance_hint
+from . import stored_cases
 from .added_adapters import write_matrices
 from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
@@ -52,17 +53,6 @@ from .source.find import FoundModel, find_model, origin_of, reader_of, require_t
 from .source.gguf_file import gguf_tokenizer
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.packed_weights import UnmatchedWeights, check_unmatched
-from .stored_cases import (
-    CASES,
-    FRAMES,
-    SAMPLED_FRAMES,
-    SAMPLED_TOKENS,
-    TOKENS,
-    store_chats,
-    store_generation,
-    store_piece,
-    store_speech,
-)
 from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
@@ -217,11 +207,11 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
             runs, report.runs = report.runs, None
             tokens = None if quantized is None else quantized.tokens
             chosen = sampled(calls) if plan.proof == "sample" else calls
-            made.cases[name] = store_piece(piece, chosen, tokens, work, runs=runs)
+            made.cases[name] = stored_cases.store_piece(piece, chosen, tokens, work, runs=runs)
             for adapter in plan.adapters:
-                stored, below = made.adapters[adapter.name], f"{CASES}/{ADAPTERS}/{adapter.name}"
+                stored, below = made.adapters[adapter.name], f"{stored_cases.CASES}/{ADAPTERS}/{adapter.name}"
                 with adapter.active():
-                    stored.cases[name] = store_piece(piece, sampled(calls), tokens, work, below)
+                    stored.cases[name] = stored_cases.store_piece(piece, sampled(calls), tokens, work, below)
                 if adapter.name in report.of_adapters:
                     stored.quality[name] = report.of_adapters[adapter.name]
     # the time before any file is that of the first one
@@ -238,25 +228,25 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     model, options, work = plan.model, plan.options, made.work
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
-            calls = FRAMES if plan.is_whole else SAMPLED_FRAMES
-            made.cases[""] = [store_speech(model, options.batch or 2, calls, work)]
+            calls = stored_cases.FRAMES if plan.is_whole else stored_cases.SAMPLED_FRAMES
+            made.cases[""] = [stored_cases.store_speech(model, options.batch or 2, calls, work)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra={**STEP, "share": 0.7})
-    count = room_for_tokens(options.largest, TOKENS if plan.is_whole else SAMPLED_TOKENS)
+    count = room_for_tokens(options.largest, stored_cases.TOKENS if plan.is_whole else stored_cases.SAMPLED_TOKENS)
     with made.first.timed("generate"):
         found = []
         if plan.chats is None or plan.proof == "full":  # answers are longer, and their rows are padded
-            found.append(store_generation(model, plan.task, options.batch, count, work))
+            found.append(stored_cases.store_generation(model, plan.task, options.batch, count, work))
         crosses = plan.rereads is not None and plan.is_whole and options.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
-            found.append(store_generation(model, plan.task, options.batch, 12, work, plan.switch - 3))
+            found.append(stored_cases.store_generation(model, plan.task, options.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
-            asked = CHAT_TOKENS if plan.proof == "full" else TOKENS
-            found.append(store_chats(model, plan.task, plan.chats, work, asked))
+            asked = CHAT_TOKENS if plan.proof == "full" else stored_cases.TOKENS
+            found.append(stored_cases.store_chats(model, plan.task, plan.chats, work, asked))
         for adapter in plan.adapters:
-            below = f"{CASES}/{ADAPTERS}/{adapter.name}"
+            below = f"{stored_cases.CASES}/{ADAPTERS}/{adapter.name}"
             with adapter.active():
-                generated = store_generation(model, plan.task, options.batch, count, work, below=below)
+                generated = stored_cases.store_generation(model, plan.task, options.batch, count, work, below=below)
             made.adapters[adapter.name].cases[""] = [generated]
     made.cases[""] = found
 

@@ -19,12 +19,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from ..errors import (
-    AlreadyRegisteredError,
-    InvalidArgumentError,
-    NotRegisteredError,
-    describe_class,
-)
+from .. import errors
 from ..errors.dependencies import require
 from ..recipe.contract import Recipe
 from .optional import Jax, Optree
@@ -94,8 +89,8 @@ class Registry:
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
             known = ", ".join(map(repr, self._libraries))
-            found = describe_class(unknown[0]) if unknown else "none"
-            raise InvalidArgumentError(
+            found = errors.describe_class(unknown[0]) if unknown else "none"
+            raise errors.InvalidArgumentError(
                 f"{function}: backends= must be 'all' or name libraries among {known}; found {found}.\n"
                 f"    {function}(..., backends=({', '.join(map(repr, TORCH))},))"
             )
@@ -138,7 +133,7 @@ class Registry:
             if refused is None:
                 return self._open(recipe, tuple(free), by_user=True) if free else None
         # outside of the lock: the message can call a user's `__repr__`
-        raise AlreadyRegisteredError(_registered_twice(refused, recipe))
+        raise errors.AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:
         """Release a claim; the last claim on a class restores the earlier registration. A second release is ignored."""
@@ -155,7 +150,7 @@ class Registry:
                 self.release(claim)
             problem = None if claims else self._not_hers(cls, slots)
         if problem is not None:
-            raise NotRegisteredError(problem)
+            raise errors.NotRegisteredError(problem)
 
     def _slot_of_user(self, library: str, cls: type) -> tuple[_Slot | None, bool]:
         """The claims on a class, and whether the library knows the class at all."""
@@ -198,7 +193,7 @@ class Registry:
         return claim
 
     def _not_hers(self, cls: type, slots: list[_Slot]) -> str:
-        start = f"unregister_class_flattening({cls.__qualname__}): {describe_class(cls)}"
+        start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
         if slots:
             return f"{start} is registered by a block, until the block ends:\n    {slots[0].recipe.remedy}"
         tables = [backend for library in self._libraries.values() for backend in library]
@@ -222,7 +217,7 @@ def _registered_twice(slot: _Slot, recipe: Recipe) -> str:
     )
     before, now = _function_name(slot.recipe.flatten), _function_name(recipe.flatten)
     differs = f" ({before} instead of {now})" if before != now else ""
-    return f"{describe_class(recipe.cls)} is already registered {held}, with other functions{differs}. {way_out}"
+    return f"{errors.describe_class(recipe.cls)} is already registered {held}, with other functions{differs}. {way_out}"
 
 
 def _function_name(function: object) -> str:

@@ -12,12 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..private_names.of_torch import (
-    NODE_REGISTRY_LOCK,
-    cxx_pytree_exists,
-    cxx_pytree_is_imported,
-    cxx_pytree_pending,
-)
+from ..private_names import of_torch
 from ..recipe.contract import Flatten, Recipe, Unflatten
 
 _NAMESPACE = "torch"
@@ -37,23 +32,23 @@ class TorchCpp:
 
     def read(self, cls: type) -> Any:
         """Return optree's entry of a class, or the pending one before torch imports optree, or ``None``."""
-        if not cxx_pytree_exists():
+        if not of_torch.cxx_pytree_exists():
             return None
-        with NODE_REGISTRY_LOCK:
-            if cxx_pytree_is_imported():
+        with of_torch.NODE_REGISTRY_LOCK:
+            if of_torch.cxx_pytree_is_imported():
                 return registered(_NAMESPACE, cls)
-            for place, entry in enumerate(cxx_pytree_pending()):
+            for place, entry in enumerate(of_torch.cxx_pytree_pending()):
                 if entry[0][0] is cls:
                     return _Pending(place, entry)
             return None
 
     def write(self, recipe: Recipe) -> None:
         """Register the recipe's class with torch's C++ pytree, replacing its current registration."""
-        if not cxx_pytree_exists():
+        if not of_torch.cxx_pytree_exists():
             return
-        with NODE_REGISTRY_LOCK:
+        with of_torch.NODE_REGISTRY_LOCK:
             found = self.read(recipe.cls)
-            if cxx_pytree_is_imported():
+            if of_torch.cxx_pytree_is_imported():
                 with order_kept(found):
                     if found is not None:
                         unregister(_NAMESPACE, recipe.cls)
@@ -65,15 +60,15 @@ class TorchCpp:
             else:
                 entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
                 place = _drop_pending(recipe.cls, None)
-                cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
+                of_torch.cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
 
     def restore(self, recipe: Recipe, found: object) -> None:
         """Restore the registration ``found``, which ``read`` returned before, also if optree was imported since."""
-        if not cxx_pytree_exists():
+        if not of_torch.cxx_pytree_exists():
             return
         cls = recipe.cls
-        with NODE_REGISTRY_LOCK:
-            if cxx_pytree_is_imported():
+        with of_torch.NODE_REGISTRY_LOCK:
+            if of_torch.cxx_pytree_is_imported():
                 current = registered(_NAMESPACE, cls)
                 if current is not None and current.flatten_func is not recipe.flatten:
                     return  # other code registered the class after us
@@ -87,7 +82,7 @@ class TorchCpp:
                 return
             place = _drop_pending(cls, recipe)
             if isinstance(found, _Pending) and self.read(cls) is None:
-                cxx_pytree_pending().insert(found.place if place is None else place, found.entry)
+                of_torch.cxx_pytree_pending().insert(found.place if place is None else place, found.entry)
 
 
 def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
@@ -97,7 +92,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
     """Remove a class, or one recipe of it, from the pending list; return its first position."""
-    pending, place = cxx_pytree_pending(), None
+    pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]
         if waiting is cls and (recipe is None or flatten is recipe.flatten):

@@ -8,17 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from . import onnx_session
 from .aotinductor_runner import is_package, open_package
 from .executorch_runner import open_pte
 from .onnx_runner import OnnxRunner
-from .onnx_session import (
-    Providers,
-    choose_providers,
-    only_for_onnxruntime,
-    open_session,
-    require_onnxruntime,
-    session_options,
-)
 from .openvino_runner import open_openvino
 from .ports import Runner
 from .program_runner import ProgramRunner, open_program
@@ -59,7 +52,7 @@ def open_runner(
     failure: type[FlattenError] = GenerationError,
     threads: int | None = None,
     device: str | None = None,
-    providers: Providers | None = None,
+    providers: onnx_session.Providers | None = None,
     options: Any = None,
 ) -> Runner:
     """Open an exported file, and return the runner of its runtime."""
@@ -76,11 +69,14 @@ def open_runner(
     chosen = runtime_of(file) if runtime is None else runtime
     if file.suffix not in RUNTIMES[chosen]:
         raise InvalidArgumentError(f"{chosen} runs files with the suffix {' or '.join(RUNTIMES[chosen])}, not {file}.")
-    only_for_onnxruntime(chosen, device, providers)
+    onnx_session.only_for_onnxruntime(chosen, device, providers)
     if chosen == "onnxruntime":
-        require_onnxruntime(caller)
-        how = {"options": options or session_options(threads=threads), "providers": choose_providers(device, providers)}
-        return OnnxRunner(open_session(file, caller=caller, failure=failure, **how), file.name)
+        onnx_session.require_onnxruntime(caller)
+        how = {
+            "options": options or onnx_session.session_options(threads=threads),
+            "providers": onnx_session.choose_providers(device, providers),
+        }
+        return OnnxRunner(onnx_session.open_session(file, caller=caller, failure=failure, **how), file.name)
     if chosen == "torch":
         return ProgramRunner(open_program(file, trust=trust, failure=failure), file.name)
     if chosen == "aotinductor":

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import errors
 from ...batch.entries import FlatMicrobatch
 from ...batch.loss import LossContract
 from ...batch.loss import Reduction as LossReduction
@@ -29,16 +30,6 @@ from ...engine.draws import move_generator, run_base
 from ...engine.driver import Engine
 from ...engine.one_group import Call, Cutting, OneGroup, feed_inputs
 from ...engine.run import Run
-from ...errors import (
-    ConfigError,
-    LossError,
-    RoundPipeWarning,
-    StoppedByRankError,
-    format_failure,
-    raise_first,
-    ranks_disagree,
-    warn,
-)
 from ...optim.parameters import LayerContents, ParameterStore, scan
 from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
@@ -67,7 +58,7 @@ class RankCalls(OneGroup[Engine]):
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.replicas = ranks.size if replicas is None else replicas
         if self.replicas < ranks.size:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some ranks would have no "
                 f"rows. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
             )
@@ -114,7 +105,7 @@ class RankCalls(OneGroup[Engine]):
             large_tables=engine.planner.rule,  # device memory may have decided these
             name=engine.tag,
         )
-        if error := ranks_disagree(self.ranks.exchange(stated)):
+        if error := errors.ranks_disagree(self.ranks.exchange(stated)):
             raise error
         share_weights(model, self.ranks)
         self._worker = Worker("reduction")
@@ -135,7 +126,7 @@ class RankCalls(OneGroup[Engine]):
             # call.
             if self._number == number and not self._is_closed:
                 self._number += 1
-                self.ranks.exchange(Opening([], 0, {}, format_failure(error)))
+                self.ranks.exchange(Opening([], 0, {}, errors.format_failure(error)))
 
         with on_error(notify):
             yield
@@ -193,15 +184,15 @@ class RankCalls(OneGroup[Engine]):
         failure = outcome.error
         rows = [[microbatch.rows for microbatch in part] for part in parts]
         self._number += 1
-        text = None if failure is None else format_failure(failure)
+        text = None if failure is None else errors.format_failure(failure)
         said = self.ranks.exchange(Opening(rows, run_base(), stated, text, reduction))
-        raise_first(failure, [one.failure for one in said])
-        if disagreement := ranks_disagree([one.stated for one in said]):
+        errors.raise_first(failure, [one.failure for one in said])
+        if disagreement := errors.ranks_disagree([one.stated for one in said]):
             raise disagreement
         size, replicas = self.ranks.size, self.replicas
         groups = [said[group % size].rows[group // size] for group in range(replicas)]
         if not any(groups):
-            raise ConfigError("The batch has no rows on any rank.")
+            raise errors.ConfigError("The batch has no rows on any rank.")
         # Microbatches are numbered across all groups: so seeds equal those of one process that runs all groups.
         firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
         counts = [count for group in groups for count in group]
@@ -239,7 +230,7 @@ class RankCalls(OneGroup[Engine]):
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
         """Return what all ranks state, when all have succeeded."""
-        is_own = failure is not None and not isinstance(failure, StoppedByRankError)
+        is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The verdict comes only when a rank has ended its own work. The alarm stops that work.
             self.ranks.alarm.raise_for(self._number)
@@ -257,7 +248,7 @@ class RankCalls(OneGroup[Engine]):
                     any(run.draws.has_drawn for run, _ in call.runs),
                 )
             else:
-                verdict = Verdict(begun, format_failure(failure) if is_own else None)
+                verdict = Verdict(begun, errors.format_failure(failure) if is_own else None)
             verdicts = self.ranks.exchange(verdict)
         if exchanged.error is not None:
             self._drop(call, reduction, summed, 0)
@@ -267,7 +258,7 @@ class RankCalls(OneGroup[Engine]):
             return verdicts
         # An exchange that one rank has begun waits for all ranks: each sends zeros up to the last one begun.
         self._drop(call, reduction, summed, max(one.begun for one in verdicts))
-        raise_first(failure if is_own else None, stated)
+        errors.raise_first(failure if is_own else None, stated)
         assert failure is not None
         raise failure
 
@@ -320,8 +311,8 @@ class RankCalls(OneGroup[Engine]):
             for run, host_values in call.runs:
                 feed_inputs(run, host_values, scale)
         failure = outcome.error
-        said = self.ranks.exchange(None if failure is None else format_failure(failure))
-        raise_first(failure, said)
+        said = self.ranks.exchange(None if failure is None else errors.format_failure(failure))
+        errors.raise_first(failure, said)
 
     def _written_buffers(self, call: RankCall) -> Mapping[tuple[int, int], torch.Tensor]:
         """The buffers that the first group of the batch wrote; those of other groups are dropped."""
@@ -350,7 +341,7 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
     if len(found) == 1 or microbatches == 1:
         return found[0] if found else "sum"
     shown = f"ranks found {' and '.join(map(repr, found))}" if found else "no rank has the two rows needed to find out"
-    raise LossError(
+    raise errors.LossError(
         f"It is not known whether losses of microbatches are summed or averaged: {shown}. Write one of them:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")'
     )
@@ -409,11 +400,11 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
             ranks.broadcast(received)
             tensor.copy_(received)
     if different and ranks.rank == 0:
-        warn(
+        errors.warn(
             f"The ranks began with different values of {len(different)} parameters or buffers, like "
             f"{tensors[different[0]][0]!r}; all ranks now use the values of rank 0. Set the same seed on all ranks:\n"
             "    torch.manual_seed(0)  # before the model is made",
-            RoundPipeWarning,
+            errors.RoundPipeWarning,
         )
 
 

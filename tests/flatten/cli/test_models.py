@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_nothing(no_export, tmp_path, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
 
-    monkeypatch.setattr(write, "store_generation", full)
+    monkeypatch.setattr(write.stored_cases, "store_generation", full)
     assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
     assert list(tmp_path.iterdir()) == []
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, cap
     def pressed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "store_generation", pressed)
+    monkeypatch.setattr(write.stored_cases, "store_generation", pressed)
     assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
     assert list(tmp_path.iterdir()) == []

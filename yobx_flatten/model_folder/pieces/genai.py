@@ -20,18 +20,8 @@ from torch.export import Dim
 
 from ...export.proof.eager_runs import Case
 from ...recipe.aliases import PlainCache, TransformersModel
+from . import text
 from .grid_images import BlockwiseDecoder, DeepstackDecoder, GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
-from .text import (
-    EVERY,
-    Encoder,
-    NextDecoder,
-    Piece,
-    Split,
-    encoder_input,
-    encoder_output_class,
-    pieces_of_calls,
-    random_tokens,
-)
 from .vision_language import vision_language_pieces
 
 EMBEDDING = "embedding"
@@ -93,7 +83,7 @@ def image_token_of(model: TransformersModel) -> int:
     return int(model.config.image_token_index if found is None else found)
 
 
-def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
+def genai_picture_pieces(model: TransformersModel, split: text.Split = text.EVERY) -> list[text.Piece]:
     """Return the files to export for a vision-language model, with an ``embedding`` that also takes image features."""
     rows = split.rows
     vision, embed, decoder = vision_language_pieces(model, split)
@@ -103,7 +93,7 @@ def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list
     token, count = image_token_of(model), len(features)
 
     def given(batch: int, length: int, shown: int) -> dict[str, Any]:
-        ids = random_tokens(model, (batch, length))
+        ids = text.random_tokens(model, (batch, length))
         ids[ids == token] = token + 1
         ids[0, 1 : 1 + shown] = token
         return {"input_ids": ids, "image_features": features[:shown]}
@@ -111,7 +101,7 @@ def genai_picture_pieces(model: TransformersModel, split: Split = EVERY) -> list
     cases = [Case("no picture", (), given(rows or 1, 3, 0)), Case("a token", (), given(rows or 3, 1, 0))]
     shapes = {"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "image_features": {0: Dim.AUTO}}
     example = given(rows or 2, count + 3, count)
-    return [vision, embed, Piece(EMBEDDING, EmbeddingWithFeatures(model).eval(), example, cases, shapes), decoder]
+    return [vision, embed, text.Piece(EMBEDDING, EmbeddingWithFeatures(model).eval(), example, cases, shapes), decoder]
 
 
 FRAMES = 3000
@@ -131,7 +121,7 @@ _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 # The usual split has the keys of the sound in the outputs of a first decoder, which that library does not have.
 
 
-class SoundEncoderWithKeys(Encoder):
+class SoundEncoderWithKeys(text.Encoder):
     """Reads a spectrogram; returns features, and the decoder's keys and values of these features."""
 
     def __init__(self, model: TransformersModel) -> None:
@@ -154,14 +144,14 @@ class SoundEncoderWithKeys(Encoder):
         return side.view(*side.shape[:2], *self.heads).transpose(1, 2)
 
 
-class SoundDecoder(NextDecoder):
+class SoundDecoder(text.NextDecoder):
     """The Whisper decoder for all calls; in the first call, its own cache is empty."""
 
     always: torch.Tensor  # whether each token is suppressed, of shape (vocabulary,)
     at_first: torch.Tensor  # the same for the token after the prompt
 
     def __init__(self, model: TransformersModel) -> None:
-        super().__init__(model, encoder_output_class(model))
+        super().__init__(model, text.encoder_output_class(model))
         config = model.generation_config
         always, at_first = (
             _is_one_of(getattr(config, name, None), model.config.vocab_size)
@@ -190,20 +180,20 @@ def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
     return found
 
 
-def genai_sound_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
+def genai_sound_pieces(model: TransformersModel, split: text.Split = text.EVERY) -> list[text.Piece]:
     """Return the files to export for Whisper: an ``encoder`` with the sound's keys and values, and a ``decoder``."""
     encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
 
     @torch.no_grad()
     def calls(batch: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        read = {"input_features": encoder_input(model, batch, 0)}
+        read = {"input_features": text.encoder_input(model, batch, 0)}
         layers = encoder(**read)["present"]
         own = [{**one, "decoder": {n: side[:, :, :0] for n, side in one["encoder"].items()}} for one in layers]
         if past:
-            begun = NextDecoder.forward(decoder, random_tokens(model, (batch, past)), own)
+            begun = text.NextDecoder.forward(decoder, text.random_tokens(model, (batch, past)), own)
             own = [{**layer, **made} for layer, made in zip(layers, begun["present"], strict=True)]
-        return read, {"input_ids": random_tokens(model, (batch, new)), "cache": own}
+        return read, {"input_ids": text.random_tokens(model, (batch, new)), "cache": own}
 
     sizes = split.named(("batch", "past", "new"), (1, 0, 4), (3, 4, 1))
     others = {name: calls(*size) for name, size in sizes.items()}
-    return pieces_of_calls({"encoder": encoder, "decoder": decoder}, calls(split.rows or 2, 5, 3), others, {})
+    return text.pieces_of_calls({"encoder": encoder, "decoder": decoder}, calls(split.rows or 2, 5, 3), others, {})

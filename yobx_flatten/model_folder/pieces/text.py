@@ -24,17 +24,10 @@ from ...core.effects import undisturbed
 from ...errors import GenerationError, InvalidArgumentError
 from ...errors.failures import result_or
 from ...export.proof.eager_runs import Case
+from ...huggingface import decoders
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
-from ...huggingface.decoders import (
-    Continued,
-    SlidingDecoder,
-    StateDecoder,
-    counts_by_itself,
-    has_states_alone,
-    why_not_sliding,
-)
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
@@ -107,10 +100,10 @@ def pieces_of_calls(
 def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     """Return the one file to export for a decoder that generates text: ``model``."""
     own = model
-    model = StateDecoder(model) if StateDecoder.fits(model) else model
+    model = decoders.StateDecoder(model) if decoders.StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
     cache_is = argument_of(model.forward)
-    if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
+    if cache_is is None or (decoders.has_states_alone(model) and not isinstance(model, decoders.StateDecoder)):
         raise GenerationError(
             f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve both "
             "the first call and later calls. Export two files, and pass the one for the first call as prefill:\n"
@@ -139,8 +132,8 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
-    if counts_by_itself(example[cache_is]) and why_not_sliding(model, example) is None:
-        decoder = SlidingDecoder(model, example)
+    if decoders.counts_by_itself(example[cache_is]) and decoders.why_not_sliding(model, example) is None:
+        decoder = decoders.SlidingDecoder(model, example)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
         shapes = decoder.shapes(dynamic_shapes(example))
         return [Piece("model", decoder, decoder.inputs(example), cases, shapes, remarks=remarks)]
@@ -238,7 +231,7 @@ class FirstDecoder(_Decoder):
         return {"logits": found.logits, **weights, "present": layers}
 
 
-class NextDecoder(_Decoder, Continued):
+class NextDecoder(_Decoder, decoders.Continued):
     """Every later call of the decoder, which reads the encoder's keys and returns only the decoder's own."""
 
     def forward(

@@ -21,19 +21,15 @@ from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
 from ..batch.loss import LossContract, warn_if_uneven
 from ..batch.splitting import split, split_flat
-from ..device.disk import DiskMemory
-from ..device.pinning import PinnedModel
 from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError
-from ..optim.copyable import LargeTables
-from ..optim.parameters import Update
 from ..schedule.plan import ModelExecutePlan
 from .autograd import call
 from .caller_state import gradient_mode_kept
-from .compiled import NOT_COMPILED, CompiledLayers
+from .compiled import NOT_COMPILED
 from .config import RoundPipeRunConfig
-from .lifecycle import RunLifecycle
+from .lifecycle import EngineOptions, RunLifecycle
 from .loss_check import LossChecks, Sample, on_host
 from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
 from .parameters.on_device import Gradients
@@ -47,9 +43,6 @@ _FEW = 3
 class Engine(RunLifecycle):
     """Runs the layers of one model on its devices."""
 
-    # pinned: pinned memory of the model. Default: nothing is pinned.
-    # gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: dtype of the sums.
-    # large_tables: how tables of large vocabularies are copied. Default: whole.
     # row_check: check that layers treat rows independently, before a batch is split between rows; `None` if the caller
     # has checked it
     # few_rows: function that yields a few rows of a batch at a time
@@ -62,31 +55,10 @@ class Engine(RunLifecycle):
         model: nn.Module,
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
-        optim_dtype: torch.dtype | None,
-        tag: str,
-        pinned: PinnedModel | None = None,
+        options: EngineOptions,
         groups: OneGroup[Engine] | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        compiled: CompiledLayers = NOT_COMPILED,
-        large_tables: LargeTables = "whole",
-        disk: DiskMemory | None = None,
-        update: Update = "masters",
     ) -> None:
-        groups = OneGroup() if groups is None else groups
-        super().__init__(
-            model,
-            layers,
-            devices,
-            optim_dtype,
-            tag,
-            pinned,
-            groups,
-            gradient_dtype,
-            compiled,
-            large_tables,
-            disk,
-            update,
-        )
+        super().__init__(model, layers, devices, options, OneGroup() if groups is None else groups)
         self._warned = False
         self.row_check: RowCheck | None = RowCheck()
         self.loss_checks = LossChecks()

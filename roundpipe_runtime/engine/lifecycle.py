@@ -52,12 +52,24 @@ from .run import Run, RunSpec, Timer
 from .stage.visit import CopyVisit, Visit, run_stage
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the parameters of one model are stored, copied and updated."""
+
+    optim_dtype: torch.dtype | None  # dtype of the optimizer; `None`: that of the parameters
+    tag: str
+    pinned: PinnedModel | None = None  # pinned memory of the model; `None` without pinning
+    # dtype of the gradients of master weights between a run and the step; `None`: dtype of the sums
+    gradient_dtype: torch.dtype | None = None
+    compiled: CompiledLayers = NOT_COMPILED
+    large_tables: LargeTables = "whole"  # how tables of large vocabularies are copied
+    disk: DiskMemory | None = None  # disk storage that replaces host memory for the training; `None` for host memory
+    update: Update = "masters"
+
+
 class RunLifecycle:
     """Prepares the runs of one model, executes their stages on its devices, and commits their results to the model."""
 
-    # pinned: pinned memory of the model; `None` without pinning
-    # gradient_dtype: dtype of the gradients of master weights between a run and the step; `None`: dtype of the sums
-    # disk: disk storage that replaces host memory for the training; `None` for host memory
     # take_gradient: function that is offered each parameter and its gradient after each microbatch's backward
     # through a layer. If it returns true, the gradient is not stored in the parameter.
 
@@ -66,26 +78,20 @@ class RunLifecycle:
         model: nn.Module,
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
-        optim_dtype: torch.dtype | None,
-        tag: str,
-        pinned: PinnedModel | None,
+        options: EngineOptions,
         groups: OneGroup[Any],
-        gradient_dtype: torch.dtype | None,
-        compiled: CompiledLayers,
-        large_tables: LargeTables,
-        disk: DiskMemory | None,
-        update: Update,
     ) -> None:
         self.layers = list(layers)
-        self._compiled = compiled
+        self._options = options
         self.devices = list(devices)
-        self.tag = tag
+        disk, in_backward = options.disk, options.update == "in_backward"
+        self.tag = options.tag
         self.step = 0
         self.groups = groups
         made = partial(groups.make_store, model) if disk is None else partial(DiskStore, model, disk, self.layers)
-        self.store = InBackwardStore(model, optim_dtype) if update == "in_backward" else made(optim_dtype)
-        self.store.kept_dtype = gradient_dtype
-        self.store.is_in_place = update != "masters"
+        self.store = InBackwardStore(model, options.optim_dtype) if in_backward else made(options.optim_dtype)
+        self.store.kept_dtype = options.gradient_dtype
+        self.store.is_in_place = options.update != "masters"
         self.table = ReadinessTable(len(self.layers))
         self.dispatch = Dispatch(self.devices)
         self.round_robin = self.dispatch.round_robin
@@ -93,20 +99,19 @@ class RunLifecycle:
             self.layers,
             self.devices,
             self.store.gradient_dtype,
-            large_tables,
-            is_compiled=not compiled.is_empty,
+            options.large_tables,
+            is_compiled=not options.compiled.is_empty,
             is_host_short=disk is not None,
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         # gradients that go to a disk, or directly to their step, need pinned memory only during the copy
-        stay = disk is None and update != "in_backward"
+        stay = disk is None and not in_backward
         self.gradient_memory = GradientMemory() if is_accelerated and stay else None
         self._is_accelerated = is_accelerated
         self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-        self._pinned = pinned
         self._routed = RoutedParameters()
         self._runs: collections.Counter[RunType] = collections.Counter()
         self._shapes: dict[int, torch.Size] = {}  # by parameter identity: when the gradients were checked
@@ -206,8 +211,8 @@ class RunLifecycle:
         # for each layer, and the step's thread writes the parameters.
         if not self.steps.pending:
             self.store.publish()
-            if self._pinned is not None:
-                self._pinned.update()
+            if self._options.pinned is not None:
+                self._options.pinned.update()
         contents = self.planner.rule.mark(scan(self.layers))
         read = [parameter for layer in contents for parameter in layer.parameters()]
         wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of other pipelines
@@ -234,7 +239,7 @@ class RunLifecycle:
         # Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         # Trials, evaluation and generation have other sizes and caches, each of which would need its own compilation.
-        compiled = self._compiled if config.requires_grad else NOT_COMPILED
+        compiled = self._options.compiled if config.requires_grad else NOT_COMPILED
         return RunSpec(
             kind=kind,
             stages=stages_within(plan.stages(kind, number, most_copies=most_copies), span),

@@ -19,6 +19,7 @@ from ..device.transfer import send_as, sent_as, widen
 from ..engine.compiled import CompiledLayers, check_compile_options
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine, in_two_passes
+from ..engine.lifecycle import EngineOptions
 from ..engine.loss_check import JoinedLossError
 from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
@@ -143,20 +144,17 @@ class RoundPipe(OptimizedModel, SavedModel):
         if options.gradient_dtype is not None:
             take_over_always(widened)
         self._rp_groups = _rank_groups(options) if options.has_groups else None
-        self._rp_engine = Engine(
-            model,
-            layers,
-            found,
+        of_engine = EngineOptions(
             options.optim_dtype,
             tag,
             pinned,
-            self._rp_groups,
             options.gradient_dtype,
             CompiledLayers(layers, check_compile_options(options.compile)),
             options.large_tables,
             None if folder is None else memory_for(model, folder),
             options.update,
         )
+        self._rp_engine = Engine(model, layers, found, of_engine, self._rp_groups)
         self._rp_reading = read_model(model, layers)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
 from ...engine.digests import Digest, digest, distance, typical
 from ...engine.driver import Engine
+from ...engine.lifecycle import EngineOptions
 from ...errors import CutError
 from ...optim.copyable import has_few_bits, weights_kept
 from ...optim.parameters import is_watched, scan
@@ -68,7 +69,7 @@ def check_equivalence(
 @contextlib.contextmanager
 def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> Iterator[Engine]:
     """Context manager that yields an engine for the pieces on the host, without copies of parameters."""
-    engine = Engine(model, pieces, [_Host("check")], None, "check")
+    engine = Engine(model, pieces, [_Host("check")], EngineOptions(None, "check"))
     try:
         yield engine
     finally:

@@ -16,6 +16,7 @@ from roundpipe_runtime import RoundPipeRunConfig, doing_recompute
 from roundpipe_runtime.device.accelerator import parse_devices
 from roundpipe_runtime.distributed.replicas.rank_groups import RankGroups
 from roundpipe_runtime.engine.driver import Engine
+from roundpipe_runtime.engine.lifecycle import EngineOptions
 from roundpipe_runtime.errors import DistributedError
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 from tests.runtime.small import near
@@ -160,7 +161,7 @@ def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
         groups = RankGroups(ThreadRanks(wire, rank, 1, size, is_listening=True))
         for layer in model:
             layer.groups = groups
-        engine = Engine(model, list(model), parse_devices("virtual:1"), None, "x", groups=groups)
+        engine = Engine(model, list(model), parse_devices("virtual:1"), EngineOptions(None, "x"), groups)
         outcome, is_over = [], False
         try:
             for kind, faults, seconds in calls:

@@ -259,9 +259,9 @@ def planned(way: str, config: Any, limit: int) -> tuple[Any, dict[str, Any]]:
     if way != LORA:  # gradients of two bytes, and two moments of one byte each, with a scale of 4 for 256 of them
         trained = sum(parameter.numel() for parameter in model.parameters())
         total += int(trained * (2 + 2 * (1 + 4 / 256))) - host.gradients - host.optimizer
-    return report.plan, {
+    return report.step.plan, {
         "seconds to plan": time.perf_counter() - began,
-        "stages": len(report.stages),
+        "stages": len(report.step.stages),
         "device bytes": max(memory.total for memory in report.device_memory),
         "host bytes": total + on_devices,
     }

@@ -39,17 +39,17 @@ def as_dict(
         "learning": _parameters(training, trainable=True),
         "refused": [": ".join(refusal) for refusal in training.cut.report.refused],
         "hardware": dataclasses.asdict(report.hardware),
-        "microbatches": report.num_microbatch,
-        "tokens": report.tokens,
+        "microbatches": report.step.num_microbatch,
+        "tokens": report.step.tokens,
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
         "plan": {
-            "fwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.fwd_plan],
-            "bwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.bwd_plan],
-            "last_stage_copies": report.plan.last_stage_copies,
+            "fwd_plan": [[stage[0], stage[-1] + 1] for stage in report.step.plan.fwd_plan],
+            "bwd_plan": [[stage[0], stage[-1] + 1] for stage in report.step.plan.bwd_plan],
+            "last_stage_copies": report.step.plan.last_stage_copies,
         },
         "stages": [
             {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
-            for stage, device, seconds in zip(report.stages, report.devices, report.seconds, strict=True)
+            for stage, device, seconds in zip(report.step.stages, report.devices, report.seconds, strict=True)
         ],
         "experts": dict(zip(("bytes", "expected_upload"), report.step.expert_bytes, strict=True)),
         "keep_parameters": report.simulated.keep_parameters,
@@ -62,9 +62,9 @@ def as_dict(
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
         "step": {
             "seconds": report.simulation.time,
-            "seconds_without_transfers": report.unhindered.time,
+            "seconds_without_transfers": report.simulated.unhindered.time,
             "bubble": report.simulation.bubble,
-            "optimizer_seconds": report.optimizer_seconds,
+            "optimizer_seconds": report.simulated.optimizer_seconds,
             "seconds_exact": _exact(report),
             "bubbles": report.simulated.bubbles,
             "links": [{"up": up, "down": down} for up, down in report.simulation.links],
@@ -97,11 +97,11 @@ def write_plan(
         return "\n".join([*parts, "", "--details adds layers, stages, the parts of memory, and transfers."])
     parts += [
         "",
-        f"Layers, on a microbatch of {-(-rows // report.num_microbatch)} x {length} tokens",
+        f"Layers, on a microbatch of {-(-rows // report.step.num_microbatch)} x {length} tokens",
         *_layers(report),
         *_tables(report),
         "",
-        f"{len(report.stages)} stages",
+        f"{len(report.step.stages)} stages",
         *_stages(report),
         *_experts(report),
         "",
@@ -152,7 +152,7 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
             ["memory", *memory],
             ["copies", f"{format_bytes(machine.link)}/s", origin["link"]],
             ["compute", f"{_operations(machine.flops)}/s", origin["flops"]],
-            ["a step", f"{rows} rows of {length} tokens", f"{report.num_microbatch} microbatches"],
+            ["a step", f"{rows} rows of {length} tokens", f"{report.step.num_microbatch} microbatches"],
             ["its time", format_seconds(run.time), f"devices compute {100 * run.utilisation:.0f} % of it"],
             *_adam(report),
             ["bottleneck", report.simulated.bottleneck],
@@ -162,7 +162,7 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
 
 def _adam(report: PlanReport) -> list[list[str]]:
     """When AdamW steps, and for how long."""
-    seconds, together = format_seconds(report.optimizer_seconds), format_seconds(_exact(report))
+    seconds, together = format_seconds(report.simulated.optimizer_seconds), format_seconds(_exact(report))
     if report.step.update == "in_backward":
         return [["AdamW", seconds, "on the host, during the backward"]]
     return [["then AdamW", seconds, "on the host"], ["together", together, 'with is_async="exact"']]
@@ -217,7 +217,7 @@ def _operations(flops: float) -> str:
 
 
 def _stages(report: PlanReport) -> list[str]:
-    parts = [len(stage.microbatches(report.num_microbatch)) for stage in report.stages]  # of a copy, a share
+    parts = [len(stage.microbatches(report.step.num_microbatch)) for stage in report.step.stages]  # of a copy, a share
     total = sum(part * seconds for part, seconds in zip(parts, report.seconds, strict=True)) or 1.0
     sizes = [
         (
@@ -227,7 +227,7 @@ def _stages(report: PlanReport) -> list[str]:
             _copied_back(report, stage),
             part * seconds,
         )
-        for stage, part, seconds in zip(report.stages, parts, report.seconds, strict=True)
+        for stage, part, seconds in zip(report.step.stages, parts, report.seconds, strict=True)
     ]
     rows = [("", "layers", "copied in", "copied back", "time", "share")]
     for _, same in _runs(sizes, lambda size: size):
@@ -238,7 +238,7 @@ def _stages(report: PlanReport) -> list[str]:
             (count, str(layers), format_bytes(up), _size(down), format_seconds(seconds) if seconds else "-", share)
         )
     lines = table(rows, align="<>>>>>", width=_COLUMNS)
-    if any(stage.kind == "fused" for stage in report.stages):
+    if any(stage.kind == "fused" for stage in report.step.stages):
         lines.append("  A fused stage computes forward and backward at once.")
     return lines
 
@@ -262,7 +262,7 @@ def _copied_back(report: PlanReport, stage: Stage) -> int:
         return 0
     if stage.is_last_copy:
         return sum(report.layers[i].grad_bytes for i in stage.layers)
-    return len(stage.microbatches(report.num_microbatch)) * report.step.share_bytes(stage)
+    return len(stage.microbatches(report.step.num_microbatch)) * report.step.share_bytes(stage)
 
 
 def _memory(report: PlanReport) -> list[str]:
@@ -277,7 +277,7 @@ def _memory(report: PlanReport) -> list[str]:
         ("parameters of the next stage", worst.arriving),
         ("microbatches in transfer", worst.copies),
     ]
-    stage = report.stages[worst.stage]
+    stage = report.step.stages[worst.stage]
     host = report.host_memory
     return [
         f"Memory of a device: {format_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
@@ -343,7 +343,7 @@ def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
 
 def _time(report: PlanReport) -> list[str]:
     run, step = report.simulation, report.simulated
-    adds = run.time - report.unhindered.time
+    adds = run.time - report.simulated.unhindered.time
     up, down = (max(link) for link in zip(*run.links, strict=True))
     busy = [[name, format_seconds(seconds)] for name, seconds in step.busy.items() if seconds]
     hidden = max(report.tokens_forward, report.tokens_backward)
@@ -356,7 +356,7 @@ def _time(report: PlanReport) -> list[str]:
         *_kept_instead(report, up),
         "Each part is busy for",
         *table(busy, align="<>"),
-        f"Computing hides transfers in steps of {hidden:,.0f} tokens; this step has {report.tokens:,}.",
+        f"Computing hides transfers in steps of {hidden:,.0f} tokens; this step has {report.step.tokens:,}.",
         f"  Forward stages need {report.tokens_forward:,.0f}, backward stages {report.tokens_backward:,.0f}.",
     ]
 

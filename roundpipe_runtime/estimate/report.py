@@ -51,31 +51,6 @@ class PlanReport:
         """Layers as measured on one microbatch."""
         return self.step.layers
 
-    @property
-    def num_microbatch(self) -> int:
-        """Number of microbatches."""
-        return self.step.num_microbatch
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of a step, over all microbatches."""
-        return self.step.tokens
-
-    @property
-    def plan(self) -> ModelExecutePlan:
-        """Plan that the runtime would choose."""
-        return self.step.plan
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Stages in the order of dispatch."""
-        return self.step.stages
-
-    @property
-    def stays(self) -> bool:
-        """Whether devices have room for all layers, so that each layer stays from its forward to its backward."""
-        return self.simulated.stays
-
     def simulate(
         self,
         step: StepPlan | None = None,
@@ -92,7 +67,7 @@ class PlanReport:
             step or self.step,
             self.hardware,
             is_async=is_async,
-            stays=self.stays,
+            stays=self.simulated.stays,
             keep_parameters=keep,
             host="memory" if self.disk is None else "disk",
         )
@@ -121,16 +96,6 @@ class PlanReport:
     def simulation(self) -> Simulation:
         """Simulation of one iteration, with its transfers."""
         return self.simulated.run
-
-    @property
-    def unhindered(self) -> Simulation:
-        """Simulation of one iteration on a machine whose transfers take no time."""
-        return self.simulated.unhindered
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """Time of AdamW's step on this host."""
-        return self.simulated.optimizer_seconds
 
     @property
     def fits_devices(self) -> bool | None:
@@ -295,7 +260,7 @@ def with_reference(
 
 def _seconds_of_forward(report: PlanReport) -> float:
     """Seconds of a run that goes forward through all layers, in the stages of the training."""
-    groups = [*report.plan.fwd_plan, report.plan.bwd_plan[0]]
+    groups = [*report.step.plan.fwd_plan, report.step.plan.bwd_plan[0]]
     stages = [Stage(number, "forward", range(group[0], group[-1] + 1)) for number, group in enumerate(groups)]
     loads = [
         StageLoad(
@@ -306,4 +271,4 @@ def _seconds_of_forward(report: PlanReport) -> float:
         )
         for stage in stages
     ]
-    return simulate_schedule(loads, machine_of(report.hardware, linked=True), report.num_microbatch).time
+    return simulate_schedule(loads, machine_of(report.hardware, linked=True), report.step.num_microbatch).time

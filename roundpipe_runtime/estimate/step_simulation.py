@@ -99,7 +99,7 @@ def simulate(
     """Simulate a training step on a machine, and return times and the bottleneck.
 
     Args:
-        plan: training step, from :func:`step_plan`, or ``plan`` of a :class:`PlanReport`.
+        plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
         machine: devices and host: :func:`describe_hardware`, or :func:`load_machine` for a file.
         is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
             layer next to the next run; ``True``, next to it with weights one step old.

@@ -26,8 +26,8 @@ def report(machine, *, layers=6, dtype=torch.float32, tokens=3 * ROWS, optim_dty
 def test_equal_layers_get_the_plan_of_the_runtime():
     """A forward stage holds three layers where a backward stage holds one; the last layer is the fused stage."""
     found = report(hardware())
-    assert [stage.kind for stage in found.stages][:3] == ["forward", "forward", "fused"]
-    assert found.devices == [index % 2 for index in range(len(found.stages))]
+    assert [stage.kind for stage in found.step.stages][:3] == ["forward", "forward", "fused"]
+    assert found.devices == [index % 2 for index in range(len(found.step.stages))]
     assert found.seconds[2] == pytest.approx(3 * 2 * ROWS * WIDTH * WIDTH / 1e9)
 
 
@@ -35,7 +35,7 @@ def test_tokens_that_hide_transfers_follow_the_formula():
     """Bytes of a parameter times F / (2 B) forward: 2 x width^2 operations a token against 4 bytes of each."""
     machine = hardware(flops=1e9, link=1e6, memory=10**5)
     found = report(machine)
-    assert not found.stays
+    assert not found.simulated.stays
     assert found.tokens_forward == pytest.approx(4 * machine.flops / (2 * machine.link))
     # six operations a parameter with the forward that is done again, but for the first layer, whose input needs none
     layers = 6
@@ -56,16 +56,16 @@ def test_sums_of_four_bytes_take_longer_than_weights_of_two():
 def test_transfers_add_time_below_those_tokens_and_none_far_above():
     """The simulation says what the formula says."""
     few = report(hardware(flops=1e9, link=1e6, memory=10**5))
-    assert few.simulation.time > 1.5 * few.unhindered.time
+    assert few.simulation.time > 1.5 * few.simulated.unhindered.time
     quick = report(hardware(flops=1e9, link=1e12, memory=10**5))
-    assert quick.simulation.time == pytest.approx(quick.unhindered.time, rel=0.01)
+    assert quick.simulation.time == pytest.approx(quick.simulated.unhindered.time, rel=0.01)
 
 
 def test_layers_that_stay_are_copied_once():
     """Where all fits, the backward finds on its device what the forward left there."""
     staying, moving = report(hardware(count=1)), report(hardware(count=1, memory=10**5))
     weights = 6 * 4 * WIDTH * WIDTH
-    assert (staying.stays, moving.stays) == (True, False)
+    assert (staying.simulated.stays, moving.simulated.stays) == (True, False)
     # activations aside: gradients have the same size in both
     assert moving.simulation.bytes_up - staying.simulation.bytes_up >= 0.8 * weights
 
@@ -99,9 +99,9 @@ def test_sums_of_another_dtype_count_next_to_the_gradient():
 def test_adam_moves_seven_numbers_a_parameter():
     """Four are read, three are written; at 1 GB/s."""
     parameters = 6 * WIDTH * WIDTH
-    assert report(hardware()).optimizer_seconds == pytest.approx(7 * 4 * parameters / 1e9)
+    assert report(hardware()).simulated.optimizer_seconds == pytest.approx(7 * 4 * parameters / 1e9)
     wide = report(hardware(), dtype=torch.bfloat16, optim_dtype=torch.float32)
-    assert wide.optimizer_seconds == pytest.approx((7 * 4 + 4 + 2) * parameters / 1e9)
+    assert wide.simulated.optimizer_seconds == pytest.approx((7 * 4 + 4 + 2) * parameters / 1e9)
 
 
 def test_the_head_is_copied_where_that_pays():
@@ -115,13 +115,13 @@ def test_the_head_is_copied_where_that_pays():
         return plan_report(model, list(model), layers, hardware(count=4, link=link), **size)
 
     quick, slow = planned(1e12, "auto"), planned(1e6, "auto")
-    assert quick.plan.last_stage_copies > 1
+    assert quick.step.plan.last_stage_copies > 1
     assert quick.simulation.time < 0.8 * planned(1e12, 1).simulation.time
-    assert slow.plan.last_stage_copies == 1
+    assert slow.step.plan.last_stage_copies == 1
     assert slow.simulation.time < planned(1e6, 4).simulation.time
     # each microbatch of three of the copies goes down and up; the sums come down once
     head, single = 4 * 8 * WIDTH * WIDTH, planned(1e12, 1)
     copied = planned(1e12, 4)
-    fused = [stage for stage in copied.stages if stage.kind == "fused"]
+    fused = [stage for stage in copied.step.stages if stage.kind == "fused"]
     assert [copied.step.share_bytes(stage) for stage in fused] == [head] * 4
     assert copied.host_memory.activations >= single.host_memory.activations + 9 * head

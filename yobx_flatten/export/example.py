@@ -66,6 +66,19 @@ class Example:
         """The names of all leaves of the inputs, in order."""
         return leaf_names(self.inputs)
 
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """All leaves of the inputs by name."""
+        return dict(zip(self.names, leaves_of(self.inputs), strict=True))
+
+    def axes(self) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
+        """Yield name, tensor, axis and dynamic shape of each axis of the inputs that is not stated to be fixed."""
+        entries = shapes_of_leaves(self.inputs, self.shapes)
+        for name, leaf, dims in zip(self.names, leaves_of(self.inputs), entries, strict=True):
+            for axis, dim in (dims or {}).items() if isinstance(leaf, torch.Tensor) else ():
+                if dim is not None:
+                    yield name, leaf, axis, dim
+
     @functools.cached_property
     def runs(self) -> EagerRuns:
         """The outputs of the eager module for the test cases, each computed when first needed."""
@@ -265,14 +278,7 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
     # who writes shapes for an empty cache means a program for the prefill
     if cache is not None and not leaf_names(cache) and not given:
         return [f"{example.cache_is} is empty"]
-    inputs = example.inputs
-    leaves = zip(example.names, pytree.tree_leaves(inputs), shapes_of_leaves(inputs, example.shapes), strict=True)
-    return [
-        f"{name} axis {axis}"
-        for name, leaf, shape in leaves
-        for axis, dim in (shape or {}).items()
-        if dim is not None and isinstance(leaf, torch.Tensor) and leaf.shape[axis] in (0, 1)
-    ]
+    return [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
 
 
 def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], str]:
@@ -369,8 +375,7 @@ def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
 def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
     """Return, by name, the tensors of an example that are inputs of its program."""
     wanted = {name for name, _, _ in signature.inputs}
-    named = zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True)
-    return {name: leaf for name, leaf in named if name in wanted and isinstance(leaf, torch.Tensor)}
+    return {name: leaf for name, leaf in example.leaves.items() if name in wanted and isinstance(leaf, torch.Tensor)}
 
 
 def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
@@ -395,7 +400,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an example's arguments, with copies of the tensors in ``made``. Needs the registration ``with`` block."""
-    own = dict(zip(leaf_names(example.inputs), leaves_of(example.inputs), strict=True))
+    own = example.leaves
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 
     def replaced(leaf: PyTree) -> PyTree:
@@ -408,19 +413,12 @@ def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[
 
 def varying_axes(example: Example) -> set[Axis]:
     """Return the axes of an example's tensors that have a dynamic size larger than 1."""
-    entries = shapes_of_leaves(example.inputs, example.shapes)
-    return {
-        (name, axis)
-        for name, leaf, dims in zip(example.names, leaves_of(example.inputs), entries, strict=True)
-        for axis, dim in (dims or {}).items()
-        if isinstance(leaf, torch.Tensor) and dim is not None and leaf.shape[axis] > 1
-    }
+    return {(name, axis) for name, leaf, axis, _ in example.axes() if leaf.shape[axis] > 1}
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
     """Return the batch axis of each tensor: its first axis with the size of axis 0 of the first tensor."""
-    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    tensors = {name: leaf for name, leaf in example.leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)
     return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}
 

@@ -21,14 +21,12 @@ from ..core.effects import undisturbed
 from ..errors import FlattenError, InvalidArgumentError
 from ..errors.failures import STEP, first_line
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree
 from ..runners.adapters import Adapter
 from ..runners.program_runner import ProgramRunner
 from ..runners.signature import MISFIT
 from ..trace.program_inputs import traced_inputs
-from ..trees.naming import leaf_names, leaves_of
-from ..trees.shapes import shapes_of_leaves
-from .example import Example
+from ..trees.naming import leaf_names
+from .example import Example, arguments_with
 from .model_facts import ModelFacts
 from .proof.eager_runs import Case, Proof, check_cases, choose_proof, sampled
 from .proof.exported_call import Nested
@@ -338,46 +336,28 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
 
 def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:
     """Yield leaf, axis and size where the trace was to decide, and decided for the size of the example."""
-    inputs, given = dict(zip(example.names, traced_inputs(program), strict=True)), example.inputs
-    for name, leaf, dims in zip(
-        leaf_names(given), leaves_of(given), shapes_of_leaves(given, example.shapes), strict=True
-    ):
-        value = inputs.get(name)
-        if not isinstance(leaf, torch.Tensor) or not isinstance(value, torch.Tensor):
-            continue
-        for axis, dim in (dims or {}).items():
-            # sizes of 0 and 1 have their own note
-            if dim == Dim.AUTO and leaf.shape[axis] > 1 and not isinstance(value.shape[axis], torch.SymInt):
-                yield name, axis, leaf.shape[axis]
+    inputs = dict(zip(example.names, traced_inputs(program), strict=True))
+    for name, leaf, axis, dim in example.axes():
+        value = inputs[name]
+        is_fixed = isinstance(value, torch.Tensor) and not isinstance(value.shape[axis], torch.SymInt)
+        if is_fixed and dim == Dim.AUTO and leaf.shape[axis] > 1:  # sizes of 0 and 1 have their own note
+            yield name, axis, leaf.shape[axis]
 
 
 def _of_each_size(example: Example) -> dict[int, dict[str, list[int]]]:
     """All axes that may vary, by their size."""
     found: dict[int, dict[str, list[int]]] = {}
-    given = example.inputs
-    for name, leaf, dims in zip(
-        leaf_names(given), leaves_of(given), shapes_of_leaves(given, example.shapes), strict=True
-    ):
-        for axis, dim in (dims or {}).items():
-            if isinstance(leaf, torch.Tensor) and dim is not None:
-                found.setdefault(leaf.shape[axis], {}).setdefault(name, []).append(axis)
+    for name, leaf, axis, _ in example.axes():
+        found.setdefault(leaf.shape[axis], {}).setdefault(name, []).append(axis)
     return found
 
 
 def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
     """Return whether the model accepts a size that is larger by one along these axes."""
-    given, larger = example.inputs, {}
-    for name, leaf in zip(leaf_names(given), leaves_of(given), strict=True):
-        made = leaf
-        for axis in axes.get(name, ()):
-            made = torch.cat([made, made.narrow(axis, made.shape[axis] - 1, 1)], dim=axis)
-        larger[id(leaf)] = made
-
-    def other(leaf: PyTree) -> PyTree:
-        made = larger.get(id(leaf), leaf)
-        return made.clone() if isinstance(made, torch.Tensor) else made
-
-    args, kwargs = pytree.tree_map(other, (example.args, dict(example.kwargs)))
+    larger = {name: example.leaves[name] for name in axes}
+    for name, axis in ((name, axis) for name, those in axes.items() for axis in those):
+        larger[name] = torch.cat([larger[name], larger[name].narrow(axis, -1, 1)], dim=axis)
+    args, kwargs = arguments_with(example, larger)
     try:
         written = written_parameters(example.module, traced.written)
         with torch.no_grad(), undisturbed(seed=0, module=example.module, parameters=written):

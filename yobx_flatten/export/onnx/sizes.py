@@ -26,7 +26,6 @@ from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
-from ...trees.naming import leaves_of
 from ..example import Example, arguments_with, resized_leaves
 from ..proof.eager_runs import clone
 from ..proof.left import written_parameters
@@ -215,7 +214,7 @@ class OtherSizes:
 
 
 def _sizes_of(example: Example, signature: Signature) -> dict[str, int] | None:
-    leaves = dict(zip(example.names, leaves_of(example.inputs), strict=True))
+    leaves = example.leaves
     found = {name: leaves.get(given) for name, (given, _) in place_of_sizes(signature).items()}
     if not all(isinstance(leaf, torch.Tensor) for leaf in found.values()):
         return None

@@ -137,10 +137,15 @@ def is_checkpoint(path: pathlib.Path) -> bool:
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
+def step_of(checkpoint: pathlib.Path) -> int:
+    """Return the number in the name of a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def next_path(folder: pathlib.Path) -> pathlib.Path:
     """Return the path for the next checkpoint in a folder: its number is one more than that of the last one."""
     there = checkpoints_in(folder)
-    last = int(there[-1].name.rpartition("-")[2]) if there else 0
+    last = step_of(there[-1]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from yobx_flatten.errors import describe_class
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.files.tensors import opened_tensors, write_tensor_file
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
@@ -175,12 +176,12 @@ def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
     names, context = value.__tensor_flatten__()
     parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
     rest = {"context": context, "size": value.size(), "stride": value.stride()}
-    return {"$parts": {"class": _name_of(type(value)), "parts": parts, "rest": encode(rest, path, tensors)}}
+    return {"$parts": {"class": describe_class(type(value)), "parts": parts, "rest": encode(rest, path, tensors)}}
 
 
 def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     # Nothing is imported for a file: the class must be registered with torch as safe to load.
-    known = {_name_of(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
+    known = {describe_class(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
     kind: Any = known.get(stored["class"])
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):
         module, _, name = stored["class"].rpartition(".")
@@ -190,10 +191,6 @@ def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         )
     rest = _decode(stored["rest"], tensors)
     return kind.__tensor_unflatten__(_decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:

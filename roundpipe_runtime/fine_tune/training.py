@@ -17,6 +17,7 @@ from torch import nn
 from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
+from ..checkpoint.folder import step_of
 from ..device.accelerator import parse_devices
 from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
@@ -108,7 +109,7 @@ class Training:
     @property
     def step(self) -> int:
         """Number of optimizer steps done so far."""
-        return int(self.trainer.state.global_step) if self._checkpoint is None else _step_of(self._checkpoint)
+        return int(self.trainer.state.global_step) if self._checkpoint is None else step_of(self._checkpoint)
 
     @property
     def steps(self) -> int:
@@ -232,8 +233,8 @@ class Training:
             return False
         notes = self.job.together(lambda: read_notes(found))
         self._check_same(notes.get("same", {}), os.fspath(folder))
-        if _step_of(found) > self.steps:
-            raise FineTuneError(f"{folder} is at step {_step_of(found)}, but --steps is only {self.steps}. Add steps.")
+        if step_of(found) > self.steps:
+            raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Add steps.")
         self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]
@@ -313,13 +314,9 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
     """
     from .trainer import read_notes
 
-    there = sorted(pathlib.Path(folder).glob("checkpoint-*"), key=_step_of)
+    there = sorted(pathlib.Path(folder).glob("checkpoint-*"), key=step_of)
     replicas = read_notes(there[-1]).get("replicas") if there else None
     return replicas if replicas and replicas > 1 else None
-
-
-def _step_of(checkpoint: pathlib.Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _check_groups(settings: Settings, size: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator
 
+from ..errors import describe_class
 from ..errors.dependencies import is_installed
 from ..recipe.contract import Recipe
 
@@ -109,14 +110,14 @@ def _layers() -> Iterator[FlatteningRow]:
     for cls in vars(cache_utils).values():
         if isinstance(cls, type) and cls.__module__ == cache_utils.__name__ and cls.__name__ in letters:
             letter = letters[cls.__name__]
-            yield FlatteningRow("layer", _full_name(cls), letter, *_LAYERS[letter], "-", "", _since(cls))
+            yield FlatteningRow("layer", describe_class(cls), letter, *_LAYERS[letter], "-", "", _since(cls))
     bases = tuple(
         getattr(cache_utils, name)
         for name in ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
         if hasattr(cache_utils, name)
     )
     for cls in ModelClasses(lambda cls: issubclass(cls, bases))():
-        yield FlatteningRow("layer", _full_name(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
+        yield FlatteningRow("layer", describe_class(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
@@ -158,8 +159,4 @@ def _node(cls: type, recipe: Recipe | None) -> FlatteningRow:
     code, by, tables = ("-", "transformers", _OTHERS_TABLES)
     if recipe is not None:
         code, by, tables = recipe.name, "yobx_flatten", _TABLES
-    return FlatteningRow(kind, _full_name(cls), code, *words, by, tables, _since(cls))
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return FlatteningRow(kind, describe_class(cls), code, *words, by, tables, _since(cls))

@@ -122,7 +122,7 @@ class SlidingDecoder(Continued):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "cache": [_pair(layer) for layer in cache.layers],
+            "cache": [pair_of(layer) for layer in cache.layers],
         }
 
     def shapes(self, given: DynamicShapes) -> DynamicShapes:
@@ -155,7 +155,7 @@ class SlidingDecoder(Continued):
                 "return_dict": True,
             }
         )
-        kept = [_pair(layer) for layer in cache_of(found).layers]
+        kept = [pair_of(layer) for layer in cache_of(found).layers]
         returned = name_in(found)
         others = {name: value for name, value in found.items() if name != returned and value is not None}
         return {**others, PRESENT: kept}
@@ -168,7 +168,8 @@ class SlidingDecoder(Continued):
         return {**following, "attention_mask": longer, "position_ids": kwargs["position_ids"] + ids.shape[1]}
 
 
-def _pair(layer: CacheLayer) -> dict[str, torch.Tensor]:
+def pair_of(layer: CacheLayer) -> dict[str, torch.Tensor]:
+    """Return the keys and values of a layer as a file has them."""
     return {"key": layer.keys, "value": layer.values}
 
 

@@ -90,7 +90,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     """
     # returns: the position of a leaf by the graph's name. A name without a leaf has no entry.
     found: dict[str, int] = {}
-    for spell in (str, _plain):
+    for spell in (str, plain_spelling):
         # the first leaf gets a repeated name
         known = {spell(name): place for place in reversed(range(len(spellings))) for name in spellings[place]}
         for name in graph:
@@ -110,5 +110,6 @@ def _is_name(spellings: Sequence[str]) -> bool:
     return any(part and not part.isdigit() for part in spellings[-1].split("."))
 
 
-def _plain(name: str) -> str:
+def plain_spelling(name: str) -> str:
+    """Return a name in lower case, with underscores for all characters except letters and digits."""
     return re.sub(r"\W", "_", name).lower()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT, spellings_of
-from ..trees.naming import match
+from ..trees.naming import match, plain_spelling
 
 _FRONT = re.compile(rf"(?:new_|updated_|out_)?(?:{CACHE}?|present_key_values?|past|{PRESENT}|pkv|cache)(?=[\W_\d])")
 _KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}
@@ -88,13 +88,9 @@ def matched(
     free = [(name, also) for name, also in zip(names, plain, strict=True) if name not in found.values()]
     spelled = [(n, *(a for a in ALIASES.get(n, ()) if a not in names), *spellings_of(also), also) for n, also in free]
     for name, number in match(left, spelled).items():
-        if by_order or name in spelled[number] or _like(name) in map(_like, spelled[number]):
+        if by_order or name in spelled[number] or plain_spelling(name) in map(plain_spelling, spelled[number]):
             found[name] = free[number][0]
     if by_order and not found:  # a file that returns no cache returns the others
         others = [name for name in names if not place_of(name)]
         found = dict(zip(graph, names if len(graph) > len(others) else others, strict=False))
     return found
-
-
-def _like(name: str) -> str:
-    return re.sub(r"\W", "_", name).lower()

@@ -29,6 +29,7 @@ from ...checkpoint.folder import (
     only_writer,
     remove_checkpoint,
     remove_leftovers,
+    step_of,
     verify,
 )
 from ...device.generator import generator_kept
@@ -131,7 +132,7 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     if run.is_dir():
         with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # nor is there a half of one that writes
             _settle(run)
-    there = sorted(_checkpoints(run), key=_steps, reverse=True)
+    there = sorted(_checkpoints(run), key=step_of, reverse=True)
     errors = []
     for path in there:
         try:
@@ -160,7 +161,7 @@ def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> No
     # best: path of the best checkpoint, if it is known
     if not limit or limit < 0:
         return
-    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _steps(path)), reverse=True)
+    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
     whole = [path for path in newest_first if _is_whole(path)]
     kept = whole[:1] + [path for path in whole[1:] if best is not None and path == pathlib.Path(best)]
     kept += [path for path in whole if path not in kept][: max(0, limit - len(kept))]
@@ -173,10 +174,6 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
     if not run.is_dir():
         return []
     return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _steps(path: pathlib.Path) -> int:
-    return int(path.name.rpartition("-")[2])
 
 
 def _verify(path: pathlib.Path) -> None:

@@ -27,7 +27,7 @@ from .rewrite.attention import fuse_attention
 from .rewrite.group_query_attention import share_cache
 from .rewrite.heads import put_tokens_first
 from .rewrite.optimize import join_projections, keep_last_scores, optimize_graph
-from .rewrite.repair import repair_graph, sizes_of
+from .rewrite.repair import repair_graph, sizes_of, text_of_size
 from .weights import read_lazily, write_weights
 
 if TYPE_CHECKING:
@@ -260,19 +260,19 @@ def name_axes(
         if value.shape is None:
             continue
         spelled = [_format(dim, names, whole) for dim in value.shape]
-        if spelled != [_text(dim) for dim in value.shape]:
+        if spelled != [text_of_size(dim) for dim in value.shape]:
             value.shape = ir.Shape(spelled)
 
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
     """Names of symbols: those chosen by the user, or the names of the axes."""
     inputs = {
-        value.name: [_text(dim) for dim in value.shape]
+        value.name: [text_of_size(dim) for dim in value.shape]
         for value in graph.inputs
         if value.name and value.shape is not None
     }
     outputs = {
-        value.name: [_text(dim) for dim in value.shape]
+        value.name: [text_of_size(dim) for dim in value.shape]
         for value in graph.outputs
         if value.name and value.shape is not None
     }
@@ -362,19 +362,15 @@ def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
         for read in (tokens, tokens.replace("input_ids", "inputs_embeds")):
             if read not in lengths or mask not in lengths or len(lengths[mask]) != 2:
                 continue
-            total, new = (names.get(str(_text(lengths[name][1]))) for name in (mask, read))
+            total, new = (names.get(str(text_of_size(lengths[name][1]))) for name in (mask, read))
             for past in set(names.values()):
                 if total and new and past.startswith("past_") and past.endswith("sequence_length"):
                     totals[f"{past} + {new}"] = total
     return totals
 
 
-def _text(dim: int | ir.SymbolicDim) -> int | str | None:
-    return dim if isinstance(dim, int) else dim.value
-
-
 def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[str, str]) -> int | str | None:
-    text = _text(dim)
+    text = text_of_size(dim)
     if not isinstance(text, str):
         return text
     text = _SYMBOL.sub(lambda found: names.get(found[0], found[0]), text)

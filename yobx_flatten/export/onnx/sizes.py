@@ -30,7 +30,7 @@ from ..example import Example, arguments_with, resized_leaves
 from ..proof.eager_runs import clone
 from ..proof.left import written_parameters
 from ..traced import Traced
-from .rewrite.repair import copy_type
+from .rewrite.repair import copy_type, text_of_size
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -79,15 +79,11 @@ def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
 
     inputs = {value.name: value for value in model.graph.inputs}
     shapes = {name: value.shape for name, value in inputs.items() if value.shape is not None}
-    sizes = {str(_text(shapes[name][axis])): size for (name, axis), size in fixed.items()}
+    sizes = {str(text_of_size(shapes[name][axis])): size for (name, axis), size in fixed.items()}
     values = [*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)]
     for value in values:
-        if value.shape is not None and any(str(_text(dim)) in sizes for dim in value.shape):
-            value.shape = ir.Shape([sizes.get(str(_text(dim)), _text(dim)) for dim in value.shape])
-
-
-def _text(dim: int | ir.SymbolicDim) -> int | str | None:
-    return dim if isinstance(dim, int) else dim.value
+        if value.shape is not None and any(str(text_of_size(dim)) in sizes for dim in value.shape):
+            value.shape = ir.Shape([sizes.get(str(text_of_size(dim)), text_of_size(dim)) for dim in value.shape])
 
 
 def _is_sum(found: Expression) -> bool:

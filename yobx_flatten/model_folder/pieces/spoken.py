@@ -19,8 +19,9 @@ from torch.export import Dim
 
 from ...core.effects import undisturbed
 from ...huggingface.cache_names import cache_of, installed_name
+from ...huggingface.decoders import pair_of
 from ...recipe.aliases import PlainCache, TransformersModel
-from .text import EVERY, Piece, Split, features_of, filled_cache, pair_of, pieces_of_calls, random_tokens, random_values
+from .text import EVERY, Piece, Split, features_of, filled_cache, pieces_of_calls, random_tokens, random_values
 
 _SAMPLES = 400  # audio samples for each token of a text
 

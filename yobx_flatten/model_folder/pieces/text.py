@@ -28,6 +28,7 @@ from ...huggingface import decoders
 from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
+from ...huggingface.decoders import pair_of
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
@@ -256,11 +257,6 @@ def features_of(cache: PlainCache) -> torch.Tensor:
     """Return stand-ins for the encoder's features: a decoder with a filled cache reads only how many there are."""
     keys: torch.Tensor = cache[0]["encoder"]["key"]
     return keys.transpose(1, 2).flatten(2)
-
-
-def pair_of(layer: Any) -> dict[str, Any]:
-    """Return the keys and values of a layer by their names in a file."""
-    return {"key": layer.keys, "value": layer.values}
 
 
 def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:

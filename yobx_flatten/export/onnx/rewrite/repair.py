@@ -49,6 +49,11 @@ def type_of(value: ir.Value) -> ir.DataType:
     return value.dtype
 
 
+def text_of_size(dim: int | ir.SymbolicDim) -> int | str | None:
+    """Return a number, or the text of a symbol."""
+    return dim if isinstance(dim, int) else dim.value
+
+
 def copy_type(value: ir.Value, like: ir.Value) -> None:
     """Copy the element type of one value to another."""
     # value: an `onnx_ir.Value`, changed in place

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 
 from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.terminal.failures import UserError
 
 from ..fine_tune import ModelSource, Tokenizer, model_source
 
@@ -39,3 +40,11 @@ def read_by(source: ModelSource, tokenizer: Tokenizer) -> ModelSource:
     part.pad_token_id = part.bos_token_id = None
     part.eos_token_id = tokenizer.eos_token_id
     return dataclasses.replace(source, config=config)
+
+
+def row_length(source: ModelSource, length: int | None) -> int:
+    """Return the tokens of a row: as given, or as many as the model takes, up to 512."""
+    longest = source.longest
+    if length is not None and longest is not None and length > longest:
+        raise UserError(f"{source.name} accepts rows of at most {longest} tokens: --length {longest}")
+    return length or min(512, longest or 512)

@@ -15,7 +15,7 @@ from yobx_flatten.terminal.output import progress, say, say_json
 
 from ..device.disk import HOST_IN_MEMORY
 from . import train_options
-from .models import source_of
+from .models import row_length, source_of
 from .option_objects import option, parse_bytes, parse_gigabytes, takes_options
 from .plan_output import as_dict, write_plan
 from .train_options import dtype_named, few_bits
@@ -169,7 +169,7 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
     """
     source, rows = source_of(what.model, weights=False), step.batch
     is_small = source.folder is None and not pathlib.Path(what.model).exists()
-    length = _length(source, step.length)
+    length = row_length(source, step.length)
     with progress("building the model without allocating memory") as show:
         training = _training(source, machine, step, show)
         count = step.microbatches or min(len(training.hardware.names) + 1, rows)
@@ -189,14 +189,6 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
         shown: dict[str, Any] = {"reference": compared, "details": what.details, "is_small": is_small}
         say(write_plan(training, report, change, rows=rows, length=length, **shown))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
-
-
-def _length(source: ModelSource, length: int | None) -> int:
-    """The tokens of a row: as given, or as many as the model takes, up to 512."""
-    longest = source.longest
-    if length is not None and longest is not None and length > longest:
-        raise UserError(f"{source.name} accepts rows of at most {longest} tokens: --length {longest}")
-    return length or min(512, longest or 512)
 
 
 def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:

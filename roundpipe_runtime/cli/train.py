@@ -28,7 +28,7 @@ from ..distributed.ranks.alarm import Alarm
 from ..errors import PlanError, RoundPipeError
 from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
 from ..huggingface.quantize import count_weights
-from .models import read_by, source_of
+from .models import read_by, row_length, source_of
 from .option_objects import flat_options, takes_options
 from .train_options import (
     FileOptions,
@@ -134,7 +134,7 @@ def _prepared(
 def _rows(
     source: tuning.ModelSource, tokenizer: tuning.Tokenizer, what: ModelOptions, data: TextOptions, seed: int
 ) -> tuning.Blocks | tuning.ChatRows:
-    length = _length(data.length, source)
+    length = row_length(source, data.length)
     split: dict[str, Any] = {"eval_share": data.eval_share, "seed": seed, "vocab_size": source.vocab_size}
     names = [*(data.chat or data.text or []), *what.more_text]
     if data.chat:
@@ -288,13 +288,6 @@ def _naming_memory(step: StepOptions) -> Iterator[None]:
         raise UserError(
             f"--memory {step.memory} is too little: {what}. Give more, or see what a model needs: roundpipe plan MODEL"
         ) from error
-
-
-def _length(length: int | None, source: tuning.ModelSource) -> int:
-    most = source.longest
-    if length is not None and most is not None and length > most:
-        raise UserError(f"{source.name} accepts rows of at most {most} tokens: --length {most}")
-    return length or min(512, most or 512)
 
 
 def _adapters(learning: LearningOptions, source: tuning.ModelSource) -> tuning.Lora | None:

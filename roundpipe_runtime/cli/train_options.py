@@ -411,29 +411,17 @@ def settings_of(
             "--update in_backward updates each layer during the backward pass, so gradients cannot be clipped by their "
             "total norm or accumulated. Add: --clip 0 --accumulate 1; or use: --update in_place"
         )
-    return Settings(
-        batch=step.batch,
-        microbatches=step.microbatches,
-        replicas=replicas,
-        accumulate=step.accumulate,
-        steps=step.steps,
-        epochs=step.epochs or 1,
-        devices=step.device_objects(),
-        optim_dtype=dtype_named(step.optim_dtype),
-        keep_parameters=parse_gigabytes(step.keep_parameters, "--keep-parameters"),
-        large_tables=step.large_tables,
-        host=step.host,
-        update=step.update,
-        lr=learning.lr,
-        warmup=learning.warmup,
-        schedule=learning.schedule,
-        weight_decay=learning.weight_decay,
-        clip=learning.clip,
-        seed=learning.seed,
-        eval_every=learning.eval_every,
-        check=learning.check,
-        report_to=tuple(report_to or ()),
-    )
+    names = {field.name for field in dataclasses.fields(Settings)}
+    stated = {name: value for name, value in {**vars(step), **vars(learning)}.items() if name in names}
+    read: dict[str, Any] = {
+        "replicas": replicas,
+        "epochs": step.epochs or 1,
+        "devices": step.device_objects(),
+        "optim_dtype": dtype_named(step.optim_dtype),
+        "keep_parameters": parse_gigabytes(step.keep_parameters, "--keep-parameters"),
+        "report_to": tuple(report_to or ()),
+    }
+    return Settings(**{**stated, **read})
 
 
 def check_update(update: str, host: str) -> None:

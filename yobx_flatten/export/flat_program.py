@@ -63,17 +63,18 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
     call.signature.in_spec = pytree.tree_structure((tuple(range(len(tensors))), {}))
     call.signature.out_spec = pytree.tree_structure(tuple(range(returned)))
     call.signature.forward_arg_names = [e.arg.name for e in inputs if e.kind is InputKind.USER_INPUT]
-    return ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=ExportGraphSignature(inputs, outputs),
-        state_dict=program.state_dict,
-        range_constraints=program.range_constraints,
-        module_call_graph=[call],
-        example_inputs=(tensors, {}),
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+    signature = ExportGraphSignature(inputs, outputs)
+    parts: dict[str, Any] = {"graph_signature": signature, "module_call_graph": [call], "example_inputs": (tensors, {})}
+    return changed_program(program, module, **parts)
+
+
+_PARTS = ("state_dict", "range_constraints", "module_call_graph", "example_inputs", "constants", "verifiers")
+
+
+def changed_program(program: ExportedProgram, module: torch.fx.GraphModule, **parts: Any) -> ExportedProgram:
+    """Return a program with another graph, or other parts of the given names."""
+    kept = {name: getattr(program, name) for name in ("graph_signature", *_PARTS)}
+    return ExportedProgram(root=module, graph=module.graph, **{**kept, **parts})
 
 
 def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:

@@ -32,7 +32,7 @@ from ..huggingface.layer_weights import Reader, offloaded_readers, paused, strea
 from ..private_names.of_torch import FakeTensor, FakeTensorMode, pytree
 from ..recipe.aliases import PyTree
 from ..registry.patches import AttributePatch
-from ..runners.ports import check_cache_outputs
+from ..runners.ports import check_cache_outputs, present_of
 from ..trace.program_inputs import text_of
 from ..trees.arguments import about_devices, on_other_devices
 from ..trees.naming import output_names
@@ -78,6 +78,12 @@ class Traced:
         """Return the complex outputs, which files return as pairs of real numbers."""
         types = zip(self.output_names, self.output_types, strict=True)
         return [name for name, dtype in types if dtype is not None and dtype.is_complex]
+
+    @property
+    def presents(self) -> dict[str, str]:
+        """The output that takes the place of each input of the cache in the next call."""
+        pairs = {name: present_of(name) for name in self.input_names}
+        return {name: present for name, present in pairs.items() if present in self.output_names}
 
     def check_cache_outputs(self, name: str) -> None:
         """Refuse to make a file of a module that takes a cache and does not return it."""
@@ -479,8 +485,7 @@ def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
             if name.startswith("torch.") or found.get("int", _Int) is not _Int:
                 continue  # a name of the file's own
             patch = _PATCHES.setdefault(id(found), AttributePatch(found, "int", _Int))
-            patch.acquire()
-            stack.callback(patch.release)
+            stack.enter_context(patch)
         yield
 
 

@@ -21,7 +21,8 @@ _MISSING = object()
 class AttributePatch:
     """An attribute or dict entry that is replaced while it has at least one holder.
 
-    Holders may acquire and release it in any order, from any thread. A replacement that other code made later is kept.
+    Holders, such as a ``with`` block, may acquire and release it in any order, from any thread. A replacement that
+    other code made later is kept.
     """
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:
@@ -45,6 +46,12 @@ class AttributePatch:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
                 self._set(self._found)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _set(self, value: object) -> None:
         if isinstance(self._owner, dict):

@@ -40,12 +40,17 @@ def import_openvino() -> Any:
     The import sends an event over the network from a process that it forks, and a fork of a process with threads (of
     torch, of JAX) may hang. OpenVINO itself does without the package that sends where it is not installed.
     """
+    return import_unreported("openvino")
+
+
+def import_unreported(name: str) -> Any:
+    """Import OpenVINO, or another library of it, without its reports of use."""
     sender = "openvino_telemetry"
-    if "openvino" in sys.modules or sender in sys.modules:
-        return importlib.import_module("openvino")
+    if name in sys.modules or sender in sys.modules:
+        return importlib.import_module(name)
     sys.modules[sender] = None  # type: ignore[assignment] # as if it were not installed
     try:
-        return importlib.import_module("openvino")
+        return importlib.import_module(name)
     finally:
         del sys.modules[sender]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -450,17 +450,9 @@ def _patch() -> AttributePatch | None:
 _PATCH = _patch()
 
 
-@contextlib.contextmanager
-def setting_nothing_to_itself() -> Iterator[None]:
-    """Context manager in which registering a parametrization does not copy a parameter onto itself."""
-    if _PATCH is None:
-        yield
-        return
-    _PATCH.acquire()
-    try:
-        yield
-    finally:
-        _PATCH.release()
+def setting_nothing_to_itself() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which registering a parametrization does not copy a parameter onto itself."""
+    return contextlib.nullcontext() if _PATCH is None else _PATCH
 
 
 def forget_parametrized(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from ...errors.failures import result_or
 from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
-from ...runners.ports import present_of
 from ...runners.signature import KEY, Signature, Size
 from ...trace.program_inputs import Flat, joined, sizes_of
-from ..flat_program import flat_program, quietly, signature_of
+from ..flat_program import changed_program, flat_program, quietly, signature_of
 from ..traced import Traced
 
 
@@ -49,9 +48,7 @@ def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
     """Compile a program with an in-place KV cache; return the cache inputs. Needs the registration ``with`` block."""
     program = flat_program(traced.program)
     signature = _signature(traced, program)
-    pairs = {name: present_of(name) for name in traced.input_names}
-    presents = {name: present for name, present in pairs.items() if present in traced.output_names}
-    made, kept = with_buffers(program, traced.input_names, traced.output_names, presents)
+    made, kept = with_buffers(program, traced.input_names, traced.output_names, traced.presents)
     _compiled(made, signature, path, kept)
     return kept
 
@@ -182,17 +179,7 @@ def transposed_weights(program: ExportedProgram) -> ExportedProgram:
         for node in names:
             _exchange(program.graph, node)
     program.graph_module.recompile()
-    return ExportedProgram(
-        root=program.graph_module,
-        graph=program.graph,
-        graph_signature=program.graph_signature,
-        state_dict=state,
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+    return changed_program(program, program.graph_module, state_dict=state)
 
 
 def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
@@ -361,21 +348,9 @@ def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.cache  # one patch, which several threads may hold
-def _patch() -> AttributePatch | None:
+def whole_tails() -> AbstractContextManager[None]:
+    """Return the block to compile in without the fault."""
     kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
     if kernels is None or name not in vars(kernels):
-        return None  # another version of torch: the replay decides
+        return nullcontext()  # another version of torch: the replay decides
     return AttributePatch(kernels, name, _storing_tails(vars(kernels)[name]))
-
-
-@contextmanager
-def whole_tails() -> Iterator[None]:
-    """In a ``with`` block, compile with a fix for torch's fault in the last block of a tiled reduction."""
-    patch = _patch()
-    if patch is not None:
-        patch.acquire()
-    try:
-        yield
-    finally:
-        if patch is not None:
-            patch.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,7 +17,6 @@ from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ...errors.failures import first_line, raised_as
 from ...registry.patches import AttributePatch
 from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE
-from ...runners.ports import present_of
 from ...runners.signature import Signature
 from ...trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
 from ..flat_program import decompose_untranslated, flat_program, quietly, signature_of
@@ -78,11 +76,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
         program, rows = written_out(flat_program(traced.program)), None
         texts = {SIGNATURE: signature.to_json()}
         if in_place:
-            pairs = ((name, present_of(name)) for name in traced.input_names)
-            presents = {
-                name: present for name, present in pairs if present is not None and present in signature.outputs
-            }
-            program, rows = with_row_buffers(program, presents, signature)
+            program, rows = with_row_buffers(program, traced.presents, signature)
             texts[ROWS] = rows.to_json()
         edge = exir.to_edge_transform_and_lower(
             {METHOD: program},
@@ -147,19 +141,9 @@ def _without_kernel(operators: str) -> str:
 # Let loops in ExecuTorch files run over the sizes of the call instead of the largest sizes.
 
 
-@contextlib.contextmanager
-def states_of_the_call() -> Iterator[None]:
-    """In a ``with`` block, make ExecuTorch run loops with the sizes of each call instead of the largest sizes."""
-    patch = _patch()
-    patch.acquire()
-    try:
-        yield
-    finally:
-        patch.release()
-
-
 @functools.cache
-def _patch() -> AttributePatch:
+def states_of_the_call() -> AttributePatch:
+    """Return the block in which ExecuTorch accepts loops whose state has the size of the call."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 

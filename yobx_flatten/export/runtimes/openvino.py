@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import logging
 import pathlib
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,7 @@ import torch
 
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import first_line, raised_as
-from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, last_line, read_model
-from ...runners.ports import present_of
+from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, import_unreported, last_line, read_model
 from ...runners.signature import KEY
 from ..example import Example
 from ..flat_program import quietly, signature_of
@@ -33,9 +31,7 @@ from ..traced import Traced
 
 def has_growing_cache(traced: Traced) -> bool:
     """Return whether a program takes keys and values, and returns them with those of new tokens appended."""
-    return any(
-        present_of(name) in traced.output_names and name.endswith((".key", ".value")) for name in traced.input_names
-    )
+    return any(name.endswith((".key", ".value")) for name in traced.presents)
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
@@ -51,11 +47,9 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None
 def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
     """Convert a program to OpenVINO files with the KV cache as their state. Needs the registration ``with`` block."""
     # returns: the inputs that are in the state
-    pairs = {name: present_of(name) for name in traced.input_names}
-    presents = {name: present for name, present in pairs.items() if present in traced.output_names}
     # attention as one operator, which OpenVINO finds the cache by
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
-        kept = keep_in_state(model, presents)
+        kept = keep_in_state(model, traced.presents)
         if not kept:
             raise FlattenError("no output is a cache input with new tokens appended, as layers have a sliding window.")
         with_added_masks(model)
@@ -326,15 +320,7 @@ def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
 @contextlib.contextmanager
 def _nncf() -> Iterator[Any]:
     """NNCF without its reports of use, its lines and its bars on the terminal, and its class of loggers."""
-    sender, made_loggers = "openvino_telemetry", logging.getLoggerClass()
-    if "nncf" not in sys.modules and sender not in sys.modules:
-        sys.modules[sender] = None  # type: ignore[assignment] # as if it were not installed
-        try:
-            nncf = importlib.import_module("nncf")
-        finally:
-            del sys.modules[sender]
-    else:
-        nncf = importlib.import_module("nncf")
+    made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
     console: Any = importlib.import_module("rich").get_console()
     before, console.quiet = console.quiet, True
     try:

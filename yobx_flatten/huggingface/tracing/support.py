@@ -122,8 +122,7 @@ class TransformersTracing(TraceSupport):
             self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block
             stack.callback(self.release)
             for patch in patches:
-                patch.acquire()
-                stack.callback(patch.release)
+                stack.enter_context(patch)
             stack.enter_context(tracing_here())
             if _ranges_begin_at_the_past():
                 stack.enter_context(TensorRanges())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -10,7 +9,7 @@ import math
 import pathlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -252,8 +251,7 @@ def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AttributePatch:
     """Make the parameters of modules without memory, in this thread; buffers are computed, and have theirs."""
     register, here = torch.nn.Module.register_parameter, threading.get_ident()
 
@@ -262,12 +260,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    patch = AttributePatch(torch.nn.Module, "register_parameter", on_meta)
-    patch.acquire()
-    try:
-        yield
-    finally:
-        patch.release()
+    return AttributePatch(torch.nn.Module, "register_parameter", on_meta)
 
 
 def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:

@@ -81,11 +81,8 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
     def put_back(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return with_members(args, {name: kwargs[name] for name in names}, members)
 
-    hook = module.register_forward_pre_hook(put_back, prepend=True, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(put_back, prepend=True, with_kwargs=True):
         yield
-    finally:
-        hook.remove()
 
 
 def checking_constants(program: ExportedProgram) -> _Hook | None:

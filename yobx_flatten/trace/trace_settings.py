@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,16 +117,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=PLAIN_ATTENTION.forget_others)
 
 
-@contextlib.contextmanager
-def duck_shapes_off() -> Iterator[None]:
+def duck_shapes_off() -> contextlib.AbstractContextManager[None]:
     """Make traces in the with block treat sizes that are equal in the example as independent (no duck shapes)."""
     # a setting per thread (a ContextVar), so it is set in the tracing thread, not in the thread that entered the block
-    found = fx_config.use_duck_shape
-    fx_config.use_duck_shape = False
-    try:
-        yield
-    finally:
-        fx_config.use_duck_shape = found
+    off: contextlib.AbstractContextManager[None] = fx_config.patch(use_duck_shape=False)
+    return off
 
 
 FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
@@ -142,18 +137,13 @@ def sizes_differ(*trees: Any) -> bool:
     return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > FEW_TENSORS
 
 
-@contextlib.contextmanager
-def fake_tensor_cache_off() -> Iterator[None]:
+def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
     """Disable torch's cache of fake tensor results in the with block."""
     # Also a setting per thread; imported here because it imports all of dynamo.
     from ..private_names.of_torch import dynamo_config
 
-    found = dynamo_config.fake_tensor_cache_enabled
-    dynamo_config.fake_tensor_cache_enabled = False
-    try:
-        yield
-    finally:
-        dynamo_config.fake_tensor_cache_enabled = found
+    off: contextlib.AbstractContextManager[None] = dynamo_config.patch(fake_tensor_cache_enabled=False)
+    return off
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:

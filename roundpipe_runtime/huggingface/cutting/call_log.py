@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
@@ -233,19 +234,14 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
     names: dict[int, str] = {}
     for name, layer in layers.items():
         names.setdefault(id(layer), name)
-    handles = []
-    for layer in {id(layer): layer for layer in layers.values()}.values():
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: PyTree) -> None:
-            seen.append(Observed(names[id(module)], _form_of(tensors_of((args, kwargs)), out)))
+    def hook(module: nn.Module, args: Any, kwargs: Any, out: PyTree) -> None:
+        seen.append(Observed(names[id(module)], _form_of(tensors_of((args, kwargs)), out)))
 
-        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-    try:
-        result = forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen, result
+    with contextlib.ExitStack() as hooks:
+        for layer in {id(layer): layer for layer in layers.values()}.values():
+            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+        return seen, forward()
 
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:

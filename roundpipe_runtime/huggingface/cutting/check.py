@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
@@ -66,14 +67,9 @@ def check_equivalence(
     return result
 
 
-@contextlib.contextmanager
-def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> Iterator[Engine]:
-    """Context manager that yields an engine for the pieces on the host, without copies of parameters."""
-    engine = Engine(model, pieces, [_Host("check")], EngineOptions(None, "check"))
-    try:
-        yield engine
-    finally:
-        engine.close()
+def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> contextlib.closing[Engine]:
+    """Return a context manager that yields an engine for the pieces on the host, without copies of parameters."""
+    return contextlib.closing(Engine(model, pieces, [_Host("check")], EngineOptions(None, "check")))
 
 
 class _Host(VirtualDevice):
@@ -219,17 +215,14 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _collecting(found: Gradients, parameter: nn.Parameter, place: nn.Parameter) -> Iterator[None]:
+def _collecting(
+    found: Gradients, parameter: nn.Parameter, place: nn.Parameter
+) -> contextlib.AbstractContextManager[object]:
     """Digest the gradients that autograd accumulates in the placeholder of a parameter."""
     if not (place.requires_grad and place.is_leaf):
-        yield
-        return
-    handle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
-    try:
-        yield
-    finally:
-        handle.remove()
+        return contextlib.nullcontext()
+    handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
+    return handle
 
 
 def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> None:

@@ -110,15 +110,9 @@ def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds
     # wanted: values to return; `None`, the default, for none
     # finds: whether to detect the changed arguments, and return all of them: in a trace; `False` by default
     watch = _Watch(wanted, finds)
-    hooks = [
-        module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True),
-        module.register_forward_hook(watch.after, with_kwargs=True),
-    ]
-    try:
+    before = module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
+    with before, module.register_forward_hook(watch.after, with_kwargs=True):
         yield watch
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Watch:

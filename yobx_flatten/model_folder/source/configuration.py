@@ -112,13 +112,10 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
         if count > _MOST_PARAMETERS:
             raise failure(f"The configuration of {name} is of a model with more than {_MOST_PARAMETERS:,} weights.")
 
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(add)
-    try:
-        # of sizes that cannot be, each class of model raises its own
-        with raised_as(lambda error: failure(f"The model in {name} cannot be loaded: {first_line(error)}"), failure):
-            yield
-    finally:
-        hook.remove()
+    # of sizes that cannot be, each class of model raises its own
+    loading = raised_as(lambda error: failure(f"The model in {name} cannot be loaded: {first_line(error)}"), failure)
+    with torch.nn.modules.module.register_module_parameter_registration_hook(add), loading:
+        yield
 
 
 # Refuse a ``config.json`` with ``auto_map``, whose Python files would run, unless the caller trusts it.

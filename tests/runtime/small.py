@@ -89,6 +89,14 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def assert_same_gradients(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | None]) -> None:
+    """The same bits, and `None` in the same places."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value is None) == (other[name] is None), name
+        assert value is None or torch.equal(value, other[name]), name
+
+
 def state(model: nn.Module) -> list[torch.Tensor]:
     """Copies of gradients and buffers, in order."""
     return [p.grad.clone() for p in model.parameters() if p.grad is not None] + [b.clone() for b in model.buffers()]
@@ -103,6 +111,13 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors differ by the rounding of float32 alone."""
     return relative_error(found, expected) < 1e-6
+
+
+def near_gradients(found: Any, expected: Any, **tolerance: float) -> bool:
+    """Whether all gradients differ by rounding alone, or by what torch.allclose allows; of modules or parameters."""
+    one, other = (list(of.parameters() if isinstance(of, nn.Module) else of) for of in (found, expected))
+    pairs = [(p.grad, q.grad) for p, q in zip(one, other, strict=True)]
+    return all(torch.allclose(p, q, **tolerance) if tolerance else near(p, q) for p, q in pairs)
 
 
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -178,14 +178,6 @@ def test_names_that_are_not_here_are_on_the_page():
         assert f"`{name}" in PAGE
 
 
-def test_a_plan_is_filled_in_by_its_attributes():
-    """`plan = ModelExecutePlan(); plan.fwd_plan = [...]`, as the reference writes it."""
-    plan = ModelExecutePlan()
-    plan.fwd_plan = [range(3)]
-    plan.bwd_plan = [range(3, 4), range(2, 3), range(1, 2), range(1)]
-    plan.check_valid(4, "fused")
-
-
 def test_a_plan_is_checked_for_layers_and_run_in_either_order():
     """The reference has the number first; by name, and the other way round, it is the same."""
     plan = ModelExecutePlan([range(4)])
@@ -199,9 +191,6 @@ def test_a_plan_is_checked_for_layers_and_run_in_either_order():
         plan.check_valid(*arguments, **named)
     for arguments in ((5, "infer"), ("infer", 5)):
         with pytest.raises(PlanError, match="misses layer 4"):
-            plan.check_valid(*arguments)
-    for arguments, message in (((4,), "found num_layers"), ((4, 5), "given twice"), ((4, "other"), "must be")):
-        with pytest.raises(PlanError, match=message):
             plan.check_valid(*arguments)
 
 
@@ -217,21 +206,6 @@ def test_a_pipeline_is_named_for_the_line_that_made_it():
     file, _, line = model.name.partition(":")
     assert file == Path(__file__).name
     assert int(line) > 0
-
-
-def test_attributes_are_read_written_and_deleted_on_the_original_model():
-    """Where there is one; else on the wrapped model."""
-    original, wrapped = nn.Linear(2, 2), nn.Linear(2, 2)
-    model = RoundPipe(wrapped, devices="virtual:1")
-    model.note = "wrapped"
-    assert wrapped.note == "wrapped"
-    model.set_original_model(original)
-    original.vocabulary = 7
-    assert model.vocabulary == 7
-    model.vocabulary = 8
-    assert original.vocabulary == 8
-    del model.vocabulary
-    assert not hasattr(original, "vocabulary")
 
 
 def images(rows):
@@ -265,7 +239,6 @@ def test_the_loop_of_the_first_tutorial_runs_as_it_is_written():
         scaler.update()
         losses.append(loss.item() / scale)
     model.synchronize()
-    model.close()
     expected = criterion(network()(inputs), labels).item()
     assert losses[0] == pytest.approx(expected, rel=2e-3)
     assert losses[-1] < losses[0]
@@ -307,4 +280,3 @@ def test_the_loop_of_the_second_tutorial_runs_as_it_is_written(tmp_path):
     model.save_pretrained(tmp_path)
     again = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.lm_head.weight, raw.lm_head.weight)
-    model.close()

@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipeRunConfig, StageError, wrap_model_to_roundpipe
 from roundpipe_runtime.errors import RoundPipeWarning
 from roundpipe_runtime.pipeline import roundpipe
-from tests.runtime.small import batch, near, small_model
+from tests.runtime.small import batch, near, near_gradients, small_model
 
 MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 
@@ -24,8 +24,7 @@ def test_groups_have_the_gradient_of_the_whole_batch(wrap, replicas):
     pipeline = wrap(model, replicas=replicas)
     found = pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
     assert near(found, loss.detach())
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(ours.grad, theirs.grad)
+    assert near_gradients(model, plain)
     assert (pipeline.replicas, pipeline.mesh) == (replicas, None)
 
 
@@ -40,34 +39,21 @@ def test_sums_of_several_batches_may_wait(wrap):
             pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
         if seed == 1:
             assert all(parameter.grad is None for parameter in model.parameters())
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(ours.grad, theirs.grad)
+    assert near_gradients(model, plain)
 
 
-def test_clipping_needs_no_ranks(wrap):
-    """A pipeline of one process clips as torch does."""
-    model, plain = small_model(), small_model()
-    inputs, labels = batch(6)
-    nn.functional.mse_loss(plain(inputs), labels).backward()
-    pipeline = wrap(model)
-    pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
-    assert near(pipeline.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(ours.grad, theirs.grad)
-
-
+@pytest.mark.parametrize("replicas", [None, 2])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_gradients_of_groups_are_clipped_as_torch_does(wrap, norm_type):
-    """By each norm; a parameter without a gradient does not count."""
+def test_gradients_are_clipped_as_torch_does(wrap, norm_type, replicas):
+    """Of groups and of one process, by each norm; a parameter without a gradient does not count."""
     model, plain = small_model(), small_model()
     inputs, labels = batch(6)
     nn.functional.mse_loss(plain(inputs), labels).backward()
-    pipeline = wrap(model, replicas=2)
+    pipeline = wrap(model, replicas=replicas)
     pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
     assert near(pipeline.clip_grad_norm_(0.01, norm_type), expected)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(ours.grad, theirs.grad)
+    assert near_gradients(model, plain)
 
 
 def test_a_norm_that_cannot_be_is_refused(wrap):
@@ -106,8 +92,7 @@ def test_a_call_that_groups_cannot_make_is_refused(wrap):
         pipeline.forward_backward((inputs,), **call)
     nn.functional.mse_loss(plain(inputs), labels).backward()
     pipeline.forward_backward((inputs,), **call)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(ours.grad, theirs.grad)
+    assert near_gradients(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +135,7 @@ def test_backward_of_groups_has_the_gradient_of_the_whole_batch(wrap):
     loss = nn.functional.mse_loss(pipeline(ours, roundpipe_run_config=MEAN), labels)
     loss.backward(retain_graph=True)
     assert near(ours.grad, theirs.grad)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(one.grad, other.grad)
+    assert near_gradients(model, plain)
     with pytest.raises(StageError, match="one backward"):
         loss.backward()
 
@@ -170,8 +154,6 @@ def test_the_auxiliary_loss_of_groups_is_that_of_the_whole_batch():
     expected.loss.backward()
     pipeline = wrap_model_to_roundpipe(ours, lower_threshold=0, devices="virtual:2", replicas=3, check=False).train()
     loss, output = pipeline.forward_backward(input_kwargs=rows, return_outputs=True)
-    pipeline.close()
     assert near(loss, expected.loss.detach())
     assert near(output.aux_loss, expected.aux_loss.detach())
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert near(one.grad, other.grad)
+    assert near_gradients(ours, plain)

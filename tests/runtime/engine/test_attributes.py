@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
-from tests.runtime.small import all_recomputed, near
+from tests.runtime.small import all_recomputed, near, near_gradients
 
 F = nn.functional
 X, Y = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) for size in (8, 4))
@@ -102,10 +102,8 @@ def test_attributes_and_gradients_are_those_of_the_plain_layers(kind, microbatch
         else:
             found = pipeline.forward_backward((X,), label=Y, loss_fn=F.mse_loss, run_config=config)
         assert near(found, expected)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert near(one.grad, other.grad)
+        assert near_gradients(model, plain)
         assert is_same(kept(model[1]), kept(plain[1]))
-    pipeline.close()
 
 
 # -- outputs that are views of each other ------------------------------------------------------------------------------
@@ -172,7 +170,6 @@ def test_a_write_that_would_not_reach_the_other_view_is_refused(name, number, mo
         StageError, match=r"\(Writes\) writes in place to its input number .*layer . \((Split|Passes)\) returned it"
     ):
         run()
-    pipeline.close()
 
 
 @pytest.mark.parametrize("part", [lambda x: x[:, 0].clone(), lambda x: x.mean(1)])
@@ -184,9 +181,7 @@ def test_a_write_to_memory_of_its_own_is_that_of_the_plain_layers(part):
     expected = plain(x).square().mean()
     expected.backward()
     assert near(pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean()), expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(one.grad, other.grad)
-    pipeline.close()
+    assert near_gradients(model, plain)
 
 
 def test_halves_of_one_tensor_may_be_written():
@@ -208,4 +203,3 @@ def test_halves_of_one_tensor_may_be_written():
     expected.backward()
     assert near(pipeline.forward_backward((X,), loss_fn=lambda outputs, _: outputs.square().mean()), expected)
     assert near(model[0].weight.grad, plain[0].weight.grad)
-    pipeline.close()

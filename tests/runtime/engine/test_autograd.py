@@ -101,7 +101,6 @@ def test_sparse_and_dense_gradients_of_one_weight(devices):
         pipe(ids).square().mean().backward()
         plain(ids).square().mean().backward()
     assert all(near(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-    pipe.close()
 
 
 def test_gradients_of_gradients_are_refused(pair):

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
-from tests.runtime.small import all_recomputed, near
+from tests.runtime.small import all_recomputed, near, near_gradients
 
 F = nn.functional
 STATE = threading.local()
@@ -92,9 +92,7 @@ def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
             (X,), label=Y, loss_fn=lambda out, y: F.mse_loss(out, y) * factor(), run_config=config
         )
         assert near(found, expected)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert near(one.grad, other.grad)
-    pipeline.close()
+        assert near_gradients(model, plain)
 
 
 class Doubles(TorchFunctionMode):
@@ -112,7 +110,6 @@ def test_a_function_mode_of_the_caller_is_seen_by_layers():
         expected = F.mse_loss(model(X), Y)
         config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean")
         assert near(pipeline.forward_backward((X,), label=Y, loss_fn=F.mse_loss, run_config=config), expected)
-    pipeline.close()
 
 
 def test_operations_of_layers_are_counted():
@@ -127,4 +124,3 @@ def test_operations_of_layers_are_counted():
                 run(X, **options)
             counted.append(counter.get_total_flops())
     assert counted[0] == counted[1] == 2 * 6 * 8 * (8 + 4)
-    pipeline.close()

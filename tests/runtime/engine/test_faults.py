@@ -112,6 +112,8 @@ def test_a_fault_in_a_layer(devices, undisturbed, layer, call):
     (note,) = fails_once_then_trains(devices, arm, undisturbed)
     assert f"layer {layer} (" in note
     assert f"microbatch {(call - 1) % MICROBATCHES} of {MICROBATCHES}" in note
+    assert f"float32({(3, 3, 2)[(call - 1) % MICROBATCHES]}, " in note
+    assert any(f"on {device.name}" in note for device in devices)
     assert ("recompute" in note) == (call > MICROBATCHES)
 
 
@@ -271,7 +273,6 @@ def test_no_memory_says_which_stage_and_what_to_change():
     assert "In stage 0" in text
     assert "num_microbatch" in text
     assert "recompute_grain='layer'" in text
-    pipe.close()
 
 
 def test_a_fault_leaves_no_thread_and_no_tensor():

@@ -32,7 +32,6 @@ def test_the_parameter_and_both_layers_are_named(way):
         go = functools.partial(pipeline.forward_backward, (x,), loss_fn=lambda outputs, _: outputs.sum())
     with pytest.raises(StageError, match=r"layer 2 \(Penalised\) uses 'weight' of layer 0 \(Linear\)"):
         go()
-    pipeline.close()
 
 
 def test_a_parameter_that_both_layers_have_is_trained():
@@ -48,7 +47,6 @@ def test_a_parameter_that_both_layers_have_is_trained():
     run = RoundPipeRunConfig(num_microbatch=2)
     pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum(), run_config=run)
     assert torch.allclose(model[0].weight.grad, expected, rtol=1e-5)
-    pipeline.close()
 
 
 def test_they_are_named_while_the_other_layer_computes():

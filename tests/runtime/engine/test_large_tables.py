@@ -109,7 +109,6 @@ def test_code_that_needs_the_whole_table_gets_it(way):
     torch.testing.assert_close(found, loss.detach())
     for parameter, other in zip(made.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
-    pipe.close()
 
 
 class WritesData(Tied):
@@ -130,7 +129,6 @@ def test_a_write_by_way_of_data_is_found():
             loss_fn=functional.mse_loss,
             run_config=RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean"),
         )
-    pipe.close()
 
 
 def test_hooks_of_a_table_see_its_whole_gradient():
@@ -142,7 +140,6 @@ def test_hooks_of_a_table_see_its_whole_gradient():
     pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
     assert len(seen) == 1
     assert torch.equal(seen[0], expected)
-    pipe.close()
 
 
 def test_gradients_of_several_batches_add_up():
@@ -154,7 +151,6 @@ def test_gradients_of_several_batches_add_up():
         for _ in range(2):
             pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
         found.append([p.grad for p in one.parameters()])
-        pipe.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -1,5 +1,6 @@
 """What a layer does behind the back of the engine is right, or an error: other numbers, escaped tensors, writes."""
 
+import contextlib
 import copy
 
 import pytest
@@ -17,7 +18,7 @@ from roundpipe_runtime import (
     save_for_recompute,
 )
 from roundpipe_runtime.engine.checks import check_repeated, digest
-from tests.runtime.small import all_recomputed
+from tests.runtime.small import all_recomputed, near_gradients
 
 F = nn.functional
 SOURCE = torch.Generator().manual_seed(1)  # held by no layer
@@ -162,8 +163,7 @@ def test_a_loss_kept_on_a_layer_is_refused_when_a_gradient_comes(pipe, microbatc
     plain = copy.deepcopy(model.model)
     F.mse_loss(plain(INPUTS), LABELS).backward()
     F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    assert near_gradients(model, plain, atol=1e-6)
     assert model[1].auxiliary_loss.item() > 0
     with pytest.raises(StageError, match=r"A tensor left layer 1 \(Auxiliary\) as an attribute or in a hook"):
         (F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS) + model[1].auxiliary_loss).backward()
@@ -241,8 +241,7 @@ def test_a_leaf_of_the_layers_own_making_is_accepted(pipe):
     model = pipe(*copy.deepcopy(plain), devices="virtual:2")
     plain(INPUTS).sum().backward()
     model(INPUTS).sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    assert near_gradients(model, plain, atol=1e-6)
 
 
 # -- parameters that a forward writes --------------------------------------------------------------------------------
@@ -262,22 +261,30 @@ def count(layer):
 
 
 @pytest.mark.parametrize("write", [clamp, replace, count])
-@pytest.mark.parametrize("classic", [True, False])
+@pytest.mark.parametrize("mode", ["classic", "fused", "evaluation"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_parameter_written_in_a_forward_is_refused(pipe, write, classic, number):
-    """Also by way of `.data`, which torch does not count; in a stage that is recomputed, and in the fused one."""
+def test_a_parameter_written_in_a_forward_is_refused(pipe, write, mode, number):
+    """Also by way of `.data`, which torch does not count; in any stage, and in an evaluation."""
 
     class Writes(nn.Linear):
         def forward(self, x):
-            write(self)
+            with torch.no_grad() if mode == "evaluation" else contextlib.nullcontext():
+                write(self)
             return super().forward(x)
 
     layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
     layers[number] = Writes(4, 4 - number)
     model = pipe(*layers)
     before = [parameter.clone() for parameter in model.parameters()]
+
+    def run():
+        if mode != "evaluation":
+            return go_back(model, mode == "classic", all_recomputed(1))
+        with torch.no_grad():
+            return model.eval()(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+
     with pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its forward"):
-        go_back(model, classic, all_recomputed(1))
+        run()
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
 
 
@@ -312,25 +319,6 @@ def test_parameters_that_a_layer_replaces_are_refused(layer, name, with_gradient
     with torch.set_grad_enabled(with_gradients), pytest.raises(StageError, match=rf"replaces {name} in its forward"):
         pipe(torch.ones(4, 4))
     assert [(name, id(one)) for name, one in model.named_parameters()] == [(name, id(one)) for name, one in before]
-    pipe.close()
-
-
-@pytest.mark.parametrize("write", [clamp, replace, count])
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_parameter_written_in_an_evaluation_is_refused(pipe, write, number):
-    """The next state dict would lack what plain layers would have written."""
-
-    class Writes(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                write(self)
-            return super().forward(x)
-
-    layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
-    layers[number] = Writes(4, 4 - number)
-    model = pipe(*layers).eval()
-    with torch.no_grad(), pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its"):
-        model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
 
 
 def test_norms_of_embeddings_that_a_lookup_renews_are_refused_in_an_evaluation(pipe):
@@ -357,14 +345,13 @@ def test_a_second_backward_names_the_way():
     model = RoundPipe(nn.Sequential(nn.Linear(4, 3)), devices="virtual:2")
     output = model(INPUTS)
     output.sum().backward(retain_graph=True)
-    with pytest.raises(StageError, match=r"\(loss \+ other_loss\)\.backward\(\)"):
+    with pytest.raises(StageError, match=r"freed(.|\n)*\(loss \+ other_loss\)\.backward\(\)"):
         output.pow(2).sum().backward()
     model.zero_grad()
     output = model(INPUTS)
     (output.sum() + output.pow(2).sum()).backward()
     expected = torch.autograd.grad((lambda out: out.sum() + out.pow(2).sum())(model.model(INPUTS)), model[0].weight)[0]
     assert torch.allclose(model[0].weight.grad, expected, atol=1e-5)
-    model.close()
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
@@ -377,4 +364,3 @@ def test_a_transform_of_torch_func_is_refused_with_the_way(transform):
 
     with pytest.raises(StageError, match=r"torch\.autograd\.grad\(loss"):
         transform(loss, INPUTS) if transform is torch.func.vjp else transform(loss)(INPUTS)
-    model.close()

@@ -20,7 +20,7 @@ from roundpipe_runtime.device.generator import generator_lock
 from roundpipe_runtime.engine.checks import state_of
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.rows import RowTrial
-from tests.runtime.small import batch, near
+from tests.runtime.small import batch, near, near_gradients
 
 F = nn.functional
 
@@ -94,7 +94,6 @@ def test_a_loss_that_begins_to_draw_is_counted_once(devices):
     for call in ("first", "second"):
         calls.append(call)
         assert near(pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn), expected)
-    pipe.close()
 
 
 def test_an_error_for_some_rows_is_the_function_s_own():
@@ -111,7 +110,6 @@ def test_an_error_for_some_rows_is_the_function_s_own():
     config = RoundPipeRunConfig(num_microbatch=5, loss_reduction="mean")
     with pytest.raises(ValueError, match="not a number"):
         pipe.forward_backward((torch.ones(5, 1),), label=labels, loss_fn=loss_fn, run_config=config)
-    pipe.close()
 
 
 # -- the loss of the plain model, unless another reduction is asked for ------------------------------------------------
@@ -201,7 +199,6 @@ def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
     if isinstance(loss_fn, Learned):
         assert loss_fn.rows == rows
         assert near(loss_fn.scale.grad, own.scale.grad)
-    pipeline.close()
 
 
 @pytest.mark.parametrize("scale", [1, 3])
@@ -212,7 +209,6 @@ def test_sums_of_microbatches_are_asked_for(scale):
     pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2", model_run_config=config)
     found = pipeline.forward_backward((x,), label=y, loss_fn=lambda out, y: F.cross_entropy(out, y) / scale)
     assert near(found, F.cross_entropy(layers(x), y) * 3 / scale)
-    pipeline.close()
 
 
 class Labelled(nn.Module):
@@ -235,9 +231,7 @@ def test_a_layer_that_returns_the_loss_is_weighted_as_well(reduction):
     expected = layers((x, y))
     expected.backward()
     assert near(pipeline.forward_backward(((x, y),)), expected)
-    for one, other in zip(pipeline.parameters(), layers.parameters(), strict=True):
-        assert near(one.grad, other.grad)
-    pipeline.close()
+    assert near_gradients(pipeline, layers)
 
 
 # -- shown again -------------------------------------------------------------------------------------------------------
@@ -338,7 +332,6 @@ def test_a_loss_whose_attribute_changes_is_shown_again(after):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RoundPipeWarning)
             assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
-    pipeline.close()
 
 
 MIXES = False
@@ -356,7 +349,6 @@ def test_a_global_that_a_loss_reads_is_an_attribute_of_it(monkeypatch):
     monkeypatch.setitem(globals(), "MIXES", True)
     with pytest.raises(LossError, match="not a mean over rows"):
         pipeline.forward_backward((x,), label=y, loss_fn=by_a_global)
-    pipeline.close()
 
 
 def test_a_loss_that_changes_by_itself_is_found_at_calls_2_4_8():
@@ -374,7 +366,6 @@ def test_a_loss_that_changes_by_itself_is_found_at_calls_2_4_8():
     assert sum(calls) == 18  # the proof leaves no effect
     with pytest.raises(LossError, match="not a mean over rows"):
         pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
-    pipeline.close()
 
 
 class Warmed:
@@ -434,7 +425,6 @@ def test_a_loss_that_reads_what_its_calls_change_is_called_once_in_a_step(loss):
     assert found_ways(pipeline) == ["items" if loss is Noted else "joined"]
     if loss is Noted:
         assert len(given.before) == 13  # and none of a proof
-    pipeline.close()
 
 
 class Checked(nn.Module):
@@ -470,7 +460,6 @@ def test_an_error_for_all_rows_shows_nothing_of_the_loss(raises, failing):
         else:
             pipeline.forward_backward((given,), label=y, loss_fn=loss_fn)
             assert found_ways(pipeline) == ["items"]
-    pipeline.close()
 
 
 # -- losses of 16 bits -------------------------------------------------------------------------------------------------
@@ -501,7 +490,6 @@ def test_a_scaled_mean_of_16_bits_is_a_mean(loss_fn, how, rows):
     assert torch.allclose(found, expected, rtol=rounding)
     for one, other in zip(layers.parameters(), plain.parameters(), strict=True):
         assert (one.grad - other.grad).norm() <= rounding * other.grad.norm()
-    pipeline.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -518,7 +506,6 @@ def test_a_head_of_16_bits_in_the_loss_is_called_in_its_own_type(dtype):
             warnings.simplefilter("ignore", RoundPipeWarning)
             pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
         assert found_ways(pipeline) == [way]
-        pipeline.close()
 
 
 # -- a repeated proof --------------------------------------------------------------------------------------------------
@@ -550,7 +537,6 @@ def test_a_repeated_proof_takes_no_earlier_one_back(first, then):
         ways += found_ways(pipeline)
     before = LOSSES[first][1]
     assert ways == [before] * 3 + [before if then == first else "joined"] * 5
-    pipeline.close()
 
 
 def test_a_repeated_proof_compares_one_set_of_values(monkeypatch):
@@ -570,4 +556,3 @@ def test_a_repeated_proof_compares_one_set_of_values(monkeypatch):
         found.append(len(sets))
     assert found[0] > 5
     assert found[1:] == [1, 0, 1]
-    pipeline.close()

@@ -11,6 +11,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, WeightedLoss
 from roundpipe_runtime.engine.rows import mixes_rows, shared_by_rows
+from tests.runtime.small import near_gradients
 from yobx_flatten.core.compare import tolerance
 
 F = nn.functional
@@ -129,7 +130,6 @@ def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
     assert all(module.training for module in pipe.modules())
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), str(np.random.get_state()))
-    pipe.close()
 
 
 @pytest.mark.parametrize("kind", ["mean of the batch", "rolled", "added up", "encoder of torch"])
@@ -143,9 +143,7 @@ def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
     expected = F.mse_loss(plain(X), LABELS)
     expected.backward()
     assert torch.allclose(found, expected)
-    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-6)
-    pipe.close()
+    assert near_gradients(pipe, plain, atol=1e-6)
 
 
 class Experts(nn.Module):
@@ -208,7 +206,6 @@ def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
     with warns:  # of a state that outputs depend on, at the first call
         call(pipe, way)
     call(pipe, way)
-    pipe.close()
 
 
 class Backward(torch.autograd.Function):
@@ -287,7 +284,6 @@ def test_a_layer_that_mixes_rows_in_its_backward_is_refused(kind, way):
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert torch.equal(before, torch.get_rng_state())
     call(pipe, "no gradients")
-    pipe.close()
 
 
 @pytest.mark.parametrize("kind", APART_BACK)
@@ -303,7 +299,6 @@ def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
     for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    pipe.close()
 
 
 @pytest.mark.parametrize("made", [MIXES["mean of the batch"], MIXES_BACK["by the number of rows"]])
@@ -313,7 +308,6 @@ def test_a_refused_call_is_refused_again(made):
     for _ in range(4):
         with pytest.raises(SplitError, match="mixes rows"):
             call(pipe, "loss")
-    pipe.close()
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -324,7 +318,6 @@ def test_calls_without_gradients_do_not_count_for_those_with(number):
         call(pipe, "no gradients")
     with pytest.raises(SplitError, match="in its backward"):
         call(pipe, "loss")
-    pipe.close()
 
 
 def clamp(gradient):
@@ -364,9 +357,7 @@ def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
     total, weight = masked_mean(plain(X), LABELS)
     (total / weight).backward()
     assert torch.allclose(found, total / weight)
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-8)
-    pipe.close()
+    assert near_gradients(pipe, plain, rtol=1e-4, atol=1e-8)
 
 
 def test_a_hook_that_mixes_rows_is_refused():
@@ -375,7 +366,6 @@ def test_a_hook_that_mixes_rows_is_refused():
     pipe[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
     with pytest.raises(SplitError, match="layer 0"):
         call(pipe, "loss")
-    pipe.close()
 
 
 def test_hooks_of_a_backward_take_gradients_of_the_batch_only():
@@ -384,7 +374,6 @@ def test_hooks_of_a_backward_take_gradients_of_the_batch_only():
     pipe[0].register_full_backward_hook(lambda module, given, gradients: seen.append(len(gradients[0])))
     call(pipe, "loss", X.clone().requires_grad_())
     assert seen == [3, 3]
-    pipe.close()
 
 
 def test_each_mode_is_tried_by_itself():
@@ -394,7 +383,6 @@ def test_each_mode_is_tried_by_itself():
     pipe.train()
     with pytest.raises(SplitError, match="layer 2"):
         call(pipe, "no gradients")
-    pipe.close()
 
 
 def test_another_kind_of_input_is_tried_by_itself():
@@ -403,7 +391,6 @@ def test_another_kind_of_input_is_tried_by_itself():
     call(pipe, "no gradients")
     with pytest.raises(SplitError, match="layer 2"):
         call(pipe, "no gradients", X[:, 0])
-    pipe.close()
 
 
 def test_one_row_shows_nothing():
@@ -412,7 +399,6 @@ def test_one_row_shows_nothing():
     call(pipe, "no gradients", X[:1])
     with pytest.raises(SplitError, match="layer 2"):
         call(pipe, "no gradients")
-    pipe.close()
 
 
 def test_hooks_take_the_outputs_of_the_batch_only():
@@ -421,7 +407,6 @@ def test_hooks_take_the_outputs_of_the_batch_only():
     pipe[0].register_forward_hook(lambda module, args, output: features.append(len(output)))
     call(pipe, "no gradients")
     assert features == [3, 3]
-    pipe.close()
 
 
 @pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
@@ -437,7 +422,6 @@ def test_it_changes_no_bit_of_what_follows():
         random.seed(3)
         loss = call(pipe, "loss")
         found.append([loss, *(p.grad for p in pipe.parameters()), *pipe.buffers(), torch.rand(2)])
-        pipe.close()
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -455,7 +439,6 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
     with pytest.warns(UserWarning, match=r"could not be checked.*four rows, please"):
         call(pipe, "no gradients", inputs)
     call(pipe, "no gradients", inputs)
-    pipe.close()
 
 
 class Remembers(nn.Module):
@@ -510,7 +493,6 @@ def test_a_layer_that_begins_to_mix_rows_is_refused(by_itself, way):
 
     with pytest.raises(SplitError, match="layer 2"):
         run()
-    pipe.close()
 
 
 def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():

@@ -72,34 +72,21 @@ def drawn_meanwhile(function, repeats, device=CPU):
     return found
 
 
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_nobody_draws_while_a_checkpoint_goes_backward(reentrant):
-    """From the first time on."""
+def test_nobody_draws_while_a_checkpoint_goes_backward(reentrant, device):
+    """From the first time on; on an accelerator a thread does that no profiler of ours sees, and the forward tells."""
 
     def function(x):
         return checkpoint(torch.sin, x * 2, use_reentrant=reentrant)
 
-    assert drawn_meanwhile(function, 3) == [False, False, False]
+    assert drawn_meanwhile(function, 3, device) == [False, False, False]
 
 
-def test_others_draw_while_a_plain_layer_goes_backward():
-    """But for its first backward, in which nobody knows that yet."""
-    assert drawn_meanwhile(lambda x: torch.sin(x), 3) == [False, True, True]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_nobody_draws_while_a_checkpoint_goes_backward_on_an_accelerator(reentrant):
-    """It sets the generator of the CPU there, too, from a thread that no profiler of ours sees: the forward tells."""
-
-    def function(x):
-        return checkpoint(torch.sin, x * 2, use_reentrant=reentrant)
-
-    assert drawn_meanwhile(function, 3, torch.device("cuda:0")) == [False, False, False]
-
-
-def test_others_draw_while_a_plain_layer_goes_backward_on_an_accelerator():
-    """From its first backward on, which comes after a forward."""
-    assert drawn_meanwhile(lambda x: torch.sin(x), 3, torch.device("cuda:0")) == [True, True, True]
+@pytest.mark.parametrize(("device", "first"), [("cpu", False), ("cuda:0", True)])
+def test_others_draw_while_a_plain_layer_goes_backward(device, first):
+    """On the CPU but for its first backward, in which nobody knows that yet; elsewhere its forward came before."""
+    assert drawn_meanwhile(lambda x: torch.sin(x), 3, torch.device(device)) == [first, True, True]
 
 
 def test_a_forward_without_gradients_decides_nothing():

@@ -74,7 +74,6 @@ def test_gradients_are_those_of_the_plain_model(kind, around, grain):
             pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss)
             (pipe(x) - y).square().mean().backward()
         (plain(x) - y).square().mean().backward()
-    pipe.close()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.requires_grad == other.requires_grad
         assert one.grad is other.grad is None or near(one.grad, other.grad)
@@ -85,4 +84,3 @@ def test_a_sum_that_is_left_in_the_parameter_is_a_write():
     pipe = RoundPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Adapted(keeps_sum=True)), devices="virtual:2")
     with pytest.raises(StageError, match=r"writes Linear\.weight in its forward"):
         pipe.forward_backward((torch.randn(4, WIDTH),), label=torch.randn(4, WIDTH), loss_fn=nn.functional.mse_loss)
-    pipe.close()

@@ -42,7 +42,6 @@ def test_training_goes_on_from_progress_and_state_dict():
     masters = [parameter.detach() for parameter in first.optim_parameters()]
     assert same_bits(masters, [parameter.detach() for parameter in other.optim_parameters()])
     assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)  # a state dict alone would have rounded them
-    first.close(), other.close()
 
 
 def test_copies_of_the_optimizer_are_left_out_where_there_are_none():
@@ -78,4 +77,3 @@ def test_a_parent_module_loads_after_a_step_in_the_background():
     threading.Timer(0.2, go.set).start()
     parent.load_state_dict(loaded)
     assert all((parameter == 7.0).all() for parameter in pipe.parameters())
-    pipe.close()

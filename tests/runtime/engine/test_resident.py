@@ -97,7 +97,6 @@ def test_gradients_of_pairs_are_scaled_before_they_come_down():
     pipe = RoundPipe(model, devices=[device], model_run_config=RoundPipeRunConfig(num_microbatch=3))
     pipe._rp_engine.row_check = None  # which compares gradients of a few rows before
     pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
-    pipe.close()
     found = gradients(model)
     assert all(near(found[name], gradient) for name, gradient in gradients(plain).items())
     assert len(device.left) == len(found)
@@ -119,7 +118,6 @@ def test_gradients_leave_as_soon_as_their_layer_went_back_for_the_last_time():
     for _ in range(2):  # the first one checks its loss, for which outputs come down
         order.clear()
         pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
-    pipe.close()
     fused = order[order.index(3) : order.index(1)]
     assert fused == [3, 2, "value", 3, "gradient", 2, "value", "gradient"]
 

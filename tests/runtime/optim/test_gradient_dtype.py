@@ -111,7 +111,6 @@ def test_frozen_parameters_hooks_and_pickles_keep_the_dtype(wrap):
     for found in (pipe, again):
         assert {p.grad.dtype for p in found.optim_parameters()} == {torch.bfloat16}
     assert seen == [torch.bfloat16] * 2
-    again.close()
 
 
 def test_parameters_that_hold_their_own_gradient_are_as_they_were(wrap):

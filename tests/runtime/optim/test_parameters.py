@@ -42,12 +42,6 @@ def test_gradients_are_added_in_the_order_of_the_list():
     assert torch.equal(model.weight.grad, expected + 1)
 
 
-def test_without_a_dtype_the_optimizer_gets_the_parameters_themselves():
-    """No copy, and the gradient buffer is `grad`."""
-    model = small_model()
-    assert [p for _, p in ParameterStore(model).named()] == list(model.parameters())
-
-
 def test_a_master_holds_gradients_in_its_own_dtype():
     """bfloat16 gradients of many microbatches add up in float32; show_gradients rounds them once."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
@@ -154,44 +148,6 @@ def test_a_master_keeps_its_bits_where_the_parameter_was_not_written():
         store.adopt()
         store.publish()
     assert torch.equal(master.detach(), finer)
-
-
-def test_frozen_copies_stay_until_they_are_refreshed():
-    """Between freeze and refresh stages read what the parameters were; after thaw, the parameters."""
-    model = nn.Linear(2, 2)
-    store = ParameterStore(model)
-    store.freeze()
-    before = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight.add_(1)
-    assert torch.equal(store.source(model.weight), before)
-    store.refresh([model.weight])
-    assert torch.equal(store.source(model.weight), before + 1)
-    store.thaw()
-    assert store.source(model.weight) is model.weight
-
-
-def test_hooks_see_the_sum_of_what_layers_computed():
-    """A tied weight has one gradient: its hooks see it whole, once per run, and what they return is what is added."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False))
-    weight = model[0].weight
-    seen, summed = [], []
-    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 10 * gradient)
-    weight.register_post_accumulate_grad_hook(lambda parameter: summed.append(parameter.grad.clone()))
-    store = ParameterStore(model)
-    ones = torch.ones(2, 2)
-    store.add_gradients([{weight: ones.clone()}, {weight: 2 * ones}])
-    store.add_gradients([{weight: ones.clone()}])
-    assert [float(tensor[0, 0]) for tensor in seen] == [3, 1]
-    assert [float(tensor[0, 0]) for tensor in summed] == [30, 40]
-
-
-def test_a_parameter_that_is_part_of_a_graph_hands_its_gradient_on():
-    """What stands in the module may be computed of something else, as functional_call does it."""
-    made_of = torch.ones(2, requires_grad=True)
-    part = 3 * made_of
-    ParameterStore(nn.Sequential()).add_gradients([{part: torch.ones(2)}])
-    assert made_of.grad.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("first", ["sparse", "dense"])

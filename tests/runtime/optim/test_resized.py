@@ -61,4 +61,3 @@ def test_no_gradient_is_read_while_a_step_runs_in_the_background(monkeypatch):
         pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
     pipeline.synchronize()
     assert len(reads) == 1
-    pipeline.close()

@@ -12,14 +12,12 @@ F = nn.functional
 
 @pytest.fixture
 def pipe():
-    made = RoundPipe(
+    return RoundPipe(
         small_model(),
         torch.float64,
         devices="virtual:2:check",
         model_run_config=RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3),
     )
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True])

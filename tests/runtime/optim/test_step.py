@@ -79,7 +79,6 @@ def test_any_optimizer_exact_or_one_step_old(devices, make, dtype, is_async):
     found = train(pipe, optimizer, 6, is_async=is_async)
     for parameter, expected in zip(found, plain(6, make, is_async), strict=True):
         assert relative_error(parameter, expected) < 1e-4
-    pipe.close()
 
 
 def test_a_step_beside_a_run_finds_the_models_parameters(devices):
@@ -138,7 +137,6 @@ def test_an_asynchronous_step_does_not_wait(devices):
     assert pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss).equal(first)
     fresh = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(fresh, (labels**2).mean()) < 1e-6
-    pipe.close()
 
 
 def within(seconds, call):
@@ -189,7 +187,6 @@ def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, d
     expected = plain(3, lambda params: torch.optim.SGD(params, lr=0.1), True)
     for parameter, other in zip(pipe.optim_parameters(), expected, strict=True):
         assert relative_error(parameter, other) < 1e-4
-    pipe.close()
 
 
 def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices, monkeypatch):
@@ -210,7 +207,6 @@ def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices
     within(20, pipe.synchronize)
     with torch.no_grad():
         assert torch.equal(within(20, lambda: pipe(inputs)), model(inputs))
-    pipe.close()
 
 
 @pytest.mark.parametrize("read", [lambda pipe, x: pipe(x), lambda pipe, x: pipe(x).sum().backward()])
@@ -233,7 +229,6 @@ def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, m
     with torch.no_grad():
         found = within(20, lambda: pipe(inputs))
         assert torch.equal(found, pipe.model(inputs))
-    pipe.close()
 
 
 def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeypatch):
@@ -255,7 +250,6 @@ def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeyp
     with torch.no_grad():
         found = within(20, lambda: pipe(inputs))
         assert torch.equal(found, pipe.model(inputs))
-    pipe.close()
 
 
 def test_state_dict_waits_for_the_step(devices):
@@ -263,7 +257,6 @@ def test_state_dict_waits_for_the_step(devices):
     pipe = RoundPipe(small_model(), devices=devices)
     pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
     assert all((tensor == 2.0).all() for tensor in pipe.state_dict().values())
-    pipe.close()
 
 
 def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
@@ -274,7 +267,6 @@ def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
         pipe.step(lambda a, b: found.append((a, b, next(pipe.parameters()).dtype)), is_async, 1, b=2)
         pipe.synchronize()
     assert found == [(1, 2, torch.float32)] * 2
-    pipe.close()
 
 
 def test_gradients_of_several_runs_add_up(devices):
@@ -349,7 +341,6 @@ def test_adam_steps_the_complex_parameters_of_a_pipeline():
         expected.zero_grad()
         nn.functional.mse_loss(plain(inputs), labels).backward()
         expected.step()
-    wrapped.close()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert relative_error(as_real(one), as_real(other)) < 1e-4
 
@@ -379,7 +370,6 @@ def test_a_background_step_that_calls_the_pipeline_is_an_error(devices):
     before = closure()
     pipe.step(lambda: optimizer.step(closure))
     assert closure() < before
-    pipe.close()
 
 
 def test_a_background_step_may_forget_gradients_and_update_the_scale(devices):
@@ -392,15 +382,6 @@ def test_a_background_step_may_forget_gradients_and_update_the_scale(devices):
     pipe.synchronize()
     assert scaler.get_scale() == 2.0
     assert all(parameter.grad is None for parameter in pipe.optim_parameters())
-    pipe.close()
-
-
-def test_a_step_is_a_function(devices):
-    """Its result, as in step(optimizer.step()), is none."""
-    pipe = RoundPipe(small_model(), devices=devices)
-    with pytest.raises(ConfigError, match=r"step_fn must be a function, found None:\n.*model\.step\(lambda"):
-        pipe.step(None)
-    pipe.close()
 
 
 def test_a_last_step_that_fails_is_reported_at_the_end_of_the_process():
@@ -439,4 +420,3 @@ def test_an_optimizer_of_parameters_that_get_no_gradient_is_refused(is_async):
     before = model[0].weight.detach().clone()
     pipeline.step(wrong.step)
     assert not torch.equal(model[0].weight, before)
-    pipeline.close()

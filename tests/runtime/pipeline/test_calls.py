@@ -86,14 +86,6 @@ def test_the_caller_s_autocast_holds_in_the_layers(wrap):
     assert torch.equal(found, expected)
 
 
-def test_backward_twice_is_refused(wrap):
-    """What the forward saved is freed, even with retain_graph."""
-    loss = wrap(small_model())(batch(4)[0]).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(StageError, match="freed"):
-        loss.backward()
-
-
 def test_weights_changed_between_forward_and_backward_are_refused(wrap):
     """The recomputation would be of another function."""
     model = small_model()

@@ -120,7 +120,6 @@ def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
     held = [*pipe.parameters(), *pipe.optim_parameters(), *(p.grad for p in pipe.optim_parameters())]
     held += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.nbytes >= 4096]
     assert all(disk_of(tensor) is not None for tensor in held)
-    pipe.close()
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -139,7 +138,6 @@ def test_clipping_has_the_bits_of_torch(folder_on_disk, norm_type):
     next(pipe.parameters()).grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=True)
-    pipe.close()
 
 
 def test_a_run_that_fails_changes_nothing(folder_on_disk):
@@ -214,7 +212,6 @@ def test_an_optimizer_without_parts_is_refused(folder_on_disk):
     with pytest.raises(ConfigError, match=r'is_async="exact"'):
         pipe.step(torch.optim.SGD(pipe.optim_parameters(), lr=0.1).step, is_async=True)
     assert_same(before, list(pipe.parameters()))
-    pipe.close()
 
 
 def test_several_processes_are_refused(folder_on_disk):
@@ -245,7 +242,6 @@ def test_nothing_changes_where_the_disk_is_full(folder_on_disk, monkeypatch):
     assert not optimizer.state
     assert_same(before, list(pipe.parameters()))
     pipe.step(optimizer.step)
-    pipe.close()
 
 
 def _full(*_):
@@ -275,7 +271,6 @@ def test_checkpoints_go_from_either_place_to_either(tmp_path, folder_on_disk, wa
         assert all(disk_of(moment) is not None for moment in moments)
     train(pipe, optimizer, 3, first=3)
     assert_same(all_of(pipe, optimizer), expected)
-    pipe.close()
 
 
 def test_a_checkpoint_in_the_background_is_refused(tmp_path, folder_on_disk):
@@ -283,7 +278,6 @@ def test_a_checkpoint_in_the_background_is_refused(tmp_path, folder_on_disk):
     pipe = wrapped(f"disk:{folder_on_disk}")
     with pytest.raises((ConfigError, CheckpointError), match=r"is_async=False"):
         save_checkpoint(tmp_path, pipe, is_async=True)
-    pipe.close()
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def test_a_model_four_times_larger_than_its_devices_trains():
     small = [VirtualDevice(f"virtual:{n}", check=True, memory_limit=size // 4) for n in range(2)]
     pipe = RoundPipe(model, devices=small, model_run_config=MEAN)
     loss = pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
-    pipe.close()
     assert near(loss, expected.detach())
     assert all(relative_error(p.grad, exact[name]) < 1e-5 for name, p in model.named_parameters())
 
@@ -74,4 +73,3 @@ def test_what_fits_stays_between_forward_and_backward(room, uploads):
     assert [found.count(layer) for layer in range(8)] == [uploads] * 6 + [1, 1]
     assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
     assert device.allocated == 0
-    pipe.close()

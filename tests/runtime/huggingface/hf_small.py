@@ -103,14 +103,23 @@ def compare_toy(model: nn.Module, **options):
     expected = plain(ids)
     (expected.square().sum() / 5).backward()
     pipeline = wrapped(model, example={"input_ids": tokens(2)}, **options)
-    try:
-        loss, found = pipeline.forward_backward((ids,), loss_fn=squares, return_outputs=True)
-        assert torch.allclose(found, expected, rtol=1e-12)
-        assert math.isclose(loss.item(), expected.square().sum().item() / 5, rel_tol=1e-12)
-        assert worst_gradient(model, plain) < 1e-12
-        return pipeline.cut
-    finally:
-        pipeline.close()
+    loss, found = pipeline.forward_backward((ids,), loss_fn=squares, return_outputs=True)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    assert math.isclose(loss.item(), expected.square().sum().item() / 5, rel_tol=1e-12)
+    assert worst_gradient(model, plain) < 1e-12
+    return pipeline.cut
+
+
+def assert_like_plain(model, batch, expected_of=None, *, rel=1e-6, call=None, pipeline=None, **options):
+    """The loss of a batch, or what another function is of it, and all gradients are those of the model by itself."""
+    plain = copy.deepcopy(model)
+    expected = plain(**batch).loss if expected_of is None else expected_of(plain)
+    expected.backward()
+    pipeline = wrapped(model, **options) if pipeline is None else pipeline
+    loss = pipeline.forward_backward(input_kwargs=batch, **(call or {}))
+    assert loss.item() == pytest.approx(expected.item(), rel=rel)
+    assert worst_gradient(model, plain) < rel
+    return pipeline
 
 
 def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
@@ -131,6 +140,7 @@ def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
 __all__ = [
     "Block",
     "Toy",
+    "assert_like_plain",
     "compare_toy",
     "cut",
     "hf_batch",

@@ -98,7 +98,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, i
         assert loss.item() == pytest.approx(losses[step], rel=1e-5)
         assert_near({name: p.grad for name, p in trained(pipe.cut.model).items()}, gradients[step], rel=1e-4)
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    pipe.close()
     assert all(torch.equal(p, frozen[name]) for name, p in pipe.cut.model.named_parameters() if name in frozen)
     assert not any(parametrize.is_parametrized(module) for module in model.modules())
 

@@ -58,7 +58,6 @@ def test_a_model_with_a_layer_that_mixes_rows_runs_in_one_microbatch(call):
             assert torch.allclose(one.grad, other.grad), name
     again = model.forward_backward(input_kwargs=batch, run_config=config)  # without another warning
     assert torch.allclose(again, expected)
-    model.close()
 
 
 def with_frequencies(model):
@@ -97,7 +96,6 @@ def test_a_model_whose_backward_depends_on_the_batch_has_the_gradients_of_the_ba
     assert torch.allclose(found, expected)
     for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-7), name
-    model.close()
 
 
 def test_a_model_that_keeps_rows_apart_runs_in_microbatches():
@@ -112,7 +110,6 @@ def test_a_model_that_keeps_rows_apart_runs_in_microbatches():
         with torch.no_grad():
             logits = model(input_ids=batch["input_ids"], roundpipe_run_config=config).logits
             assert torch.allclose(logits, plain(input_ids=batch["input_ids"]).logits)
-    model.close()
 
 
 @pytest.mark.parametrize("rows", [4, 5])
@@ -137,4 +134,3 @@ def test_similarities_of_all_pairs_are_those_of_the_batch(gradients, rows):
         for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None), name
             assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-5), name
-    model.close()

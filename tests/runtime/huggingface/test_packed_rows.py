@@ -68,7 +68,6 @@ def test_a_wrapped_model_warns_once(name, call):
     with torch.no_grad():
         expected = model(**{**batch, "use_cache": False}).loss.item()
     assert first[0] == pytest.approx(expected, rel=1e-5)
-    pipeline.close()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ def test_adapters_learn_as_in_the_plain_model(name):
         pipeline.step(lambda: (ours.step(), ours.zero_grad()))
         theirs.step()
         theirs.zero_grad()
-    pipeline.close()
     assert not pipeline.cut.report.is_whole
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
 
@@ -100,7 +99,6 @@ def test_frozen_weights_stay_pages_of_their_file(tmp_path, how):
     assert all(any(start <= p.data_ptr() < stop for start, stop in spans) for p in frozen)
     assert written == 0
     assert losses[2] < losses[0]
-    pipeline.close()
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head", "embed_tokens"]])
@@ -115,7 +113,6 @@ def test_adapters_put_into_a_wrapped_model(targets):
     assert_the_same(pipeline, plain, batch)
     output = inserted(**batch)
     assert output.loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
-    pipeline.close()
 
 
 def test_adapters_around_the_layers_and_modules_that_learn_whole():
@@ -124,7 +121,6 @@ def test_adapters_around_the_layers_and_modules_that_learn_whole():
     plain = copy.deepcopy(model)
     pipeline = wrapped(model)
     assert_the_same(pipeline, plain, hf_batch())
-    pipeline.close()
     learning = {name for name, p in model.named_parameters() if p.grad is not None}
     assert any("lm_head.modules_to_save" in name for name in learning)
     assert any("lora_embedding_A" in name for name in learning)
@@ -149,7 +145,6 @@ def test_switching_and_switching_off_adapters(targets):
     with pipeline.disable_adapter(), plain.disable_adapter():
         assert torch.allclose(pipeline(**batch).logits, plain(**batch).logits, rtol=1e-9)
         seen.append(plain(**batch).logits)
-    pipeline.close()
     assert not any(torch.allclose(seen[i], seen[i - 1]) for i in range(3))
 
 
@@ -166,7 +161,6 @@ def test_merged_adapters_count_once(targets):
     pipeline.unmerge_adapter()
     assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
     merged = pipeline.merge_and_unload()
-    pipeline.close()
     assert type(merged).__name__ == "LlamaForCausalLM"
     assert not any("lora" in name for name in merged.state_dict())
     assert torch.allclose(merged(**batch).logits, expected, rtol=1e-9)
@@ -185,7 +179,6 @@ def test_saved_adapters_are_loaded_by_peft(tmp_path):
         pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     pipeline.eval().save_pretrained(tmp_path)
     found = pipeline(**batch).logits
-    pipeline.close()
     assert {path.name for path in tmp_path.iterdir()} == {
         "README.md",
         "adapter_config.json",
@@ -196,7 +189,6 @@ def test_saved_adapters_are_loaded_by_peft(tmp_path):
     again = wrapped(other)
     peft.PeftModel.from_pretrained(again, tmp_path)
     assert torch.allclose(again.eval()(**batch).logits, found, rtol=1e-6, atol=1e-9)
-    again.close()
 
 
 def test_a_step_in_the_background_is_saved(tmp_path):
@@ -248,7 +240,6 @@ def test_host_memory_of_a_step_is_that_of_the_adapters():
     pipeline.step(optimizer.step)
     added = _bytes_of_tensors() - before
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    pipeline.close()
     assert added <= 4 * 4 * learning + 0.1 * frozen  # master, gradient, two moments
 
 
@@ -278,20 +269,6 @@ def test_a_master_is_filled_when_its_parameter_learns():
     assert layer.weight.tolist() == [[1.0, 1.0]]
 
 
-def test_dropout_of_adapters_is_the_same_on_any_devices():
-    """With `lora_dropout`, in training, one device and three give the same gradients to the last bit."""
-    model = adapted(lora_dropout=0.3).train()
-    found = []
-    for devices in (1, 3):
-        part = copy.deepcopy(model)
-        torch.manual_seed(5)
-        pipeline = wrapped(part, devices=f"virtual:{devices}")
-        pipeline.forward_backward(input_kwargs=hf_batch())
-        pipeline.close()
-        found.append([p.grad for p in part.parameters() if p.requires_grad])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_the_loss_of_experts_is_found_inside_of_adapters():
     """Mixtral with adapters and `output_router_logits`: its auxiliary loss is that of the whole batch."""
     torch.manual_seed(0)
@@ -302,7 +279,6 @@ def test_the_loss_of_experts_is_found_inside_of_adapters():
     expected.loss.backward()
     pipeline = wrapped(model)
     loss = pipeline.forward_backward(input_kwargs={**batch, "output_router_logits": True})
-    pipeline.close()
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-5
 
@@ -312,7 +288,6 @@ def test_rows_with_different_adapters_are_refused():
     pipeline = wrapped(adapted())
     with pytest.raises(ConfigError, match="set_adapter"):
         pipeline(**hf_batch(2), adapter_names=["default", "__base__"])
-    pipeline.close()
 
 
 def test_what_is_inside():
@@ -323,13 +298,7 @@ def test_what_is_inside():
     made = peft.get_peft_model(model, lora())
     assert is_adapted(made)
     assert model_inside(made) is model
-    mixed = peft.PeftMixedModel(
-        hf_model("gpt2"),
-        lora(
-            "gpt2",
-        ),
-        "default",
-    )
+    mixed = peft.PeftMixedModel(hf_model("gpt2"), lora("gpt2"), "default")
     assert type(model_inside(mixed)).__name__ == "GPT2LMHeadModel"
 
 
@@ -341,7 +310,6 @@ def test_a_small_model_in_one_piece_has_adapters_too():
         model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=2), devices="virtual:1"
     )
     assert_the_same(pipeline, plain, hf_batch())
-    pipeline.close()
 
 
 def prompt_model(name):
@@ -402,4 +370,3 @@ def test_learned_prompts_train_as_in_the_plain_model(name, method, old_names_sai
     assert worst_gradient(model, plain) < 1e-6
     assert cache_of(found) is None
     assert all(torch.equal(batch[key], before[key]) for key in batch)
-    pipeline.close()

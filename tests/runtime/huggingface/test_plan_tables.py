@@ -90,4 +90,3 @@ def test_bytes_of_parts_are_those_that_a_run_copies():
     rows = 2 * first.parts_forward * 2  # in the forward, and where it is computed again
     assert sum(copied) == 2 * (head.parts_forward + head.parts_backward) + rows
     assert device.peak <= max(memory.total for memory in report.device_memory)
-    pipe.close()

@@ -182,7 +182,6 @@ def test_models_of_objects_train_as_without_a_pipeline(name):
         model.zero_grad()
         assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-5)
         assert worst_gradient(model, plain) < 1e-4
-    pipeline.close()
 
 
 @pytest.mark.slow

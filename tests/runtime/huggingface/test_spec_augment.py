@@ -46,7 +46,6 @@ def test_one_microbatch_is_masked_as_the_model_is(model, batch):
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
         assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-    pipe.close()
 
 
 def test_the_gradient_is_that_of_the_masks_of_the_loss(model, batch):
@@ -70,4 +69,3 @@ def test_the_gradient_is_that_of_the_masks_of_the_loss(model, batch):
             sides.append(loss().item())
             embed.sub_(along, alpha=step)
     assert found == pytest.approx((sides[0] - sides[1]) / 2e-5, rel=1e-4)
-    pipe.close()

@@ -59,7 +59,6 @@ def test_a_head_of_values_is_found_and_trained(microbatches):
     pipeline = wrapped(model, example={name: value[:2] for name, value in batch.items()})
     config = RoundPipeRunConfig(num_microbatch=microbatches)
     loss = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=policy_and_value_loss, run_config=config)
-    pipeline.close()
     total, rows = policy_and_value_loss(plain(**batch), labels)
     expected = total / rows
     expected.backward()

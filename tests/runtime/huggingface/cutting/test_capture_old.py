@@ -36,7 +36,6 @@ def test_the_model_is_as_it_was_and_captures_by_itself():
         pipeline = wrapped(model)
         found = pipeline(**batch, output_router_logits=True)
         again = model(**batch, output_router_logits=True, use_cache=False)
-    pipeline.close()
     assert COLLECTOR.get() is None
     for one, two, three in zip(expected.router_logits, found.router_logits, again.router_logits, strict=True):
         assert torch.equal(three, one)

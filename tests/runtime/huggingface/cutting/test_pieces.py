@@ -145,7 +145,6 @@ def test_a_microbatch_may_leave_layers_out():
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     found = pipeline(ids, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
     expected = torch.cat([model(part) for part in ids.split((4, 3))])
-    pipeline.close()
     assert torch.allclose(found, expected, rtol=1e-12)
 
 
@@ -162,7 +161,6 @@ def test_layers_that_the_example_did_not_call_are_an_error():
         pipeline(tokens())
     assert "wrap_model_to_roundpipe(model, example=batch)" in str(caught.value)
     assert pipeline(tokens(5, 4)).shape == (5, 4, 20)
-    pipeline.close()
 
 
 def test_code_that_the_example_did_not_run_is_an_error():
@@ -175,7 +173,6 @@ def test_code_that_the_example_did_not_run_is_an_error():
     pipeline = wrapped(Sometimes(), example={"input_ids": tokens(2, 4)})
     with pytest.raises(BatchStructureError, match="runs more layers or parts of the code between layers"):
         pipeline(tokens())
-    pipeline.close()
 
 
 def test_opaque_objects_among_arguments_are_refused():
@@ -220,7 +217,6 @@ def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
     model = Twice(nn.ModuleList([Identity() for _ in range(3)])).train()
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     before, behind = pipeline(tokens())
-    pipeline.close()
     assert (before == 0).any()
     assert torch.equal(before, behind)
 
@@ -246,7 +242,6 @@ def test_code_between_layers_in_evaluation_only():
         _, found = pipeline.forward_backward((tokens(),), loss_fn=squares, return_outputs=True)
         assert torch.allclose(found, expected, rtol=1e-12)
         assert worst_gradient(model, plain) < 1e-12
-    pipeline.close()
 
 
 def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
@@ -261,7 +256,6 @@ def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
     expected.backward()
     assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
 
 
 class WithEntities(Block):
@@ -299,7 +293,6 @@ def test_a_batch_for_which_layers_return_more_than_for_the_example_is_an_error(s
     with pytest.raises(BatchStructureError, match=r"Layers before layers\.1 return tensors for this batch"):
         pipeline(tokens(), entities)
     assert pipeline(tokens()).shape == (5, 6, 20)
-    pipeline.close()
 
 
 def test_what_layers_return_is_handed_on_with_an_example_of_the_kind():
@@ -309,4 +302,3 @@ def test_what_layers_return_is_handed_on_with_an_example_of_the_kind():
     expected = model(tokens(), entities)
     pipeline = wrapped(model, example={"input_ids": tokens(2), "entities": entities[:2]})
     assert torch.allclose(pipeline(tokens(), entities), expected, atol=1e-6)
-    pipeline.close()

@@ -60,7 +60,6 @@ def test_tokens_are_those_of_the_plain_model(name):
         assert torch.equal(*found), way
         assert found[0].shape[1] >= 5
     assert not any(path.is_on_host for path in pipeline._rp_paths)
-    pipeline.close()
 
 
 @pytest.mark.extended
@@ -85,7 +84,6 @@ def test_more_models_generate_the_tokens_of_the_plain_model(name, way):
     found, expected = (model.generate(**inputs, **OPTIONS, **WAYS[way]) for model in (pipeline, plain))
     assert torch.equal(found, expected)
     assert not any(path.is_on_host for path in pipeline._rp_paths)
-    pipeline.close()
 
 
 def test_nothing_runs_on_after_close():
@@ -117,7 +115,6 @@ def test_the_encoder_runs_once():
     pipeline.generate(**inputs, **OPTIONS)
     for handle in handles:
         handle.remove()
-    pipeline.close()
     assert calls == {"encoder": 2, "decoder": 2 * 5}
 
 
@@ -126,7 +123,6 @@ def test_outputs_beside_the_tokens():
     pipeline, plain, inputs = pair("seq2seq:t5")
     options = {"output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
     found, expected = (model.generate(**inputs, **OPTIONS, **options) for model in (pipeline, plain))
-    pipeline.close()
     assert list(found) == list(expected)
     for name in ("logits", "encoder_hidden_states", "decoder_hidden_states"):
         pairs = zip(pytree.tree_leaves(found[name]), pytree.tree_leaves(expected[name]), strict=True)
@@ -148,7 +144,6 @@ def test_weights_of_the_last_step_generate():
     pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     second = pipeline.eval().generate(**inputs, **OPTIONS)
     plain.load_state_dict(pipeline.state_dict())
-    pipeline.close()
     assert not torch.equal(first, second)
     assert torch.equal(second, plain.generate(**inputs, **OPTIONS))
 
@@ -164,7 +159,6 @@ def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
     assert "T5Stack runs on the host in generate: through the pipeline, its output differs by" in caplog.text
     assert pipeline.forward_backward(input_kwargs=hf_batch()) > 0
     assert not any("forward" in vars(module) for module in pipeline.cut.model.modules())
-    pipeline.close()
 
 
 def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
@@ -176,7 +170,6 @@ def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
             cache = cache_of(model(**inputs, decoder_input_ids=tokens, use_cache=True))
             again = model(**inputs, decoder_input_ids=tokens[:, -1:], **{argument_of(plain.forward): cache})
             held.append((again.logits, cache))
-    pipeline.close()
     (found, ours), (expected, theirs) = held
     assert torch.allclose(found, expected, rtol=1e-9)
     assert type(ours) is type(theirs)

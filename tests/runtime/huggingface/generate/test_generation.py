@@ -67,7 +67,6 @@ def test_greedy_tokens_are_those_of_the_plain_model(name, monkeypatch):
     forward = WrappedModel.forward
     monkeypatch.setattr(WrappedModel, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
     found = pipeline.generate(**prompt(), **options)
-    pipeline.close()
     assert torch.equal(found, expected)
     assert len(calls) >= found.shape[1] - 10
 
@@ -85,7 +84,6 @@ def test_other_ways_to_generate(name, options):
     for model in (pipeline, plain):
         torch.manual_seed(3)
         found.append(model.generate(**prompt(), max_new_tokens=8, pad_token_id=0, **options))
-    pipeline.close()
     assert torch.equal(*found)
 
 
@@ -106,7 +104,6 @@ def test_a_cache_is_filled_as_the_plain_model_fills_it(microbatches):
             expected = plain(**call, **{name: theirs})
             assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
             assert cache_of(found) is ours
-    pipeline.close()
     assert [layer.keys.shape[2] for layer in ours.layers] == [7, 10]  # a window of 8 keeps 7
     for one, other in zip(ours.layers, theirs.layers, strict=True):
         assert type(one) is type(other)
@@ -123,7 +120,6 @@ def test_a_cache_is_made_where_none_is_given():
     with torch.no_grad():
         expected = cache_of(plain(**prompt(), use_cache=True))
     as_tuple = pipeline(**prompt(), use_cache=True, return_dict=False, roundpipe_run_config=_no_gradients())
-    pipeline.close()
     assert type(found) is type(expected) is type(as_tuple[1])
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert torch.allclose(one.keys, other.keys, rtol=1e-9)
@@ -155,7 +151,6 @@ def test_after_an_exception_the_cache_is_as_it_was(monkeypatch):
     assert all(torch.equal(one.keys, other) for one, other in zip(cache.layers, before, strict=True))
     with torch.no_grad():
         pipeline(input_ids=torch.ones(3, 1, dtype=torch.long), **{name: cache})
-    pipeline.close()
     assert cache.get_seq_length() == 11
 
 
@@ -166,7 +161,6 @@ def test_gradients_and_a_cache_are_refused():
         pipeline(**prompt(), use_cache=True)
     with pytest.raises(ConfigError, match="returns no cache"):
         pipeline.forward_backward(input_kwargs={**prompt(), "labels": prompt()["input_ids"], "use_cache": True})
-    pipeline.close()
 
 
 @pytest.mark.parametrize("name", ["rwkv", "xlm"])
@@ -179,7 +173,6 @@ def test_a_cache_of_another_kind_is_refused_and_generated_with_on_the_host(name)
     if name == "rwkv":
         with torch.no_grad(), pytest.raises(ConfigError, match=r"or none:\n    model\(\.\.\., use_cache=False"):
             pipeline(**prompt(), use_cache=True)
-    pipeline.close()
 
 
 def test_a_model_with_states_alone_continues_from_its_cache():
@@ -197,7 +190,6 @@ def test_a_model_with_states_alone_continues_from_its_cache():
             )
             assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
             assert cache_of(found) is ours
-    pipeline.close()
     with register_flattening_functions(patch_transformers=True):
         states = [
             [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, torch.Tensor)] for cache in (ours, theirs)
@@ -220,7 +212,6 @@ def test_the_cache_is_found_under_another_version_s_name(name):
         with pytest.warns(FutureWarning, match=f"calls its cache `{own}`. Use `{own}` instead of `{other}`") as said:
             found = pipeline(**prompt(), use_cache=True, **{other: ours})
         expected = plain(**prompt(), use_cache=True, **{own: theirs})
-    pipeline.close()
     assert [one.filename for one in said] == [__file__]
     assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
     assert cache_of(found) is ours
@@ -231,7 +222,6 @@ def test_the_output_answers_to_each_name_as_the_plain_one(old_names_said):
     pipeline, plain = pair("llama")
     with torch.no_grad():
         found, expected = (model(**prompt(), use_cache=True) for model in (pipeline, plain))
-    pipeline.close()
     assert list(found) == list(expected)
     for word in (CACHE, "cache"):
         held = [getattr(output, word, None) for output in (found, expected)]
@@ -248,7 +238,6 @@ def test_a_message_names_the_argument_as_the_model_does():
     labels = {"labels": prompt()["input_ids"]}
     with pytest.raises(ConfigError, match=f"leave {name} out"):
         pipeline.forward_backward(input_kwargs={**prompt(), **labels, name: home(plain)})
-    pipeline.close()
 
 
 class OtherCache:
@@ -267,7 +256,6 @@ def test_a_model_that_sees_generates_the_tokens_of_the_plain_model():
     pipeline = wrapped(model, microbatches=2, example=batch)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(pipeline.generate(**batch, **options), plain.generate(**batch, **options))
-    pipeline.close()
 
 
 def test_a_difference_sends_generation_to_the_host():
@@ -280,7 +268,6 @@ def test_a_difference_sends_generation_to_the_host():
         return output
 
     assert "differ by 1.0e-02" in reason_for_host(pipeline.cut, wrong)
-    pipeline.close()
 
 
 def test_adapters_generate_through_the_pipeline():
@@ -294,7 +281,6 @@ def test_adapters_generate_through_the_pipeline():
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert host_reason(pipeline) is None
     assert torch.equal(pipeline.generate(**prompt(), **options), plain.generate(**prompt(), **options))
-    pipeline.close()
 
 
 def test_the_forward_of_the_model_is_back_afterwards():

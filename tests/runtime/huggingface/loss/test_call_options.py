@@ -8,12 +8,7 @@ from torch.nn import functional
 from roundpipe_runtime import ConfigError
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.huggingface import SmoothedLoss
-from roundpipe_runtime.huggingface.loss.call_options import (
-    CALL_OPTIONS,
-    CallOptions,
-    run_with_options,
-    split_options,
-)
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, run_with_options, split_options
 
 from ..hf_small import Toy, tokens, wrapped
 
@@ -42,7 +37,6 @@ def test_the_model_never_sees_options(is_cut):
     pipeline = wrapped(Any(), example={"input_ids": tokens(2)}, use_sequential_preset=None if is_cut else False)
     with torch.no_grad():
         pipeline(input_ids=tokens(), flag=torch.ones(5))
-    pipeline.close()
     assert len(pipeline.cut.pieces) == (5 if is_cut else 1)
     assert {"flag"} in seen
     assert not any(CALL_OPTIONS in names for names in seen)

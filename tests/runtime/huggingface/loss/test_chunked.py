@@ -14,7 +14,7 @@ from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, lazy_head, loss_only
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
 from roundpipe_runtime.huggingface.loss.weights import counting
-from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, wrapped
 
 
 class Memory(TorchDispatchMode):
@@ -209,47 +209,23 @@ MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cut", [True, False])
-def test_models_learn_the_same(name, cut, everything_is_large, monkeypatch):
+def test_models_learn_the_same(name, cut, everything_is_large, computed):
     """Loss and every gradient are the plain model's; the logits of a microbatch were not computed."""
-    computed = []
-    compute = LazyLogits.compute
-    monkeypatch.setattr(LazyLogits, "compute", lambda self: computed.append(1) or compute(self))
-    model = hf_model(name)
-    plain = copy.deepcopy(model)
-    batch = hf_batch(padding=name not in ("gemma2", "bloom"))  # whose loss padding on the left makes NaN
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model, use_sequential_preset=cut)
-    loss = pipeline.forward_backward(input_kwargs=batch)
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+    padding = name not in ("gemma2", "bloom")  # whose loss padding on the left makes NaN
+    assert_like_plain(hf_model(name), hf_batch(padding=padding), use_sequential_preset=cut)
     assert not computed
-
-
-def assert_like_plain(batch):
-    """The loss and every gradient of a small Llama, of the whole batch."""
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch)
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
 
 
 def test_a_microbatch_of_ignored_labels(everything_is_large):
     """It counts nothing, without logits as with them."""
     batch = hf_batch(3)
     batch["labels"][1] = -100
-    assert_like_plain(batch)
+    assert_like_plain(hf_model("llama"), batch)
 
 
 def test_a_count_of_the_script(everything_is_large):
     """`num_items_in_batch` makes the loss a sum over it, in chunks, too."""
-    assert_like_plain({**hf_batch(), "num_items_in_batch": 17})
+    assert_like_plain(hf_model("llama"), {**hf_batch(), "num_items_in_batch": 17})
 
 
 def test_whoever_looks_at_logits_gets_them(everything_is_large):
@@ -267,20 +243,15 @@ def test_whoever_looks_at_logits_gets_them(everything_is_large):
 
     pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn)
     _, outputs = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
-    pipeline.close()
     assert seen == [(2, 10, 128), (2, 10, 128), (1, 10, 128)]
     assert torch.allclose(outputs.logits, plain(**batch).logits, rtol=1e-9)
 
 
 def test_small_logits_are_computed_as_the_model_does():
     """Below 16 million numbers nothing changes, to the last bit."""
-    model = make_model("llama")
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
-    expected = plain(**batch).loss
-    pipeline = wrapped(model, microbatches=1)
-    assert pipeline.forward_backward(input_kwargs=batch).item() == expected.item()
-    pipeline.close()
+    model, batch = make_model("llama"), hf_batch()
+    expected = copy.deepcopy(model)(**batch).loss
+    assert wrapped(model, microbatches=1).forward_backward(input_kwargs=batch).item() == expected.item()
 
 
 class Own(torch.nn.Module):

@@ -10,7 +10,7 @@ from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
-from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
 from tests.runtime.huggingface.loss.test_chunked import Memory
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
 
@@ -37,51 +37,38 @@ def plain_loss(model, batch, *, shifted, **options):
 
 @pytest.mark.parametrize("items", [None, 17])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, monkeypatch):
+def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, computed):
     """Five rows in microbatches of 2, 2 and 1, ignored labels among them; and the logits are never computed."""
-    computed = []
-    compute = LazyLogits.compute
-    monkeypatch.setattr(LazyLogits, "compute", lambda self: computed.append(1) or compute(self))
-    model = make(name)
-    plain = copy.deepcopy(model)
-    batch = make_batch(name)
-    expected = plain_loss(plain, batch, shifted=MODELS[name], num_items_in_batch=items)
-    expected.backward()
-    pipeline = wrapped(model)
-    loss_fn = SmoothedLoss(0.1, num_items_in_batch=items)
-    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn)
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+    batch, shifted = make_batch(name), MODELS[name]
+    assert_like_plain(
+        make(name),
+        batch,
+        lambda plain: plain_loss(plain, batch, shifted=shifted, num_items_in_batch=items),
+        call={"loss_fn": SmoothedLoss(0.1, num_items_in_batch=items)},
+    )
     assert not computed
 
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_microbatch_of_ignored_labels_counts_nothing(cut):
     """Small logits are computed as the model does; labels may be given as `label`; the loss has its scale."""
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
     batch = hf_batch()
     batch["labels"][:2] = -100
-    expected = plain_loss(plain, batch, shifted=True) * 8  # which adds classes in float32
-    expected.backward()
-    pipeline = wrapped(model, use_sequential_preset=cut)
-    labels = batch.pop("labels")
-    loss = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=SmoothedLoss(0.1, scale=8.0))
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+    whole, labels = dict(batch), batch.pop("labels")
+    assert_like_plain(
+        hf_model("llama"),
+        batch,
+        lambda plain: plain_loss(plain, whole, shifted=True) * 8,  # which adds classes in float32
+        call={"label": labels, "loss_fn": SmoothedLoss(0.1, scale=8.0)},
+        use_sequential_preset=cut,
+    )
 
 
 def test_nothing_but_ignored_labels():
     """A loss of zero, and no gradient, where the mean over nothing is NaN."""
-    model = hf_model("llama")
-    batch = hf_batch()
+    model, batch = hf_model("llama"), hf_batch()
     batch["labels"][:] = -100
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1))
-    pipeline.close()
-    assert loss.item() == 0.0
+    assert wrapped(model).forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1)).item() == 0.0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -95,7 +82,6 @@ def test_whoever_asks_for_outputs_gets_logits(everything_is_large):
     expected.backward()
     pipeline = wrapped(model)
     loss, outputs = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1), return_outputs=True)
-    pipeline.close()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert outputs.logits.shape == (5, 10, 128)
@@ -104,17 +90,13 @@ def test_whoever_asks_for_outputs_gets_logits(everything_is_large):
 
 def test_decoders_begin_with_what_their_model_makes_of_labels():
     """An encoder-decoder that is given labels only has the inputs of its decoder from them, as it does itself."""
-    model = make("t5")
-    plain = copy.deepcopy(model)
     batch = hf_batch()
-    own = plain.prepare_decoder_input_ids_from_labels(batch["labels"])
-    expected = plain_loss(plain, {**batch, "decoder_input_ids": own}, shifted=False)
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1))
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+
+    def expected(plain):
+        own = plain.prepare_decoder_input_ids_from_labels(batch["labels"])
+        return plain_loss(plain, {**batch, "decoder_input_ids": own}, shifted=False)
+
+    assert_like_plain(make("t5"), batch, expected, call={"loss_fn": SmoothedLoss(0.1)})
 
 
 @pytest.mark.parametrize("items", [None, 3])
@@ -133,7 +115,6 @@ def test_any_pipeline_takes_it(items):
     pipeline = RoundPipe(model, devices="virtual:2")
     config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="sum")
     loss = pipeline.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=config)
-    pipeline.close()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
 
@@ -181,4 +162,3 @@ def test_wrong_arguments_are_errors():
     pipeline = wrapped(hf_model("llama"))
     with pytest.raises(LossError, match="needs labels"):
         pipeline.forward_backward(input_kwargs={"input_ids": torch.ones(2, 4).long()}, loss_fn=SmoothedLoss())
-    pipeline.close()

@@ -96,4 +96,3 @@ def test_loss_and_gradients_are_those_of_the_plain_model(loss_of, is_cut):
     assert worst_gradient(model, plain) < 1e-6
     way = WAYS[loss_of] if is_cut or WAYS[loss_of] != "joined" else "whole"
     assert [proof.way for proof in pipeline._rp_losses.proofs.values()] == [way]
-    pipeline.close()

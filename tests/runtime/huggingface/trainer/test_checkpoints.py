@@ -177,20 +177,13 @@ class Stops(TrainerCallback):
 
 @pytest.fixture
 def trainer(tmp_path):
-    """Makes trainers of the same script, and ends the threads of their pipelines."""
-    made = []
+    """Makes trainers of the same script."""
 
     def make_one(steps=4, **options):
         changes = {key: options.pop(key) for key in list(options) if key.startswith(("save", "eval", "load"))}
-        made.append(
-            make_trainer("gpt2", arguments(tmp_path, steps, **{**SAVING, **changes}), RoundPipeTrainer, **options)
-        )
-        return made[-1]
+        return make_trainer("gpt2", arguments(tmp_path, steps, **{**SAVING, **changes}), RoundPipeTrainer, **options)
 
-    yield make_one
-    for one in made:
-        if one._rp_pipeline is not None:
-            one.pipeline.close()
+    return make_one
 
 
 def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):

@@ -46,7 +46,6 @@ def test_a_model_that_is_wrapped_already_is_compiled_where_it_was_wrapped(tmp_pa
     args = arguments(tmp_path, 1, torch_compile=True)
     with pytest.raises(ConfigError, match=r"wrap_model_to_roundpipe\(model, compile=True\)"):
         RoundPipeTrainer(model=pipeline, args=args)
-    pipeline.close()
 
 
 def test_hidden_states_and_attentions_of_compiled_layers_are_handed_out():
@@ -67,7 +66,6 @@ def test_hidden_states_and_attentions_of_compiled_layers_are_handed_out():
     ):
         assert torch.allclose(one, other, atol=1e-6)
     assert all(torch.allclose(p.grad, expected[name], atol=1e-6) for name, p in model.named_parameters())
-    pipeline.close()
 
 
 def test_a_model_in_one_piece_is_refused():

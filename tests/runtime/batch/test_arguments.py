@@ -24,23 +24,22 @@ def test_a_tensor_is_no_tuple_of_its_rows(pipe, rows):
         pipe.forward_backward(torch.ones(rows, 4), label=torch.ones(rows, 4), loss_fn=F.mse_loss)
 
 
-@pytest.mark.parametrize("args", [{"x": torch.ones(2, 4)}, "x", 3, RoundPipePackedData([torch.ones(2, 4)])])
-def test_other_arguments_than_a_tuple_are_refused(pipe, args):
-    """A mapping would have given its keys, packed data its microbatches."""
-    with pytest.raises(ConfigError, match="input_args must be a tuple"):
-        pipe.forward_backward(args, label=torch.ones(2, 4), loss_fn=F.mse_loss)
+X = torch.ones(2, 4)
 
 
-def test_keyword_arguments_are_a_mapping(pipe):
-    """A tuple of tensors is none."""
-    with pytest.raises(ConfigError, match=r"input_kwargs must be a mapping .* found tuple"):
-        pipe.forward_backward((), (torch.ones(2, 4),))
-
-
-def test_a_loss_is_a_function(pipe):
-    """None is not taken for the default."""
-    with pytest.raises(ConfigError, match=r"loss_fn must be a function .* found None"):
-        pipe.forward_backward((torch.ones(2, 4),), label=torch.ones(2, 4), loss_fn=None)
+@pytest.mark.parametrize(
+    ("args", "kwargs", "options", "message"),
+    [
+        # a mapping would have given its keys, packed data its microbatches
+        *(((args,), None, {}, "input_args must be a tuple") for args in ({"x": X}, "x", 3, RoundPipePackedData([X]))),
+        (((),), (X,), {}, r"input_kwargs must be a mapping .* found tuple"),
+        (((X,),), None, {"loss_fn": None}, r"loss_fn must be a function .* found None"),  # not taken for the default
+    ],
+)
+def test_other_arguments_are_refused(pipe, args, kwargs, options, message):
+    """Each by its name, and what was found."""
+    with pytest.raises(ConfigError, match=message):
+        pipe.forward_backward(*args, kwargs, label=X, **{"loss_fn": F.mse_loss, **options})
 
 
 def test_labels_that_want_a_gradient_are_refused_by_their_path(pipe):

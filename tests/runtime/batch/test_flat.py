@@ -47,7 +47,6 @@ def test_the_batch_is_flattened_for_its_leaves_and_for_its_structure(microbatche
     pipe = without_row_check(RoundPipe(nn.Sequential(layer), devices="virtual:2"))
     config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction="mean")
     pipe.forward_backward((batch,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config)
-    pipe.close()
     assert [obj is batch for obj in FLATTENED] == [True, True]
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

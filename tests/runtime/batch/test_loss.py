@@ -253,10 +253,3 @@ def test_an_even_split_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not warn_if_uneven([2, 2, 2], 3)
-
-
-def test_an_even_split_gives_no_warning():
-    """The mean over microbatches is the mean over rows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert warn_if_uneven([2, 2, 2], 3) is False

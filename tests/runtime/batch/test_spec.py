@@ -2,23 +2,8 @@
 
 import pytest
 
-from roundpipe_runtime.batch.spec import Replicate, Rule, TensorChunkSpec, is_below, read_rules, rule_for, sizes
+from roundpipe_runtime.batch.spec import Replicate, Rule, TensorChunkSpec, is_below, read_rules, rule_for
 from roundpipe_runtime.errors import JoinError, SplitError
-
-
-@pytest.mark.parametrize(
-    ("batch", "count", "expected"),
-    [
-        (10, 4, [3, 3, 2, 2]),
-        (8, 4, [2, 2, 2, 2]),
-        (2, 4, [1, 1]),
-        (1, 1, [1]),
-        (0, 3, [0]),
-        (17, 8, [3, 2, 2, 2, 2, 2, 2, 2]),
-    ],
-)
-def test_sizes_are_as_even_as_possible(batch, count, expected):
-    assert sizes(batch, count) == expected
 
 
 def test_a_tree_of_marks_becomes_rules_by_path():

@@ -70,10 +70,7 @@ def test_the_example_of_the_documentation_on_labels():
             {"args[3]": Replicate},
             "split_input: 'args[3]' is not among the inputs. The key paths of inputs are:\n    ['args[0]', 'label']",
         ),
-        (
-            {"args[0]": TensorChunkSpec(2)},
-            "args[0]: the rule is TensorChunkSpec(2), but this tensor has shape (4, 2)",
-        ),
+        ({"args[0]": TensorChunkSpec(2)}, "args[0]: the rule is TensorChunkSpec(2), but this tensor has shape (4, 2)"),
         ({"args[0]": 1}, "args[0]: expected TensorChunkSpec(dim), Replicate or None, found 1."),
         (7, "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found 7."),
     ],
@@ -133,12 +130,3 @@ def test_a_reducer_is_no_rule_for_inputs():
     """torch has one class of marks for both sides."""
     with pytest.raises(SplitError, match="a reducing rule, which is for outputs"):
         split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
-
-
-def test_leaves_with_rules_of_their_own_may_have_no_rows_in_common():
-    """Without labels nothing states the rows of the batch; the shortest leaf limits the number of microbatches."""
-    given = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
-    parts = split((torch.arange(4), torch.arange(6)), {}, None, 5, split_input=given)
-    assert [len(part.args[0]) for part in parts] == [1, 1, 1, 1]
-    assert [part.args[1].tolist() for part in parts] == [[0, 1], [2, 3], [4], [5]]
-    assert [part.rows for part in parts] == [None] * 4

@@ -16,12 +16,6 @@ def test_sizes_are_those_of_tensor_split_without_empty_parts(batch, count):
     assert [part.rows for part in split((rows(batch),), {}, None, count)] == expected
 
 
-def test_fewer_rows_than_microbatches_make_one_microbatch_per_row():
-    parts = split((rows(2, 3),), {}, rows(2), 4)
-    assert firsts(parts, lambda part: part.args[0]) == [[0], [1]]
-    assert firsts(parts, lambda part: part.label) == [[0], [1]]
-
-
 def test_a_batch_without_rows_is_one_microbatch_without_rows():
     (part,) = split((torch.zeros(0, 3),), {}, torch.zeros(0), 4)
     assert part.rows == 0

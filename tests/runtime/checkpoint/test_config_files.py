@@ -28,7 +28,6 @@ def test_from_pretrained_reads_it(tmp_path, name):
     found, report = type(model).from_pretrained(saved, output_loading_info=True)
     assert same_state(found, model)
     assert not any(report.values())
-    pipe.close()
 
 
 def test_the_auto_class_knows_what_it_is(tmp_path):
@@ -73,7 +72,6 @@ def test_training_goes_on_in_a_new_wrapper(tmp_path):
         pipe.forward_backward(input_kwargs=hf_batch(seed=seed))
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     save_checkpoint(tmp_path, pipe, optimizer=optimizer)
-    pipe.close()
     again, other = make(3)
     load_checkpoint(tmp_path, again, optimizer=other)
     assert train(again, other, range(2, 4)) == expected[2:]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from roundpipe_runtime.checkpoint import folder as folder_module
-from roundpipe_runtime.checkpoint.folder import appearing, checkpoints_in, next_path, remove_leftovers, remove_old
+from roundpipe_runtime.checkpoint.folder import appearing, next_path, remove_leftovers, remove_old
 
 
 def make(folder, count):
@@ -16,34 +16,6 @@ def make(folder, count):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_checkpoints_are_numbered_from_one(tmp_path):
-    """One number behind the last that is there."""
-    make(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
-    assert next_path(tmp_path).name == "checkpoint-00000003"
-
-
-def test_nothing_has_the_name_before_it_is_complete(tmp_path):
-    """A reader that lists the folder meanwhile sees what was there before."""
-    with appearing(next_path(tmp_path)) as half:
-        (half / "data").write_text("x")
-        assert checkpoints_in(tmp_path) == []
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-00000001"]
-
-
-def test_an_exception_leaves_nothing(tmp_path):
-    """Not even what was written."""
-
-    def stop():
-        with appearing(next_path(tmp_path)) as half:
-            (half / "data").write_text("x")
-            raise KeyError("stopped")
-
-    with pytest.raises(KeyError):
-        stop()
-    assert names(tmp_path) == []
 
 
 def test_files_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatch):
@@ -66,15 +38,6 @@ def test_files_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatch):
     make(tmp_path, 1)
     half = ".checkpoint-00000001.writing"
     assert done == ["data", "checkpoint.json", half, f"{half} -> checkpoint-00000001", tmp_path.name]
-
-
-def test_the_last_ones_are_kept(tmp_path):
-    """Three of five."""
-    make(tmp_path, 5)
-    remove_old(tmp_path, 3)
-    assert names(tmp_path) == [f"checkpoint-0000000{number}" for number in (3, 4, 5)]
-    remove_old(tmp_path, None)
-    assert len(names(tmp_path)) == 3
 
 
 def test_a_checkpoint_that_misses_a_file_is_not_counted(tmp_path):

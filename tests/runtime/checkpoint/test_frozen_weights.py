@@ -29,8 +29,6 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, kind, is_async):
     assert trained_in(resumed, 3, optimizer=optimizer) == expected != first
     pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs if one.requires_grad)
-    whole.close()
-    resumed.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,4 +53,3 @@ def test_other_frozen_weights_are_refused(tmp_path, kind):
         load_checkpoint(tmp_path, other)
     after = [p for p in other.parameters() if p.requires_grad]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
-    other.close()

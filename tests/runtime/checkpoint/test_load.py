@@ -105,19 +105,18 @@ def test_if_all_are_damaged_nothing_starts_anew_in_silence(tmp_path):
     assert value_of(model) == {7.0}
 
 
-def test_a_damaged_one_by_name_is_an_error(tmp_path):
-    """Who names one wants that one."""
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: flip(path / "model.safetensors"), r"model\.safetensors was changed after it was written"),
+        (lambda path: (path / "checkpoint.json").unlink(), r"checkpoint\.json is missing"),  # it is still one
+    ],
+)
+def test_a_damaged_one_by_name_is_an_error(tmp_path, damage, message):
+    """Who names one wants that one; `None` would say that there is none yet."""
     paths = three(tmp_path)
-    flip(paths[2] / "model.safetensors")
-    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors was changed after it was written"):
-        load_checkpoint(paths[2], small_model())
-
-
-def test_a_checkpoint_without_its_manifest_is_still_one(tmp_path):
-    """`None` would say that there is none yet."""
-    paths = three(tmp_path)
-    (paths[2] / "checkpoint.json").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json is missing"):
+    damage(paths[2])
+    with pytest.raises(DamagedCheckpointError, match=message):
         load_checkpoint(paths[2], small_model())
 
 

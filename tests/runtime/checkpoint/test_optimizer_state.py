@@ -66,8 +66,6 @@ def test_training_goes_on_bit_for_bit(tmp_path, name):
     load_checkpoint(tmp_path, again, optimizer=other)
     train(again, other, 2)
     assert same_bits(list(again.parameters()), list(pipe.parameters()))
-    pipe.close()
-    again.close()
 
 
 def test_lbfgs_which_keeps_lists_of_tensors(tmp_path):
@@ -150,7 +148,6 @@ def test_parameters_of_something_else_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not belong to the model"):
         save_checkpoint(tmp_path, pipe, optimizer=own)
     assert list(tmp_path.iterdir()) == []
-    pipe.close()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,6 @@ def test_masters_without_a_place_are_refused(tmp_path):
     """The moments would belong to parameters that have lost two thirds of their bits."""
     pipe = RoundPipe(small_model().bfloat16(), torch.float32, devices="virtual:2")
     save_checkpoint(tmp_path, pipe, optimizer=torch.optim.SGD(pipe.optim_parameters(), lr=0.1))
-    pipe.close()
     plain = small_model().bfloat16()
     with pytest.raises(CheckpointError, match=r"\n    RoundPipe\(model, optim_dtype=torch\.float32\)"):
         load_checkpoint(tmp_path, plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))

@@ -60,27 +60,18 @@ class FakeLibrary:
         self.states[number] = state
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, count):
-    """Two were there; of one, two or three, those that were there are set."""
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"), [("cuda", 1, [0]), ("cuda", 2, [0, 1]), ("cuda", 3, [0, 1, -1]), ("xpu", 1, [-1])]
+)
+def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, kind, count, expected):
+    """Two were there; of one, two or three, those that were there are set, and none of another kind."""
     monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
     state = random_state()
     here = FakeLibrary(count)
     here.states = [torch.tensor([-1])] * count
-    monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", here))
+    monkeypatch.setattr(training_state, "_accelerator", lambda: (kind, here))
     restore_random_state(state)
-    assert [generator.item() for generator in here.states] == [0, 1, -1][:count]
-
-
-def test_another_kind_of_accelerator_is_left_alone(monkeypatch):
-    """A state of one means nothing to the other."""
-    monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(1)))
-    state = random_state()
-    here = FakeLibrary(1)
-    here.states = [torch.tensor([-1])]
-    monkeypatch.setattr(training_state, "_accelerator", lambda: ("xpu", here))
-    restore_random_state(state)
-    assert here.states[0].item() == -1
+    assert [generator.item() for generator in here.states] == expected
 
 
 @pytest.mark.parametrize(("started", "expected"), [(True, "npu"), (False, "")])

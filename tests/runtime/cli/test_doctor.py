@@ -26,10 +26,7 @@ def test_every_line_says_how_it_is(capsys, monkeypatch):
 
 def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     """Warnings alone do not."""
-    findings = [
-        Check("disk", "ok", "1 GB free"),
-        Check("peft", "warning", "not installed", "pip install peft"),
-    ]
+    findings = [Check("disk", "ok", "1 GB free"), Check("peft", "warning", "not installed", "pip install peft")]
     monkeypatch.setattr(doctor, "examine", lambda disk: findings)
     assert run(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 warning"

@@ -90,15 +90,6 @@ def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
         assert shown.out == ""
 
 
-def test_help_fits_into_80_columns(capsys, monkeypatch):
-    """With what a user needs to know of the file."""
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(["timeline", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert "--stages" in out
-
-
 def of_rank(path, started, end):
     """A file with one record of a device, and the time of day at which it started."""
     timeline = Timeline()

@@ -36,19 +36,15 @@ def spelled(encode, conversation):
 
 
 @pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS])
-def test_the_answers_count_and_nothing_else(template):
-    """Found by prefix, or marked by the template."""
-    made = conversation_of({"messages": TURNS}, "a:1")
-    assert spelled(encoder(template), made) == (
-        "<user> the pipe holds </s> <assistant> a* layer* </s>* <user> again </s> <assistant> then* another* </s>*"
-    )
-
-
-@pytest.mark.parametrize("template", [tiny.CHAT, tiny.CHAT_WITH_MARKS])
-def test_an_answer_in_the_prompt_does_not_count(template):
-    made = conversation_of({"prompt": TURNS[:3], "completion": TURNS[3:]}, "a:1")
-    assert spelled(encoder(template), made) == (
-        "<user> the pipe holds </s> <assistant> a layer </s> <user> again </s> <assistant> then* another* </s>*"
+@pytest.mark.parametrize(
+    ("row", "first"),
+    [({"messages": TURNS}, "a* layer* </s>*"), ({"prompt": TURNS[:3], "completion": TURNS[3:]}, "a layer </s>")],
+    ids=["messages", "an answer in the prompt"],
+)
+def test_the_answers_count_and_nothing_else(row, first, template):
+    """Found by prefix, or marked by the template; an answer in the prompt does not count."""
+    assert spelled(encoder(template), conversation_of(row, "a:1")) == (
+        f"<user> the pipe holds </s> <assistant> {first} <user> again </s> <assistant> then* another* </s>*"
     )
 
 

@@ -94,15 +94,6 @@ def test_adapters_are_no_model(tmp_path):
         model_source(tmp_path)
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
-    """Missing ones would be drawn at random, in silence."""
-    folder = tiny.weights_folder(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    with pytest.raises(FineTuneError, match=r"lacks 9 weights, .* and 4 more of LlamaForCausalLM"):
-        model_source(folder).load()
-
-
 def test_damaged_weights_are_refused(tmp_path):
     folder = tiny.weights_folder(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"nothing")

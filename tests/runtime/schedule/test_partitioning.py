@@ -207,24 +207,6 @@ def test_a_plan_in_use_of_other_models_is_not_kept():
     assert partition("fused", [costs], previous=two) == [one]
 
 
-@pytest.mark.parametrize("grad_bytes", [0, 10])
-def test_a_plan_in_use_goes_where_its_stages_are_too_large_now(grad_bytes):
-    """For the forward alone, and for the backward with its gradients, although it is as fast as any."""
-    costs = [LayerCost(1.0, 3.0, 10, grad_bytes)] * 6
-    slow = [([range(3)], [range(3, 6), range(3)])]
-    kept = partition("fused", [[LayerCost(1.0, 3.0)] * 6], upper_threshold=3.0, previous=slow)
-    limit = 10 + grad_bytes
-    found = partition("fused", [costs], upper_threshold=3.0, bytes_per_stage=limit, previous=kept)
-    assert {len(stage) for _, backward in found for stage in backward} == {1}
-    for forward, _ in found:
-        assert all(10 * len(stage) <= limit for stage in forward)
-
-
-def test_a_wrong_kind_of_run_is_named():
-    with pytest.raises(PlanError, match="found 'both'"):
-        partition("both", [[LayerCost(1.0, 3.0)]])
-
-
 @pytest.mark.parametrize(
     "previous",
     [

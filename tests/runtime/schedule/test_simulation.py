@@ -75,23 +75,19 @@ def test_an_exact_step_waits_for_the_gradients():
     assert exact.time == 12.0
 
 
-def test_the_next_stage_is_copied_while_one_computes():
-    """Uploads of 2 s overlap with computations of 3 s, the first one does not."""
-    result = simulate([StageLoad(3.0, upload=20)] * 3, Machine(1, link=10.0), 1)
-    assert [timed.start for timed in result.steps] == [2.0, 5.0, 8.0]
-
-
-def test_a_copy_longer_than_the_computation_decides():
-    """4 s of upload per 1 s of computation; the third stage needs the room of the first, which is free by then."""
-    result = simulate([StageLoad(1.0, upload=40)] * 3, Machine(1, link=10.0), 1)
-    assert [timed.start for timed in result.steps] == [4.0, 8.0, 12.0]
-
-
-def test_a_device_holds_two_stages_at_most():
-    """Uploads of 1 s, computations of 5 s: the third upload waits until the first stage has left."""
-    result = simulate([StageLoad(5.0, upload=10)] * 3, Machine(1, link=10.0), 1)
-    assert [timed.start for timed in result.steps] == [1.0, 6.0, 11.0]
-    assert result.peak_memory == 20
+@pytest.mark.parametrize(
+    ("seconds", "upload", "starts", "peak"),
+    [
+        (3.0, 20, [2.0, 5.0, 8.0], 40),  # uploads of 2 s overlap with computations of 3 s, the first one does not
+        (1.0, 40, [4.0, 8.0, 12.0], 80),  # 4 s of upload decide; the third needs the room of the first, free by then
+        (5.0, 10, [1.0, 6.0, 11.0], 20),  # uploads of 1 s: the third one waits until the first stage has left
+    ],
+)
+def test_the_next_stage_is_copied_while_one_computes(seconds, upload, starts, peak):
+    """The longer of both decides, and a device holds two stages at most."""
+    result = simulate([StageLoad(seconds, upload=upload)] * 3, Machine(1, link=10.0), 1)
+    assert [timed.start for timed in result.steps] == starts
+    assert result.peak_memory == peak
 
 
 def test_activations_cross_two_links():

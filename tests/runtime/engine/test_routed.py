@@ -10,7 +10,7 @@ from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDe
 from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.engine.parameters.partial_table import find_groups
 from roundpipe_runtime.optim.parameters import scan
-from tests.runtime.small import checked_devices, without_row_check
+from tests.runtime.small import assert_same_gradients, checked_devices, gradients, without_row_check
 
 F = nn.functional
 WIDTH, EXPERTS = 16, 8
@@ -133,18 +133,6 @@ def squares(outputs, labels):
     return F.mse_loss(outputs, labels.to(outputs.dtype))
 
 
-def gradients(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same(one, other):
-    """The same bits, and `None` in the same places."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value is None) == (other[name] is None), name
-        assert value is None or torch.equal(value, other[name]), name
-
-
 def pipe_of(model, devices="virtual:2:check", experts="routed", **options):
     options = {"num_microbatch": 2, "loss_reduction": "mean", **options}
     dtype = options.pop("optim_dtype", None)
@@ -167,6 +155,32 @@ def steps_of(model, batches, *, is_async=False, lr=0.05, tries_rows=True, **opti
     pipe.synchronize()
     pipe.close()
     return [*losses, *(value.clone() for value in model.state_dict().values())], uploaded
+
+
+def like_the_plain_model(kind, x):
+    """Three runs, of which the third proves nothing, have the gradients of the plain model; the bytes it skipped."""
+    plain, model = model_of(kind), model_of(kind)
+    labels = torch.ones(len(x), 3)
+    squares(plain(x), labels).backward()
+    pipe, skipped = pipe_of(model, num_microbatch=1), []
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.forward_backward((x,), label=labels, loss_fn=squares)
+        assert_same_gradients(gradients(model), gradients(plain))
+        skipped.append(pipe.parameter_traffic.skipped)
+    return skipped
+
+
+def both_ways(make, run, devices="virtual:2:check", **options):
+    """What runs do has the same bits, whether all experts are uploaded or those that were hit; the second pipeline."""
+    found = []
+    for experts in ("all", "routed"):
+        model = make()
+        pipe = pipe_of(model, devices, experts, **options)
+        run(pipe)
+        found.append(gradients(model))
+    assert_same_gradients(*found)
+    return pipe
 
 
 BATCHES = [rows_to(1, 3), rows_to(0), rows_to(2, 5, 7), rows_to(3, 1), rows_to(6, rows=5), rows_to(4, 5), rows_to(1)]
@@ -198,22 +212,18 @@ def test_gradients_are_those_of_the_plain_model(kind):
             pipe.zero_grad()
             loss = pipe.forward_backward((x,), label=labels, loss_fn=squares)
         assert torch.equal(loss, squares(plain(x), labels).detach())
-        assert_same(gradients(model), gradients(plain))
-        pipe.close()
+        assert_same_gradients(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_add_up_over_runs_with_other_experts(kind):
     """Two runs without a step between them."""
-    found = []
-    for experts in ("all", "routed"):
-        model = model_of(kind)
-        pipe = pipe_of(model, experts=experts)
+
+    def run(pipe):
         for x in (*BATCHES[:3], rows_to(0, 7), rows_to(2)):
             pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
-        found.append(gradients(model))
-        pipe.close()
-    assert_same(*found)
+
+    both_ways(lambda: model_of(kind), run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,8 +238,7 @@ def test_backward_later_and_recomputed_layers_have_the_same_bits(kind, devices):
             given = x.clone().requires_grad_()
             pipe(given).square().sum().backward()
         found.append({**gradients(model), "inputs": given.grad})
-        pipe.close()
-    assert_same(*found)
+    assert_same_gradients(*found)
 
 
 @pytest.mark.parametrize("kind", [ByRow, Gathered, Listed])
@@ -274,34 +283,29 @@ def test_layers_that_share_experts_that_stay_have_the_gradients_of_both():
         def forward(self, x):
             return torch.cat([x[:, :2], super().forward(x)[:, 2:]], 1)
 
-    found = []
-    for experts in ("all", "routed"):
+    def make():
         torch.manual_seed(0)
         layers = [Passing(), Kept(), Shifted(), Kept(), nn.Linear(WIDTH, 3)]
         layers[3].weight = layers[1].weight
-        model = nn.Sequential(*layers)
-        pipe = without_row_check(pipe_of(model, "virtual:1:check", experts, keep_parameters=1.0))
+        return nn.Sequential(*layers)
+
+    def run(pipe):
+        without_row_check(pipe)
         for x in (rows_to(1), rows_to(1), rows_to(2), rows_to(2), rows_to(7)):  # without a step: the table stays
             pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
-        found.append(gradients(model))
-        skipped = pipe.parameter_traffic.skipped
-        pipe.close()
-    assert skipped > 0
-    assert_same(*found)
+
+    pipe = both_ways(make, run, "virtual:1:check", keep_parameters=1.0)
+    assert pipe.parameter_traffic.skipped > 0
 
 
 def test_several_copies_of_the_last_stage_have_the_same_bits():
     """Their gradients are added in the order of microbatches; all of them come down."""
-    runs = []
-    for experts in ("all", "routed"):
-        torch.manual_seed(0)
-        model = nn.Sequential(Passing(), ByRow())
-        pipe = pipe_of(model, "virtual:3:check", experts, num_microbatch=4, last_stage_copies=3)
+
+    def run(pipe):
         for x in BATCHES[:5]:
             pipe.forward_backward((x,), label=torch.ones(len(x), WIDTH), loss_fn=squares)
-        runs.append(gradients(model))
-        pipe.close()
-    assert_same(*runs)
+
+    both_ways(lambda: model_of(ByRow)[:2], run, "virtual:3:check", num_microbatch=4, last_stage_copies=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,32 +316,14 @@ def test_a_layer_that_no_token_reaches_an_expert_of(kind):
         def forward(self, x):
             return x + super().forward(x[:0]).sum()
 
-    plain, model = model_of(Empty), model_of(Empty)
-    x = rows_to(1, 2, rows=4)
-    squares(plain(x), torch.ones(4, 3)).backward()
-    pipe = pipe_of(model, num_microbatch=1)
-    for _ in range(3):
-        pipe.zero_grad()
-        before = pipe.parameter_traffic.skipped
-        pipe.forward_backward((x,), label=torch.ones(4, 3), loss_fn=squares)
-    weights = sum(parameter.nbytes for parameter in plain[1].parameters())
-    assert (pipe.parameter_traffic.skipped - before) % weights == 0 < pipe.parameter_traffic.skipped - before
-    assert_same(gradients(model), gradients(plain))
-    pipe.close()
+    _, before, after = like_the_plain_model(Empty, rows_to(1, 2, rows=4))
+    weights = sum(parameter.nbytes for parameter in model_of(Empty)[1].parameters())
+    assert (after - before) % weights == 0 < after - before
 
 
 def test_a_layer_that_reads_all_experts_gets_all():
     """A mask hides NaN in the forward, and not in the backward: it is seen that all of the parameter is read."""
-    plain, model = model_of(Dense), model_of(Dense)
-    x = rows_to(1, 2, rows=4)
-    squares(plain(x), torch.ones(4, 3)).backward()
-    pipe = pipe_of(model, num_microbatch=1)
-    for _ in range(3):
-        pipe.zero_grad()
-        pipe.forward_backward((x,), label=torch.ones(4, 3), loss_fn=squares)
-        assert_same(gradients(model), gradients(plain))
-    assert pipe.parameter_traffic.skipped == 0
-    pipe.close()
+    assert like_the_plain_model(Dense, rows_to(1, 2, rows=4)) == [0, 0, 0]
 
 
 def test_a_failure_half_way_leaves_nothing_behind():
@@ -366,8 +352,7 @@ def test_a_failure_half_way_leaves_nothing_behind():
         plain = nn.Sequential(Passing(), kind(), nn.Linear(WIDTH, 3))
         plain.load_state_dict(model.state_dict())
         squares(plain(rows_to(5)), torch.ones(6, 3)).backward()
-        assert_same(gradients(model), gradients(plain))
-        pipe.close()
+        assert_same_gradients(gradients(model), gradients(plain))
 
 
 def test_code_that_refuses_what_stands_for_a_parameter_gets_the_parameter():
@@ -379,15 +364,7 @@ def test_code_that_refuses_what_stands_for_a_parameter_gets_the_parameter():
                 raise TypeError("expected a parameter")
             return super().forward(x)
 
-    plain, model = model_of(Kernel), model_of(Kernel)
-    squares(plain(rows_to(5)), torch.ones(6, 3)).backward()
-    pipe = pipe_of(model, num_microbatch=1)
-    for _ in range(3):
-        pipe.zero_grad()
-        pipe.forward_backward((rows_to(5),), label=torch.ones(6, 3), loss_fn=squares)
-    assert pipe.parameter_traffic.skipped == 0
-    assert_same(gradients(model), gradients(plain))
-    pipe.close()
+    assert like_the_plain_model(Kernel, rows_to(5)) == [0, 0, 0]
 
 
 # -- what is worth it --------------------------------------------------------------------------------------------------
@@ -419,7 +396,6 @@ def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_o
         assert skipped(many) > 0
     assert (skipped(many) > 0) is is_on_demand
     assert skipped(rows_to(2, rows=1)) > 0
-    pipe.close()
 
 
 def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_none():
@@ -450,7 +426,6 @@ def test_a_timeline_states_the_bytes():
         row = model[1].weight.nbytes // EXPERTS
         assert (timeline.uploaded, timeline.skipped) == (whole - 7 * row, 7 * row)
         assert timeline.to_chrome_trace()["otherData"]["skipped"] == 7 * row
-        pipe.close()
 
 
 def test_a_device_has_room_for_all_experts():
@@ -462,5 +437,4 @@ def test_a_device_has_room_for_all_experts():
         with torch.no_grad():
             pipe(x)
     assert device.peak >= sum(parameter.nbytes for parameter in model.parameters())
-    pipe.close()
     device.close()

@@ -18,7 +18,7 @@ from roundpipe_runtime import (
     VirtualDevice,
     WeightedLoss,
 )
-from tests.runtime.small import batch, near, small_model, without_row_check
+from tests.runtime.small import batch, near, near_gradients, small_model, without_row_check
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -53,8 +53,7 @@ def test_a_loss_learns_with_the_model(wrap, pair, dtype):
     pipe = wrap(model, dtype, model_run_config=MEAN)
     pipe.forward_backward((inputs,), label=labels, loss_fn=criterion)
     assert near(criterion.temperature.grad, expected.temperature.grad)
-    for found, parameter in zip(pipe.optim_parameters(), plain.parameters(), strict=True):
-        assert near(found.grad, parameter.grad)
+    assert near_gradients(pipe.optim_parameters(), plain)
 
 
 def test_a_loss_that_fails_has_learned_nothing(wrap):
@@ -116,8 +115,7 @@ def test_a_layer_with_a_checkpoint_inside(wrap, reentrant):
     wrap(model).forward_backward(
         (inputs,), label=labels, loss_fn=lambda o, y: WeightedLoss((o - y).square().sum(), o.numel())
     )
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(found.grad, expected.grad)
+    assert near_gradients(model, plain)
 
 
 class Counting(VirtualDevice):
@@ -187,8 +185,6 @@ def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes
         loss = F.mse_loss(pipe(inputs, shift), labels)
         shift.zero_()  # the caller's own: it may change before the backward
         loss.backward()
-    pipe.close()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(found.grad, expected.grad)
+    assert near_gradients(model, plain)
     once = call == "forward"  # what the backward starts from must not be the caller's
     assert device.down[1] == 2 * (once + writes)

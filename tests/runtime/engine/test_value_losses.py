@@ -1,13 +1,14 @@
 """Losses that choose rows by values: another loss for each split, which the first rows of a batch need not show."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, WeightedLoss
-from tests.runtime.small import near
+from tests.runtime.small import near, near_gradients
 
 F = nn.functional
 ROWS = 9
@@ -86,7 +87,6 @@ def test_a_loss_that_depends_on_the_split_is_refused_before_the_first_gradient(l
     with pytest.raises(LossError, match=r'loss_reduction="joined"'):
         pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
     assert all(parameter.grad is None for parameter in model.parameters())
-    pipeline.close()
 
 
 def test_masks_that_are_floats_are_refused():
@@ -99,7 +99,6 @@ def test_masks_that_are_floats_are_refused():
         pipeline.forward_backward(
             (x,), label=(y, mask), loss_fn=lambda out, y: (each(out, y[0]) * y[1]).sum() / y[1].sum(), run_config=config
         )
-    pipeline.close()
 
 
 def clamped(outputs, labels):
@@ -143,9 +142,7 @@ def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(loss_fn, first, 
         expected = loss_fn(plain(x), (y, mask))
         expected.backward()
         assert near(pipeline.forward_backward((x,), label=(y, mask), loss_fn=loss_fn), expected)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert near(one.grad, other.grad)
-    pipeline.close()
+        assert near_gradients(model, plain)
 
 
 def sum_of_one_class(outputs, labels):
@@ -179,37 +176,25 @@ def noted(outputs, labels):
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, F.cross_entropy]
+    ("loss_fn", "reduction", "count"),
+    [
+        *itertools.product(
+            [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, F.cross_entropy], ["mean"], [4]
+        ),
+        *itertools.product([of_one_class, by_product, with_a_term_of_one_class, in_a_loop], ["joined"], [3]),
+    ],
 )
-def test_a_loss_of_each_row_may_decide_by_values(loss_fn):
-    """What a row adds depends on this row alone: loss and gradients are those of the plain model."""
+def test_a_loss_of_each_row_may_decide_by_values_and_a_joined_one_too(loss_fn, reduction, count):
+    """What a row adds depends on this row alone, or all rows are there: the numbers are those of the plain model."""
     model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
     plain = copy.deepcopy(model)
     expected = loss_fn(plain(x), y)
     expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
     expected.backward()
     pipeline = RoundPipe(model, devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean")
-    found = pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
-    assert near(found, expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(one.grad, other.grad)
-    pipeline.close()
-
-
-@pytest.mark.parametrize("loss_fn", [of_one_class, by_product, with_a_term_of_one_class, in_a_loop])
-def test_joined_losses_may_choose_rows(loss_fn):
-    """Computed once of all rows, such a loss and its gradients are those of the plain model."""
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
-    plain = copy.deepcopy(model)
-    expected = loss_fn(plain(x), y)
-    expected.backward()
-    pipeline = RoundPipe(model, devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
+    config = RoundPipeRunConfig(num_microbatch=count, loss_reduction=reduction)
     assert near(pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config), expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert near(one.grad, other.grad)
-    pipeline.close()
+    assert near_gradients(model, plain)
 
 
 def test_labels_of_another_kind_are_checked_anew():
@@ -224,7 +209,6 @@ def test_labels_of_another_kind_are_checked_anew():
     pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
     with pytest.raises(LossError, match="not a mean over rows"):
         pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=config)
-    pipeline.close()
 
 
 class Flat(nn.Module):
@@ -255,4 +239,3 @@ def test_rows_and_tokens_on_one_axis_get_other_values(is_mean):
     else:
         with pytest.raises(LossError, match="other values"):
             pipeline.forward_backward((x,), loss_fn=of_confident_tokens, **call)
-    pipeline.close()

@@ -98,7 +98,6 @@ def test_what_a_loop_makes_of_the_gradients_of_the_model_is_stepped(change, call
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other, one)
     assert all(one.grad is None for one in model.parameters())
-    pipe.close()
 
 
 @pytest.mark.parametrize("is_async", [True, "exact"])
@@ -113,7 +112,6 @@ def test_a_step_in_the_background_frees_gradients_as_it_goes(is_async):
     pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
     assert all(one.grad is None for one in model.parameters())
     pipe.synchronize()
-    pipe.close()
 
 
 def test_pipelines_that_share_layers_keep_their_gradients_apart():
@@ -130,7 +128,6 @@ def test_pipelines_that_share_layers_keep_their_gradients_apart():
         (2 * F.mse_loss(plain(INPUTS * weight), LABELS)).backward()
         for one, other in zip(plain.parameters(), pipe.optim_parameters(), strict=True):
             torch.testing.assert_close(other.grad.float(), one.grad)
-        pipe.close()
 
 
 def test_the_copies_are_clipped_as_ever(trained):
@@ -174,4 +171,3 @@ def test_before_a_backward_there_is_nothing_to_refuse():
     """No copy has a gradient yet, and none of them is lost."""
     pipe = RoundPipe(nn.Sequential(nn.Linear(4, 3)).bfloat16(), torch.float32, devices="virtual:2")
     assert clip_grad_norm_(pipe.parameters(), 1.0).item() == 0.0
-    pipe.close()

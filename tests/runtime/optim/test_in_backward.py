@@ -185,20 +185,25 @@ def model_of(name):
         return known_model(name).to(torch.bfloat16)
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=64,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
     made = T5ForConditionalGeneration(config).to(torch.bfloat16)
     made.decoder.block[1].layer[2].DenseReluDense.wo.float()  # as transformers loads it
     assert made.shared.weight is made.lm_head.weight
     return made
+
+
+TOKENS = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1))
+
+
+def learns_tokens(pipe, optimizer):
+    """The losses of two steps of a language model."""
+    losses = []
+    for _ in range(2):
+        losses.append(pipe.forward_backward(input_kwargs={"input_ids": TOKENS, "labels": TOKENS}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -214,16 +219,10 @@ def test_models_of_transformers(name, update):
             model, lower_threshold=0, devices="virtual:2", name="same", update=way, model_run_config=MEAN, **FLOAT
         )
         optimizer = adam(pipe)
-        tokens = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1))
-        losses = []
-        for _ in range(2):
-            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = learns_tokens(pipe, optimizer)
         with torch.no_grad():
-            losses.append(pipe(input_ids=tokens, labels=tokens).loss)
+            losses.append(pipe(input_ids=TOKENS, labels=TOKENS).loss)
         found.append(losses + numbers(pipe, optimizer))
-        pipe.close()
     assert len(found[0]) > 10
     assert same_bits(*found)
 
@@ -243,14 +242,7 @@ def test_large_tables(tables, monkeypatch):
         marked = pipe._rp_engine.planner.rule.mark(pipe._rp_engine._read_layers())
         assert any(layer.tables for layer in marked) == (tables == "slices")
         optimizer = adam(pipe)
-        tokens = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1))
-        losses = []
-        for _ in range(2):
-            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(losses + numbers(pipe, optimizer))
-        pipe.close()
+        found.append(learns_tokens(pipe, optimizer) + numbers(pipe, optimizer))
     assert same_bits(*found)
 
 
@@ -439,11 +431,7 @@ def test_a_backward_of_outputs_is_refused(wrap):
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [
-        ({"replicas": 2}, "replicas="),
-        ({"host": "disk:."}, "host="),
-        ({"update": "now"}, "must be"),
-    ],
+    [({"replicas": 2}, "replicas="), ({"host": "disk:."}, "host="), ({"update": "now"}, "must be")],
 )
 @pytest.mark.parametrize("update", UPDATES)
 def test_options_that_do_not_go_together(wrap, options, match, update):
@@ -470,8 +458,7 @@ def test_a_batch_without_weight_has_zero_gradients(wrap):
     """The ordinary step of zeros follows when the optimizer is called, for all parameters."""
     found = []
     for way in ("masters", "in_backward"):
-        config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
-        pipe = wrap(layers_of("plain"), update=way, model_run_config=config, **FLOAT)
+        pipe = wrap(layers_of("plain"), update=way, model_run_config=MEAN, **FLOAT)
         optimizer = adam(pipe)
         inputs, labels = batch(6)
         for weight in (1.0, 0.0, 1.0):
@@ -568,12 +555,10 @@ def test_a_copy_computes_in_the_same_dtype(wrap, again, update):
         assert torch.equal(made(inputs.bfloat16()), pipe(inputs.bfloat16()))
     made.close()
     model = pipe.model
-    pipe.close()
     with torch.no_grad():
         assert model(inputs).dtype == torch.float32
         plain = wrap(model, devices="virtual:2")
         assert near(plain(inputs), model(inputs))
-    plain.close()
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -610,16 +595,10 @@ def test_adapters_of_peft(update):
         pipe = wrap_model_to_roundpipe(made, lower_threshold=0, devices="virtual:2", update=way, name="same", **FLOAT)
         trained = [p for p in pipe.optim_parameters() if p.requires_grad]
         optimizer = give(pipe, torch.optim.AdamW(trained, lr=1e-2))
-        tokens = torch.randint(2, 60, (4, 6), generator=torch.Generator().manual_seed(1))
-        losses = []
-        for _ in range(2):
-            losses.append(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = learns_tokens(pipe, optimizer)
         frozen = {p.dtype for p in made.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
         found.append(losses + [p.detach().clone() for p in trained])
-        pipe.close()
     assert same_bits(*found)
 
 

@@ -48,8 +48,8 @@ token. Recorded by `python -m matrix.real_llama_cpp`, with {versions}.
 
 This table shows the CPU time per token with 128 tokens in the cache, relative to the builder's int4 file, and the share
 of equal greedy tokens in ten chats, both from the tables above (llama.cpp's time was measured relative to our int4
-file). The builder rounds the weights again; llama.cpp and our files keep the integers of the GGUF file (Q4_1), for
-which onnxruntime reads a third more bytes.
+file). The builder rounds the weights again; llama.cpp and our files keep the integers of the GGUF file (Q4_1).
+onnxruntime stores their scales in float32, so our file has a third more bytes than the builder's.
 
 {frontier}
 """

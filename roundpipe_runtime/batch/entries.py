@@ -294,7 +294,8 @@ def rows_with_packed(
     if len(found) == 1:
         return list(found.pop())
     if found and not apart:
-        raise SplitError(f"{paths}: the rows per microbatch differ: {[list(rows) for rows in sorted(found)]}.")
+        rows = [list(rows) for rows in sorted(found)]
+        raise SplitError(f"{paths} are split into different numbers of rows per microbatch: {rows}.")
     if count == 1:
         return [batch]
     if apart and batch is not None:

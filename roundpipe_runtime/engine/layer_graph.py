@@ -163,7 +163,7 @@ T = TypeVar("T")
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a backward and return its result, with the CPU's random generator locked if it repeats forward code.
+    """Run a backward and return its result, with the CPU's random generator locked if it recomputes a forward.
 
     Detection is in the first call; a layer that starts to use checkpoints later is not noticed. If the thread already
     has a profiler, that one continues, and the generator is locked for every backward.

@@ -244,7 +244,7 @@ class CallState:
         self.kind, self.data = kind, data
 
     def restart_generators(self) -> None:
-        """Reset the generators of this call to the state in which all calls of its microbatch start."""
+        """Reset the random generators to the state in which each layer of the microbatch starts."""
 
 
 class _Current(threading.local):

@@ -247,8 +247,8 @@ class Training:
             return
         if self.job.size == 1:
             raise FineTuneError(
-                f"{folder} was trained in {replicas} groups, and results depend on this number. Continue with the "
-                f"same number: --replicas {replicas}"
+                f"{folder} was trained with --replicas {replicas}; another number would change the "
+                f"results. Continue with the same number: --replicas {replicas}"
             )
         self.pipeline._rp_keep_replicas(replicas)
 

@@ -558,5 +558,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Report whether torch must add a parameter's gradient, as the parameter has hooks or was computed."""
+    """Return whether autograd must accumulate the gradient: the parameter has hooks or is no leaf of autograd."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

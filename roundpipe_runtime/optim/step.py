@@ -141,7 +141,7 @@ def in_optimizer_ctx() -> bool:
 
 
 class StepRunner:
-    """Runs optimizer steps, in the caller's thread or during the next run, and publishes their results."""
+    """Runs optimizer steps now or during the next forward and backward, and writes their results to the parameters."""
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]

@@ -90,7 +90,7 @@ def hear_steps(before: Hook, after: Hook) -> None:
 
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
-    """Let a function run the steps of optimizers in any thread, except steps that :func:`taking_over` takes over."""
+    """Let a function run the optimizer steps of all threads, except those in a ``taking_over`` block."""
     # first: whether it is called before those already registered. Default: `False`.
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)

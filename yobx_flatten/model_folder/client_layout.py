@@ -62,7 +62,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
     if layout == "flat":
         return
     if form != "onnx":
-        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files: leave target= and to= out.')
+        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files. Remove the arguments target= and to=.')
     if layout == "genai":  # names of files are those of a flat folder; see `genai_files`
         return
     if TASKS[task] is spoken_pieces:

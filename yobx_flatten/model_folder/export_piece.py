@@ -213,7 +213,7 @@ class FolderOptions:
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})
         if found is None or found.length is None:
             raise InvalidArgumentError(
-                f'bounds= lacks the length: {{"batch": 4, "length": 512}}; found {dict(self.bounds)!r}.'
+                f'bounds= has no "length", found {dict(self.bounds)!r}. For example: {{"batch": 4, "length": 512}}'
             )
         for name, least in (("batch", self.batch or 3), ("length", 32), ("new", _PROMPT)):
             value = getattr(found, name)

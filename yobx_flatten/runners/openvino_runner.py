@@ -44,7 +44,7 @@ def import_openvino() -> Any:
 
 
 def import_unreported(name: str) -> Any:
-    """Import OpenVINO, or another library of it, without its reports of use."""
+    """Import OpenVINO or NNCF with the telemetry of the library switched off."""
     sender = "openvino_telemetry"
     if name in sys.modules or sender in sys.modules:
         return importlib.import_module(name)

@@ -31,7 +31,7 @@ WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a laye
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A way of calling a model that an exported file may implement, with inputs for a comparison."""
+    """One of the calls that an exported file may compute (such as a prefill), with inputs for a comparison."""
 
     what: str  # in words, for the report
     module: torch.nn.Module

@@ -353,7 +353,7 @@ class LayerCall(CallState):
         return self.drawing
 
     def restart_generators(self) -> None:
-        """Reset the generators of this call to the state in which all calls of its microbatch start."""
+        """Reset the random generators to the state in which each layer of the microbatch starts."""
         if self.drawing is not None:
             self.drawing.restart()
 

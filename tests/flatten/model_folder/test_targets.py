@@ -157,7 +157,7 @@ REFUSED = {
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
     "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"For one row: batch=1 \(--max-batch 1\)"),
-    "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, "bounds= lacks the length"),
+    "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, 'bounds= has no "length"'),
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": (
         {"to": "program", "quantize": "int8"},

@@ -89,7 +89,9 @@ def test_packed_labels_are_taken_entry_by_entry():
 def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
     """As many microbatches and as many rows, cut elsewhere; or fewer rows."""
     packed = RoundPipePackedData([rows(3), rows(1)], rows=[3, 1] if told else ())
-    with pytest.raises(SplitError, match=re.escape("the rows per microbatch differ: [[2, 2], [3, 1]]")):
+    with pytest.raises(
+        SplitError, match=re.escape("are split into different numbers of rows per microbatch: [[2, 2], [3, 1]]")
+    ):
         split((packed,), {}, RoundPipePackedData([rows(2), rows(2)]), 2)
     with pytest.raises(SplitError, match="3 in label"):
         split((packed,), {}, RoundPipePackedData([rows(2), rows(1)]), 2)

@@ -61,7 +61,9 @@ def test_packed_data_of_two_pipelines_must_have_the_same_rows():
     """Entry i goes to microbatch i, which has one number of rows."""
     one = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
     other = RoundPipePackedData([torch.zeros(1), torch.zeros(2)], rows=[1, 2])
-    with pytest.raises(SplitError, match=r"args\[0\], args\[1\]: the rows per microbatch differ"):
+    with pytest.raises(
+        SplitError, match=r"args\[0\], args\[1\] are split into different numbers of rows per microbatch"
+    ):
         split((one, other), {}, None, 2)
 
 

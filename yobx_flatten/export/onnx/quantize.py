@@ -441,7 +441,7 @@ def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
-    """Replace each ``Gather`` of rows of a matrix by onnxruntime's operator for quantized matrices."""
+    """Replace each ``Gather`` of rows of a quantized matrix by onnxruntime's ``GatherBlockQuantized``."""
     readers = [use.node for use in value.uses()]
     if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False

@@ -37,7 +37,7 @@ from ...trees.walk import key_name, node_of
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """The values that a call writes to its arguments, in the form of additional outputs of a program."""
+    """The values that ``forward`` writes in place to its arguments; a program returns them as additional outputs."""
 
     caches: tuple[str, ...]  # arguments that are caches: they are returned whole, each under its name
     leaves: tuple[str, ...]  # leaves of other arguments that are new or were written, by name

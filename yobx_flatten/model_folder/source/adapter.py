@@ -204,7 +204,7 @@ def check_adapter_name(name: str) -> None:
     """Refuse names that are not valid file names."""
     if not _NAME.fullmatch(name):
         raise InvalidArgumentError(
-            f"adapters: {name!r} is not a name of an adapter. Write letters, digits, _, - and dots: french=FOLDER"
+            f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
         )
 
 

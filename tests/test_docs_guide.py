@@ -204,24 +204,6 @@ def test_a_text_block_belongs_to_the_program_right_before_it():
     ]
 
 
-def test_a_block_behind_the_words_has_a_process_of_its_own():
-    """A name of the page is not there; what it prints counts."""
-    page = (
-        "```python\nx = 1\n```\n\nIn a fresh process:\n\n"
-        "```python\nprint('x' in globals())\n```\n\n```text\nFalse\n```\n"
-    )
-    first, alone = programs_of(page)
-    assert (first.is_alone, alone.is_alone) == (False, True)
-    assert run(alone, "page", {"x": 1}) == alone.printed == "False\n"
-
-
-def test_a_console_block_is_what_is_typed_and_what_is_shown():
-    """Several in turn; what pip installs is left to pip."""
-    block = Program(1, "$ a b\none\ntwo\n$ c\n", None, "console")
-    assert commands_of(block) == [("a b", "one\ntwo\n"), ("c", "")]
-    assert commands_of(Program(1, "pip install x\na b\n", None, "bash")) == [("a b", "")]
-
-
 def test_no_text_block_shows_input():
     """It would not be run: what is typed stands in ```python, ```console or ```bash."""
     shown = re.compile(r"^(\$ |>>> |import \w|from \w+ import |def \w+\()", re.MULTILINE)

@@ -438,15 +438,6 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, mon
     assert calls == [(line, gpu_day.COMPILE_SECONDS, False)] * 2
 
 
-def test_a_damaged_last_line_is_no_result(tmp_path):
-    """The machine went away while it was written."""
-    records = Records(tmp_path)
-    records.add("row", "a", {"x": 1})
-    with records.path.open("a", encoding="utf-8") as file:
-        file.write('{"kind": "row", "key": "b", "x"')
-    assert list(records.of("row")) == ["a"]
-
-
 def test_other_losses_are_named(made):
     """The first one of everyone; those after it where no step is late."""
     row = ROWS[0]

@@ -174,17 +174,6 @@ def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
     assert regressions(results, recorded, ["t5", "llama", "blt"]) == ["t5, cut: 2 calls of layers, not 4"]
 
 
-def test_the_page_says_what_the_file_says(results):
-    """Counts per column, a row per type, those that fail first, the reasons, the versions."""
-    page = page_of(results, COLUMNS, [], "matrix.json")
-    assert "| export | 1 | 2 | 0 | 0 |" in page
-    assert "| type | export | built | round trip | cache |" in page
-    assert 0 < page.index("| `odd` | ✗ | ✓ | ✓ |  |") < page.index("| `llama` | ✓ | ✓ | ✓ |  |")
-    assert "| `odd` | export | `ValueError: axis 3` |" in page
-    assert "torch 2.13.0" in page
-    assert "data/matrix.json" in page
-
-
 def test_the_page_groups_types_by_the_operators_of_their_files(results):
     """Those whose result states them; a page of older results has no such table."""
     assert "## Operators" not in page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
@@ -194,14 +183,6 @@ def test_the_page_groups_types_by_the_operators_of_their_files(results):
     page = page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
     assert "| `Attention`, `RMSNormalization` | 2 | `llama`, `mistral` |" in page
     assert "| `Softmax`, `LayerNormalization` | 1 | `bloom` |\n| none of them | 1 | `mamba` |" in page
-
-
-def test_the_page_compares_the_types_that_all_have(results, tmp_path):
-    peer = Results(tmp_path / "peer.json", VERSIONS, "executorch")
-    peer.record("llama", {"built": OK, "export": {"ok": False, "why": "KeyError", "seconds": 1.0}}, "state1")
-    page = page_of(results, COLUMNS, [peer], "matrix.json")
-    assert "| column | yobx_flatten | executorch |" in page
-    assert "| export | 1 of 1 | 0 of 1 |" in page
 
 
 def test_an_unknown_column_is_refused_with_the_known_ones(capsys):

@@ -71,20 +71,6 @@ def test_options_choose_the_types():
         choose(parse(["--only", "nonsense"]))
 
 
-def test_the_page_counts_and_gives_reasons():
-    """A table per family, and why what did not pass."""
-    results = Results("", {"torch": "2"}, "")
-    good = {"built": {"ok": True}, "cut": {"ok": True, "lists": ["h"], "calls": 2, "phases": 2}}
-    good |= {"microbatches": {"ok": True, "gradients": 2e-7}, "trained": {"ok": None, "why": "no labels"}}
-    bad = {"built": {"ok": True}, "cut": {"ok": False, "why": "RefusedError: a | b"}}
-    results.types = {"good": {"columns": good}, "bad": {"columns": bad}}
-    page = page_of(results, "cut.json")
-    assert "| Causal language models (2) | 2 | 1 | 1 | 0 |" in page
-    assert "| `good` | ✓ | ✓ | ✓ | – | `h` | 2 | 2 | 2e-07 |" in page
-    assert "- `bad`, cut: RefusedError: a \\| b" in page
-    assert "- `good`, trained: no labels" in page
-
-
 def test_the_committed_page_is_the_one_of_the_committed_results():
     """`python -m matrix.cut --page docs/cut_matrix.md` writes it."""
     docs = Path(__file__).parent.parent / "docs"

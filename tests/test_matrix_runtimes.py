@@ -43,27 +43,6 @@ def test_the_page_is_that_of_the_recorded_results():
     assert committed == in_two("runtimes", page_of(results, path.name))
 
 
-def test_the_page_counts_what_was_tried_and_lists_failures_first():
-    """What does not apply is not counted, and a type of another table is not listed."""
-    page = page_of(
-        recorded(
-            {
-                "alike": {"program": RIGHT, "OpenVINO": RIGHT},
-                "broken": {"program": RIGHT, "OpenVINO": WRONG},
-                "cacheless": {"program": {"ok": None, "why": "NoCacheError: no cache"}},
-                "folder": {"OpenVINO folder": RIGHT},
-            }
-        ),
-        "found.json",
-    )
-    assert "| OpenVINO | 2 | 1 | 1 |" in page
-    assert "| program | 2 | 2 | 0 |" in page
-    assert "| `broken` | OpenVINO | `ReplayError: off by 0.5` |" in page
-    assert "- `cacheless`: no cache" in page
-    rows = [line.split("`")[1] for line in page.partition("## Causal types")[2].splitlines() if line.startswith("| `")]
-    assert rows == ["broken", "alike", "cacheless", "folder"]
-
-
 def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
     """By runtime, text of the error and type; another one states its own error."""
     known = {("OpenVINO", "no rule for f", ("llama",)): "it has no f", ("Execu", "0x1", ()): "always"}

@@ -166,16 +166,6 @@ def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
     assert main(["--only", "own_loss:focal", "--output", str(output), "--against", str(output)]) == 1
 
 
-def test_the_page_counts_outcomes_and_gives_reasons():
-    """A row per task, what is wrong first, then what is refused and what was not built."""
-    page = page_of(_results(ctc__Good=GOOD, ctc__Wrong=WRONG, ctc__Refused=REFUSED, ctc__Absent=ABSENT), "one.json")
-    assert "| ctc | 4 | 1 |  |  | 1 | 1 |  | 1 |  |" in page
-    assert "| `Wrong` | 1: loss off by 2.0e+00 |" in page
-    assert "| `Refused` | 1 | CutError: no layers |" in page
-    assert "| Good | 2e-07 |" in page
-    assert "| `Absent` | built | ImportError: timm |" in page
-
-
 def test_the_committed_page_is_the_one_of_the_committed_results():
     """`python -m matrix.trainings --page docs/trainings.md` writes it."""
     docs = Path(__file__).parent.parent / "docs"

@@ -119,46 +119,27 @@ def test_no_code_goes_around_it(package, rule, allowed):
 
 
 @pytest.mark.parametrize(
-    ("source", "is_found"),
+    ("rule", "source", "is_found"),
     [
-        ("open(path)", True),
-        ("open(path, 'rb')", True),
-        ("open(path, encoding='utf-8')", True),
-        ("path.open('rb')", True),
-        ("with path.open(encoding='utf-8') as file: pass", True),
-        ("os.open(path, os.O_RDONLY)", True),
-        ("path.read_text(encoding='utf-8')", True),
-        ("json.load(file)", True),
-        ("onnx.load(str(path), load_external_data=False)", True),
-        ("load_file(path)", True),
-        ("safe_open(path, framework='pt')", True),
-        ("open(path, 'w')", False),
-        ("path.open('ab')", False),
-        ("self._line.open()", False),
-        ("open_regular(path, failure=DamagedFileError)", False),
-        ("read_text(path, failure=DamagedFileError)", False),
-        ("json.loads(text)", False),
+        (reads, "open(path)", True),
+        (reads, "with path.open(encoding='utf-8') as file: pass", True),
+        (reads, "os.open(path, os.O_RDONLY)", True),
+        (reads, "path.read_text(encoding='utf-8')", True),
+        (reads, "onnx.load(str(path), load_external_data=False)", True),
+        (reads, "load_file(path)", True),
+        (reads, "open(path, 'w')", False),
+        (reads, "self._line.open()", False),
+        (reads, "open_regular(path, failure=DamagedFileError)", False),
+        (reads, "json.loads(text)", False),
+        (writes, "path.write_text('x')", True),
+        (writes, "with path.open(mode='ab') as file: pass", True),
+        (writes, "save_file(tensors, path)", True),
+        (writes, "os.replace(one, other)", True),
+        (writes, "torch.save(state, path)", True),
+        (writes, "open(path, 'rb')", False),
+        (writes, "text.replace('a', 'b')", False),
+        (writes, "write_text(path, 'x')", False),
     ],
 )
-def test_the_rule_sees_what_reads(source, is_found):
-    assert finds(reads, source) == is_found
-
-
-@pytest.mark.parametrize(
-    ("source", "is_found"),
-    [
-        ("path.write_text('x')", True),
-        ("open(path, 'w')", True),
-        ("with path.open(mode='ab') as file: pass", True),
-        ("save_file(tensors, path)", True),
-        ("figure.savefig(path)", True),
-        ("os.replace(one, other)", True),
-        ("torch.save(state, path)", True),
-        ("open(path, 'rb')", False),
-        ("open(path, encoding='utf-8')", False),
-        ("text.replace('a', 'b')", False),
-        ("write_text(path, 'x')", False),
-    ],
-)
-def test_the_rule_sees_what_writes(source, is_found):
-    assert finds(writes, source) == is_found
+def test_the_rules_see_what_reads_and_what_writes(rule, source, is_found):
+    assert finds(rule, source) == is_found

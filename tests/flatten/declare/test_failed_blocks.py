@@ -1,5 +1,6 @@
 """Whatever goes wrong inside a block, or while it is entered, the tables are left as they were found."""
 
+import contextlib
 import itertools
 import sys
 import types
@@ -30,10 +31,9 @@ def test_an_exception_inside_is_passed_on_and_all_is_put_back(left_as_found, err
     assert in_force() is None
 
 
-@pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_failure_while_entering_leaves_nothing(left_as_found, monkeypatch, backend, count):
-    """Whichever library refuses whichever class, the classes before it are let go."""
+@contextlib.contextmanager
+def failing_write(backend, count):
+    """The library refuses the class whose turn is `count`."""
     write, calls = backend.write, itertools.count(1)
 
     def raise_for_one(self, recipe):
@@ -41,36 +41,34 @@ def test_a_failure_while_entering_leaves_nothing(left_as_found, monkeypatch, bac
             raise SomethingWrongError
         write(self, recipe)
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend, "write", raise_for_one)
-        with pytest.raises(SomethingWrongError):
-            enter()
-    assert [in_force(cls) for cls in CACHES] == [None, None, None]
+        yield
 
 
 @pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
-def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_found, monkeypatch, backend):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_failure_while_entering_leaves_nothing(left_as_found, backend, count):
+    """Whichever library refuses whichever class, the classes before it are let go, and the next block works."""
+    with failing_write(backend, count), pytest.raises(SomethingWrongError):
+        enter()
+    assert [in_force(cls) for cls in CACHES] == [None, None, None]
+    with block():
+        assert in_force() is flatten_dynamic_cache
+
+
+@pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
+def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_found, backend):
     """The class that was taken over first goes back to the other library."""
-    write, calls = backend.write, itertools.count(1)
-
-    def raise_for_second(self, recipe):
-        if next(calls) == 2:
-            raise SomethingWrongError
-        write(self, recipe)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(backend, "write", raise_for_second)
-        with pytest.raises(SomethingWrongError):
-            enter()
+    with failing_write(backend, 2), pytest.raises(SomethingWrongError):
+        enter()
     assert in_force() is other_libraries.their_flatten
 
 
-def test_a_with_statement_that_fails_to_enter_leaves_nothing(left_as_found, monkeypatch):
+def test_a_with_statement_that_fails_to_enter_leaves_nothing(left_as_found):
     """Its body does not run, so there is no exit that could undo it."""
-    with monkeypatch.context() as patched:
-        patched.setattr(TorchFx, "write", lambda self, recipe: 1 / 0)
-        with pytest.raises(ZeroDivisionError), block():
-            pytest.fail("the block was entered")
+    with failing_write(TorchFx, 1), pytest.raises(SomethingWrongError), block():
+        pytest.fail("the block was entered")
     assert in_force() is None
 
 
@@ -100,16 +98,6 @@ def test_a_decorated_function_has_a_block_of_its_own_at_each_call(left_as_found)
 
     assert registered(1) == [flatten_dynamic_cache] * 4
     assert in_force() is None
-
-
-def test_the_next_block_works_after_a_failure(left_as_found, monkeypatch):
-    """Nothing remains claimed."""
-    with monkeypatch.context() as patched:
-        patched.setattr(TorchFx, "write", lambda self, recipe: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            enter()
-    with block():
-        assert in_force() is flatten_dynamic_cache
 
 
 def test_a_block_opens_while_torch_is_still_importing_its_export_module(monkeypatch):

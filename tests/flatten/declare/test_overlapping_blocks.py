@@ -18,21 +18,16 @@ from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 from yobx_flatten.registry.patches import LOCK
 
 
-def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found):
-    """Leaving an inner `with` block leaves the outer one in force."""
+@pytest.mark.parametrize("error", [None, SomethingWrongError])
+@pytest.mark.parametrize("inner", [block, register_flattening_functions])
+def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found, inner, error):
+    """Also one that is left by an exception that the outer one does not see, and one without transformers."""
     with block():
-        with block():
-            pass
+        with contextlib.suppress(SomethingWrongError), inner():
+            if error is not None:
+                raise error
         assert in_force() is flatten_dynamic_cache
     assert in_force() is None
-
-
-def test_an_exception_in_an_inner_block_leaves_the_outer_one_in_force(left_as_found):
-    """The inner one is left by an exception that the outer one does not see."""
-    with block():
-        with contextlib.suppress(SomethingWrongError), block():
-            raise SomethingWrongError
-        assert in_force() is flatten_dynamic_cache
 
 
 def test_blocks_can_be_opened_again_and_again(left_as_found):
@@ -43,12 +38,6 @@ def test_blocks_can_be_opened_again_and_again(left_as_found):
             seen.append(in_force() is flatten_dynamic_cache)
         seen.append(in_force())
     assert seen == [True, None] * 10
-
-
-def test_blocks_with_other_options_may_be_nested(left_as_found):
-    """An inner block without transformers does not take them away."""
-    with block(), register_flattening_functions():
-        assert in_force() is flatten_dynamic_cache
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -13,7 +13,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from yobx_flatten import (
-    NotRegisteredError,
     dynamic_shapes,
     explain_error,
     register,
@@ -204,9 +203,3 @@ def test_the_inputs_of_a_program_traced_strictly(pair_registered):
     args = (X, torch.float32)
     explanation = explained(lambda: torch.export.export(Ignores(), args, strict=True), Ignores(), args)
     assert (explanation.paths, "static" in explanation.remedy) == (("y",), True)
-
-
-def test_other_messages_are_not_known():
-    """Nothing is made up."""
-    assert not explain_error(ZeroDivisionError("division by zero")).known
-    assert explain_error(NotRegisteredError("as it is")).text == "as it is"

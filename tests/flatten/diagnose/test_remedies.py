@@ -106,17 +106,6 @@ def test_the_line_registers_the_class(sample, lines):
         unregister_class_flattening(cls)
 
 
-def test_the_block_registers_the_caches_of_transformers():
-    """The line is a block, for the whole family."""
-    transformers = pytest.importorskip("transformers")
-    cache = transformers.DynamicCache()
-    cache.update(X[None, None], X[None, None], 0)
-    found = find_unregistered(cache)
-    assert [one.remedy for one in found] == ["with register_flattening_functions(patch_transformers=True): ..."]
-    with yobx_flatten.register_flattening_functions(patch_transformers=True):
-        assert find_unregistered(cache) == []
-
-
 def test_the_block_registers_the_outputs_of_diffusers(monkeypatch):
     """diffusers registers them itself; where it did not, the block does."""
     scheduling = pytest.importorskip("diffusers.schedulers.scheduling_utils")

@@ -1,14 +1,70 @@
-"""A cache that is written in place loses its last tokens, and its rows are chosen anew: next to the eager model."""
+"""What a file that writes its cache in place does, whatever its runtime: next to the eager model."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from yobx_flatten import DecodeSizes, decode_inputs
+from yobx_flatten.errors import ReplayError
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.rewind import cache_tensors, cropped
 
-__all__ = ["assert_rows_go_on_after_a_rewind"]
+__all__ = [
+    *("LEAVES", "OPTIONS", "SIZES", "assert_a_call_is_right_without_a_loop", "assert_rows_go_on_after_a_rewind"),
+    *("padded_prompt", "small_llama", "small_mistral"),
+]
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LEAVES = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+# greedily, with a prompt in pieces, and with beams, whose rows change places
+OPTIONS = [
+    {},
+    {"prefill_chunk_size": 5},
+    {"num_beams": 4, "num_return_sequences": 3},
+    {"num_beams": 3, "no_repeat_ngram_size": 2},
+]
+
+
+def small_llama(seed: int = 0, **others: Any) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **others)).eval()
+
+
+def small_mistral() -> Any:
+    """All of its layers slide."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=8)).eval()
+
+
+def padded_prompt(rows: int = 3) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (rows, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_a_call_is_right_without_a_loop(model: Any, runner: Any, file: str) -> None:
+    """The caller's tensors stay as they are, a second call does not see the first, and other rows are refused."""
+    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
+    named = {name: given[name] for name in ("input_ids", "attention_mask")}
+    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
+    for number, layer in enumerate(cache_of(given).layers):
+        named |= {f"past_key_values.{number}.{part}": getattr(layer, f"{part}s").clone() for part in ("key", "value")}
+    before = {name: tensor.clone() for name, tensor in named.items()}
+    for _ in range(2):
+        found = runner.run(named)
+    with torch.no_grad():
+        wanted = model(**given, position_ids=named["position_ids"])
+    assert list(found) == list(runner.outputs)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in named.items())
+    with pytest.raises(ReplayError, match=rf"past_key_values.0.key has size 2 in axis 0, and {file} takes 3 there"):
+        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
 
 
 def _feeds(tokens: torch.Tensor, seen: int) -> dict[str, torch.Tensor]:

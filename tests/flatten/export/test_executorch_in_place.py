@@ -8,21 +8,24 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
+from tests.flatten.export.rewound_rows import (
+    LEAVES,
+    OPTIONS,
+    assert_a_call_is_right_without_a_loop,
+    assert_rows_go_on_after_a_rewind,
+    padded_prompt,
+    small_llama,
+    small_mistral,
+)
 from yobx_flatten import (
     DamagedFileError,
     DecodeSizes,
     FlattenError,
     GenerationError,
-    ReplayError,
     decode_inputs,
     export_folder,
     export_program,
@@ -35,24 +38,16 @@ from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import file_options
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
-from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.executorch_runner import Rows
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import present_of
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 BOUNDS = {"batch": 12, "length": 600}
-
-
-def _llama(seed=0):
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).eval()
 
 
 @pytest.fixture(scope="module")
 def model():
-    return _llama()
+    return small_llama()
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +71,8 @@ def _buffers(exported):
 def test_a_program_for_one_row_returns_the_scores_alone(exported):
     """Keys and values are buffers of heads, room and size, with one input more; attention is one operator per layer."""
     program, rows = _buffers(exported)
-    leaves = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
-    inputs = dict.fromkeys(["input_ids", "attention_mask", *leaves], 0)
-    assert rows == Rows(leaves, inputs, {"logits": 0})
+    inputs = dict.fromkeys(["input_ids", "attention_mask", *LEAVES], 0)
+    assert rows == Rows(LEAVES, inputs, {"logits": 0})
     assert Rows.from_json(rows.to_json(), "model.pte") == rows
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     given = [tuple(value.shape) for value in values[-7:]]
@@ -90,13 +84,9 @@ def test_a_program_for_one_row_returns_the_scores_alone(exported):
     assert tuple(map(str, returned.meta["val"].shape))[::2] == ("1", "128")
 
 
-def _mistral():
-    return MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=8)).eval()
-
-
 def test_layers_that_slide_have_no_buffers():
     """Such a layer returns something else than its input with new tokens after it."""
-    model = _mistral()
+    model = small_mistral()
     inputs = decode_inputs(model, DecodeSizes(2, 20, 3))
     exported = export_program(model, kwargs=inputs, bounds={"batch": 4, "length": 64}, cases=[])
     with pytest.raises(FlattenError, match="no attention layer reads both a mask and a cache input with new tokens"):
@@ -184,37 +174,22 @@ def folder(model, tmp_path_factory):
     return export_folder(model, place, target="executorch", bounds=BOUNDS, proof="sample")
 
 
-def _prompt():
-    ids = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.mark.slow
 def test_the_report_names_what_is_written_in_place(folder):
     """Each case is a loop over the buffers, next to the model; the manifest states the form of the cache."""
     report = folder.reports["model.pte"]
-    assert report.in_place == [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert report.in_place == LEAVES
     assert report.ok
     assert report.remarks[0] == IN_PLACE
     assert max(case.steps for case in report.cases) == 3
     assert folder.verified.manifest.cache == "in_place"
 
 
-OPTIONS = [
-    {},
-    {"prefill_chunk_size": 5},
-    {"num_beams": 4, "num_return_sequences": 3},
-    {"num_beams": 3, "no_repeat_ngram_size": 2},
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_rows_with_padding_generate_what_the_model_does(model, folder, options):
     """Greedily, with a prompt in pieces, and with beams, whose rows change places; each row is a call of its own."""
-    asked = {**_prompt(), "max_new_tokens": 20, **options}
+    asked = {**padded_prompt(), "max_new_tokens": 20, **options}
     found = open_generator(folder.path).generate(**asked)
     assert torch.equal(found, model.generate(**asked, do_sample=False))
 
@@ -237,7 +212,7 @@ def test_executorch_has_as_many_threads_as_are_asked_for(folder):
 def test_refused_drafts_are_written_over(model, folder):
     """A draft of another model is refused at most places; what lies after the tokens that stay is written again."""
     ids, generator = torch.tensor([[5, 6, 7, 8] * 6]), open_generator(folder.path)
-    found = generator.generate(ids, max_new_tokens=20, assistant_model=_llama(seed=1))
+    found = generator.generate(ids, max_new_tokens=20, assistant_model=small_llama(seed=1))
     assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
 
 
@@ -250,7 +225,7 @@ def test_buffers_grow_are_cut_and_have_other_rows(model, folder):
 @pytest.mark.slow
 def test_each_number_of_tokens_fits_into_a_buffer(model, folder):
     """Token by token through twenty sizes of the buffers; next to the model itself."""
-    asked = {**_prompt(), "max_new_tokens": 520}
+    asked = {**padded_prompt(), "max_new_tokens": 520}
     found = open_generator(folder.path).generate(**asked)
     assert torch.equal(found, model.generate(**asked, do_sample=False))
 
@@ -274,19 +249,4 @@ def test_a_cache_is_filled_up_to_its_bound(model, folder):
 @pytest.mark.slow
 def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(model, folder):
     """The tensors of the caller are copied into buffers; other rows are refused before ExecuTorch sees them."""
-    runner = open_runner(folder.path / "model.pte")
-    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
-    named = {name: given[name] for name in ("input_ids", "attention_mask")}
-    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
-    for number, layer in enumerate(cache_of(given).layers):
-        named |= {f"past_key_values.{number}.{part}": getattr(layer, f"{part}s").clone() for part in ("key", "value")}
-    before = {name: tensor.clone() for name, tensor in named.items()}
-    found = runner.run(named)
-    with torch.no_grad():
-        wanted = model(**given, position_ids=named["position_ids"])
-    assert list(found) == list(runner.outputs)
-    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in named.items())
-    with pytest.raises(ReplayError, match=r"past_key_values.0.key has size 2 in axis 0, and model.pte takes 3 there"):
-        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
+    assert_a_call_is_right_without_a_loop(model, open_runner(folder.path / "model.pte"), "model.pte")

@@ -10,29 +10,26 @@ pytest.importorskip("openvino")
 pytest.importorskip("onnxscript")
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tests.flatten.export.rewound_rows import assert_rows_go_on_after_a_rewind
+from tests.flatten.export.rewound_rows import (
+    LEAVES,
+    OPTIONS,
+    assert_a_call_is_right_without_a_loop,
+    assert_rows_go_on_after_a_rewind,
+    padded_prompt,
+    small_llama,
+)
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator, open_model
-from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten.errors import InvalidArgumentError
 from yobx_flatten.export.runtimes import openvino as writer
 from yobx_flatten.export.runtimes.openvino import copied_states, keep_in_state
-from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.openvino_runner import import_openvino, read_model
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
-
-
-def _llama(**others):
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, **others)).eval()
 
 
 @pytest.fixture(scope="module")
 def model():
-    return _llama()
+    return small_llama()
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +41,6 @@ def folder(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def generator(folder):
     return open_generator(folder.path)
-
-
-def _prompt(rows=3):
-    ids = torch.randint(3, 128, (rows, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def test_the_cache_is_no_input_of_the_file(folder):
@@ -68,7 +58,7 @@ def test_openvino_writes_all_of_it_in_place(folder):
     """OpenVINO's own plan of the compiled file: keys and values are read by its attention alone."""
     report = folder.reports["model.xml"]
     assert copied_states(folder.path / "model.xml") == []
-    assert report.in_place == [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert report.in_place == LEAVES
     assert report.ok
     assert max(case.steps for case in report.cases) == 3
 
@@ -88,20 +78,10 @@ def test_openvino_has_as_many_threads_as_are_asked_for(folder, open_folder):
     assert open_folder(folder.path, threads=1).steps.parts.decoder._compiled.get_property("INFERENCE_NUM_THREADS") == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"prefill_chunk_size": 5},
-        {"num_beams": 4},
-        {"num_beams": 4, "num_return_sequences": 3},
-        {"num_beams": 3, "no_repeat_ngram_size": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_rows_with_padding_generate_what_the_model_does(model, generator, options):
     """Greedily, with a prompt in pieces, and with beams, whose rows change places."""
-    asked = {**_prompt(), "max_new_tokens": 20, **options}
+    asked = {**padded_prompt(), "max_new_tokens": 20, **options}
     assert torch.equal(generator.generate(**asked), model.generate(**asked, do_sample=False))
 
 
@@ -109,7 +89,9 @@ def test_rows_with_padding_generate_what_the_model_does(model, generator, option
 def test_refused_drafts_are_taken_back(model, generator, drafts):
     """A draft of another model is refused at most places; the state is cut to the tokens that stay."""
     torch.manual_seed(1)
-    with_drafts = {"prompt_lookup_num_tokens": 4} if drafts == "lookup" else {"assistant_model": _llama().train(False)}
+    with_drafts = (
+        {"prompt_lookup_num_tokens": 4} if drafts == "lookup" else {"assistant_model": small_llama().train(False)}
+    )
     if drafts == "assistant":
         torch.nn.init.normal_(with_drafts["assistant_model"].lm_head.weight, generator=torch.Generator().manual_seed(3))
     ids = torch.tensor([[5, 6, 7, 8] * 6])
@@ -134,26 +116,7 @@ def test_a_state_is_cut_and_has_other_rows(model, folder):
 
 def test_a_call_without_a_loop_takes_and_returns_the_cache(model, folder):
     """The state is set from the inputs, and read for the outputs; other rows are refused."""
-    runner = open_runner(folder.path / "model.xml")
-    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
-    layers = cache_of(given).layers
-    named = {name: given[name] for name in ("input_ids", "attention_mask")}
-    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
-    pairs = [
-        (f"past_key_values.{n}.{part}", getattr(layer, f"{part}s"))
-        for n, layer in enumerate(layers)
-        for part in ("key", "value")
-    ]
-    named |= {name: tensor.clone() for name, tensor in pairs}
-    for _ in range(2):  # the second call does not see the first
-        found = runner.run(named)
-    with torch.no_grad():
-        wanted = model(**given, position_ids=named["position_ids"])
-    assert list(found) == list(runner.outputs)
-    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
-    with pytest.raises(ReplayError, match=r"past_key_values.0.key has size 2 in axis 0, and model.xml takes 3 there"):
-        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
+    assert_a_call_is_right_without_a_loop(model, open_runner(folder.path / "model.xml"), "model.xml")
 
 
 def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path):
@@ -169,14 +132,12 @@ def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path
 
 def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
     """What such a layer returns is no longer its input with new tokens after it; the report states that."""
-    torch.manual_seed(0)
-    config = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
-    model = MistralForCausalLM(config).eval()
+    model = small_mistral()
     found = export_folder(model, tmp_path / "mistral", target="openvino", proof="sample")
     notes = [note for note in found.reports["model.xml"].remarks if "cache" in note]
     assert any("the cache is copied by each call" in note and "layers have a sliding window" in note for note in notes)
     assert found.verified.manifest.cache == "growing"
-    asked = {**_prompt(), "max_new_tokens": 12}
+    asked = {**padded_prompt(), "max_new_tokens": 12}
     assert torch.equal(open_generator(found.path).generate(**asked), model.generate(**asked, do_sample=False))
 
 

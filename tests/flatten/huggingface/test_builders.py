@@ -1,6 +1,7 @@
 """Caches made of given tensors behave as those that a model has filled."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -217,57 +218,35 @@ def test_what_is_no_pair_is_named(make, given, message):
         make(given)
 
 
-def test_a_wrong_number_of_classes_or_options_is_refused():
-    """One per layer, or one for all."""
-    with pytest.raises(CacheStructureError, match=r"cls_layers has 1 entries for 2 layers; give one per layer"):
-        make_dynamic_cache(pairs(), ["DynamicLayer"])
-    with pytest.raises(CacheStructureError, match=r"cls_kwargs has 3 entries for 2 layers"):
-        make_dynamic_cache(pairs(), "DynamicLayer", [{}, {}, {}])
-
-
-@pytest.mark.parametrize("cls", ["StaticLayer", cache_utils.StaticLayer, "Nonsense", int])
-def test_a_class_that_does_not_fit_is_refused(cls):
-    """With those that do."""
-    with pytest.raises(CacheStructureError, match=r"cls_layers: .* is not one of \['DynamicLayer', "):
-        make_dynamic_cache(pairs(), cls)
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (make_dynamic_cache, (pairs(), ["DynamicLayer"]), "cls_layers has 1 entries for 2 layers; give one per layer"),
+        (make_dynamic_cache, (pairs(), "DynamicLayer", [{}, {}, {}]), "cls_kwargs has 3 entries for 2 layers"),
+        (make_dynamic_cache, (pairs(), "StaticLayer"), r"cls_layers: .* is not one of \['DynamicLayer', "),
+        (make_dynamic_cache, (pairs(), cache_utils.StaticLayer), r"cls_layers: .* is not one of \['DynamicLayer', "),
+        (make_dynamic_cache, (pairs(), "Nonsense"), r"cls_layers: .* is not one of \['DynamicLayer', "),
+        (make_dynamic_cache, (pairs(), int), r"cls_layers: .* is not one of \['DynamicLayer', "),
+        (make_dynamic_cache, (pairs(1, 0), "DynamicSlidingWindowLayer"), r"layer takes \{'sliding_window': 8\}"),
+        (make_static_cache, ([(torch.zeros(2, 3, 4),) * 2],), r"\[0\] must be a pair .* \[\(2, 3, 4\), \(2, 3, 4\)\]"),
+        (make_static_cache, ([],), "key_value_pairs is empty"),
+        (make_static_cache, (pairs(1, 5), 4), "hold 5 tokens, but the layer has room for 4"),
+        (
+            make_static_cache,
+            (pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4}),
+            "hold 5 tokens, .* has room for 4",
+        ),
+        (functools.partial(make_static_cache, length=-1), (pairs(1, 16),), "length"),
+        (functools.partial(make_static_cache, length=17), (pairs(1, 16),), "length"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, given, message):
+    """Numbers of classes, classes, windows, axes, room and length: with what was found or what to type."""
+    with pytest.raises(CacheStructureError, match=message):
+        make(*given)
 
 
 def test_a_subclass_stays_the_class_it_is():
     """Also one of the same name: a class is no name."""
     own = type("DynamicLayer", (DynamicLayer,), {})
     assert {type(layer) for layer in make_dynamic_cache(pairs(), own).layers} == {own}
-
-
-def test_a_missing_window_is_asked_for_where_there_are_no_keys():
-    """With the option to type."""
-    with pytest.raises(CacheStructureError, match=r"A sliding layer takes \{'sliding_window': 8\}"):
-        make_dynamic_cache([(torch.zeros(1, 2, 0, 4),) * 2], "DynamicSlidingWindowLayer")
-
-
-def test_static_keys_have_four_dimensions():
-    """Their layers note a size of each."""
-    with pytest.raises(
-        CacheStructureError, match=r"key_value_pairs\[0\] must be a pair .* \[\(2, 3, 4\), \(2, 3, 4\)\]"
-    ):
-        make_static_cache([(torch.zeros(2, 3, 4),) * 2])
-
-
-def test_no_pairs_make_no_static_cache():
-    """Its sizes would be unknown."""
-    with pytest.raises(CacheStructureError, match="key_value_pairs is empty"):
-        make_static_cache([])
-
-
-def test_more_keys_than_room_are_refused():
-    """Both numbers are named; for a sliding layer the room is its window."""
-    with pytest.raises(CacheStructureError, match="hold 5 tokens, but the layer has room for 4"):
-        make_static_cache(pairs(1, 5), 4)
-    with pytest.raises(CacheStructureError, match="hold 5 tokens, but the layer has room for 4"):
-        make_static_cache(pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4})
-
-
-@pytest.mark.parametrize("length", [-1, 17])
-def test_a_length_without_room_is_refused(length):
-    """A full static layer cannot have seen more than it holds."""
-    with pytest.raises(CacheStructureError, match="length"):
-        make_static_cache(pairs(1, 16), length=length)

@@ -41,25 +41,14 @@ def output():
 
 
 def test_only_the_fields_that_are_set_come_apart():
-    """A field that holds several tensors is one child, a container."""
+    """A field that holds several tensors is one child, a container; each has its key, and is the very tensor again."""
     one = output()
     values, names = flatten_base_model_output(one)
-    assert names == ["last_hidden_state", "hidden_states"]
-    assert values[0] is one.last_hidden_state
-    assert values[1] is one.hidden_states
-
-
-def test_each_field_has_its_key():
-    """`['last_hidden_state']`."""
-    keyed, names = flatten_with_keys_base_model_output(output())
+    keyed, keyed_names = flatten_with_keys_base_model_output(one)
+    assert names == keyed_names == ["last_hidden_state", "hidden_states"]
     assert [str(key) for key, _ in keyed] == ["['last_hidden_state']", "['hidden_states']"]
-    assert names == ["last_hidden_state", "hidden_states"]
-
-
-def test_an_output_comes_back():
-    """Its class, its fields, the very same tensors."""
-    one = output()
-    rebuilt = unflatten_base_model_output(*flatten_base_model_output(one))
+    assert [values[0] is one.last_hidden_state, values[1] is one.hidden_states] == [True, True]
+    rebuilt = unflatten_base_model_output(values, names)
     assert type(rebuilt) is BaseModelOutput
     assert rebuilt.last_hidden_state is one.last_hidden_state
     assert rebuilt.hidden_states == one.hidden_states
@@ -196,22 +185,17 @@ NESTED_PATHS = [
 ]
 
 
-def test_outputs_inside_outputs_have_paths_of_names():
-    """Containers and caches between them too; fields that are `None` are no part of it."""
-    with register_flattening_functions(patch_transformers=True):
-        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(nested())[0]]
-    assert paths == NESTED_PATHS
-
-
 def test_outputs_inside_outputs_come_back():
-    """Each with its class and the very same tensors, after a trip of the spec through JSON."""
+    """Each with its class, paths of names and the very same tensors, after a trip of the spec through JSON."""
     one = nested()
     with register_flattening_functions(patch_transformers=True):
-        leaves, spec = pytree.tree_flatten(one)
+        pairs, spec = pytree.tree_flatten_with_path(one)
+        leaves = [leaf for _, leaf in pairs]
         stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
         rebuilt = pytree.tree_unflatten(leaves, stored)
         assert stored == spec
         again = pytree.tree_leaves(rebuilt)
+    assert [pytree.keystr(path) for path, _ in pairs] == NESTED_PATHS
     assert all(a is b for a, b in zip(leaves, again, strict=True))
     assert (type(rebuilt), type(rebuilt.inner), type(rebuilt.several[0])) == (Outer, Inner, Inner)
     assert rebuilt.inner.mask is None

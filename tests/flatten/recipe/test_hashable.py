@@ -2,7 +2,6 @@
 
 import pytest
 
-from yobx_flatten.errors import StaticDataError
 from yobx_flatten.recipe.contract import HeldStatic, hashable, original
 
 UNHASHABLE = [
@@ -53,13 +52,3 @@ def test_changing_the_data_does_not_change_the_key():
     original(key)["names"].append("c")
     assert original(key) == {"names": ["a"]}
     assert key == hashable({"names": ["a"]})
-
-
-def test_what_cannot_hash_is_named():
-    """The class, and what to do about it."""
-
-    class Config:
-        __hash__ = None
-
-    with pytest.raises(StaticDataError, match=r"Config.*which is not hashable; JAX uses static data as the key"):
-        hashable([Config()])

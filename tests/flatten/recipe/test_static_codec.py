@@ -168,10 +168,13 @@ def test_what_json_keeps_stays_plain(value):
         (OrderedDict(b=1, a=2), {"!ordered": [["b", 1], ["a", 2]]}),
         (len, {"!function": "builtins:len"}),
         (MISSING, {"!constant": "tests.flatten.recipe.test_static_codec:MISSING"}),
+        ({"b", "a", "c"}, {"!set": ["a", "b", "c"]}),
         (np.dtype("int16"), {"!numpy_dtype": "numpy:int16"}),
         (np.float32(1.5), {"!numpy": ["numpy:float32", "0000c03f"]}),
     ],
-    ids=lambda value: type(value).__name__ if value is MISSING else repr(value),  # the same in every process
+    ids=lambda value: (
+        type(value).__name__ if value is MISSING or type(value) is set else repr(value)
+    ),  # in every process
 )
 def test_the_stored_form_is_fixed(value, stored):
     """Programs saved by this version are read by the next one: what is written does not change."""
@@ -179,20 +182,11 @@ def test_the_stored_form_is_fixed(value, stored):
     assert load_static(stored) == value
 
 
-def test_a_set_is_stored_in_one_order():
-    """The same set gives the same text, so that equal programs are equal files."""
-    assert dump_static({"b", "a", "c"}) == {"!set": ["a", "b", "c"]}
-
-
 def test_a_combination_of_flags_comes_back():
-    """Flags joined with `|` have no single name, and none of them is lost."""
+    """Flags joined with `|` have no single name, and none of them is lost; zero is a flag, too."""
+    assert through_json(Permission(0)) is Permission(0)
     assert through_json(Permission.READ | Permission.WRITE) is Permission.READ | Permission.WRITE
     assert through_json(re.IGNORECASE | re.MULTILINE) is re.IGNORECASE | re.MULTILINE
-
-
-def test_a_flag_without_a_bit_comes_back():
-    """Zero is a flag, too."""
-    assert through_json(Permission(0)) is Permission(0)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +257,6 @@ def test_a_dtype_of_another_library_comes_back():
     assert (type(scalar), float(scalar)) == (ml_dtypes.bfloat16, 1.5)
 
 
-def test_a_dataclass_comes_back_without_its_constructor():
-    """`init=False` and `__post_init__` are no matter, and neither is frozen."""
-    rebuilt = through_json(Config(size=(1, 2), mode=Color.RED))
-    assert rebuilt == Config((1, 2), Color.RED)
-
-
 @pytest.mark.parametrize(
     ("value", "answer"), [(torch.zeros(1), True), (np.zeros(1), True), (np.float32(1), False), ([1], False), (1, False)]
 )
@@ -312,12 +300,6 @@ def test_static_data_is_read_in_a_fresh_process():
     )
     done = fresh_process.run("-c", code, json.dumps(dump_static(value)))
     assert re.sub("0x[0-9a-f]+", "", done.stdout) == re.sub("0x[0-9a-f]+", "", f"{value}\n")
-
-
-def test_a_key_that_cannot_come_back_is_refused():
-    """Keys are static data like values."""
-    with pytest.raises(StaticDataError, match="Static data holds"):
-        dump_static({object(): 1})
 
 
 def test_what_nobody_can_find_by_its_name_is_refused():

@@ -57,24 +57,10 @@ def test_an_array_shows_its_rank_or_its_shape():
     ("dtype", "code"),
     [
         (torch.float32, 1),
-        (torch.uint8, 2),
-        (torch.int8, 3),
-        (torch.uint16, 4),
-        (torch.int16, 5),
-        (torch.int32, 6),
         (torch.int64, 7),
         (torch.bool, 9),
-        (torch.float16, 10),
-        (torch.float64, 11),
-        (torch.uint32, 12),
-        (torch.uint64, 13),
-        (torch.complex64, 14),
-        (torch.complex128, 15),
         (torch.bfloat16, 16),
         (torch.float8_e4m3fn, 17),
-        (torch.float8_e4m3fnuz, 18),
-        (torch.float8_e5m2, 19),
-        (torch.float8_e5m2fnuz, 20),
         (torch.float4_e2m1fn_x2, 23),
         (torch.float8_e8m0fnu, 24),
         (torch.int1, 0),
@@ -134,24 +120,15 @@ def test_tensors_without_elements_or_dimensions_say_so():
         (torch.tensor([3 + 4j, 0j]), "T14s2[0.0,5.0:A2.5]"),
         (torch.empty(2, dtype=torch.float4_e2m1fn_x2), "T23s2"),
         (torch.zeros(2, device="meta"), "T1s2"),
+        (torch.tensor([math.inf, -math.inf]), "T1s2[-inf,inf:Anan]"),  # and no warning
+        (np.array([math.inf, -math.inf]), "A11s2[-inf,inf:Anan]"),
+        (np.array([3 + 4j, 0]), "A15s2[0.0,5.0:A2.5]"),
+        (np.array(["a", "b"]), "A8s2"),
     ],
 )
 def test_values_of_unusual_types_are_shown_where_they_can_be_read(tensor, text):
     """Types without a minimum are compared as another type; what cannot be read leaves the values out."""
     assert described(tensor) == text
-
-
-def test_infinities_give_no_warning():
-    assert described(np.array([math.inf, -math.inf])) == "A11s2[-inf,inf:Anan]"
-    assert described(torch.tensor([math.inf, -math.inf])) == "T1s2[-inf,inf:Anan]"
-
-
-def test_complex_arrays_are_measured_by_magnitude():
-    assert described(np.array([3 + 4j, 0])) == "A15s2[0.0,5.0:A2.5]"
-
-
-def test_arrays_of_strings_have_no_values():
-    assert described(np.array(["a", "b"])) == "A8s2"
 
 
 def test_the_device_comes_first():
@@ -432,7 +409,6 @@ def test_layers_not_filled_yet_show_none():
     assert string_type(static, with_shape=True) == "StaticCache(StaticLayer(T1s1x2x4x3, T1s1x2x4x3))"
 
 
-@needs_transformers
 @needs_transformers
 def test_a_cache_of_equal_layers_may_be_written_as_two_lists():
     """As onnx-diagnostic writes it; layers of several classes are written one by one either way."""

@@ -174,16 +174,8 @@ def test_one_placeholder_among_tensors_keeps_its_place(name, placeholder):
 def test_layers_in_no_order_come_back_in_it():
     """Kinds in irregular turns, some of them empty."""
     sliding, linear = "DynamicSlidingWindowLayer", "LinearAttentionLayer"
-    kinds = [
-        (sliding, 3),
-        ("DynamicLayer", 3),
-        (linear, 3),
-        (sliding, 0),
-        ("DynamicLayer", 3),
-        (linear, 0),
-        (sliding, 3),
-    ]
-    layers = [layer_of(name, length) for name, length in kinds]
+    kinds = [sliding, "DynamicLayer", linear, sliding, "DynamicLayer", linear, sliding]
+    layers = [layer_of(name, length) for name, length in zip(kinds, (3, 3, 3, 0, 3, 0, 3), strict=True)]
     for _ in range(2):
         rebuilt = unflatten_layers(*flatten_layers(layers, plain=True))
         assert [differences(a, b) for a, b in zip(rebuilt, layers, strict=True)] == [[]] * len(layers)

@@ -6,10 +6,7 @@ from transformers import cache_utils
 
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches.layers import LETTERS, kind_of, kind_of_code
-from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
 
-HAS_FLAG = hasattr(cache_utils.DynamicLayer(), "is_initialized")
-HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
 HAS_POSITION = hasattr(cache_utils.StaticLayer(4), "cumulative_length")
 StaticSliding = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer
 
@@ -45,13 +42,6 @@ def test_a_class_has_the_documented_letter_and_its_sizes(letter):
     assert LETTERS[type(layer).__name__] == letter
 
 
-@every_layer
-def test_a_code_does_not_depend_on_what_the_layer_holds(letter):
-    """Empty, filled and past its window."""
-    layers = [LAYERS[letter][0](), filled(letter, 1), filled(letter, 12)]
-    assert {kind_of(type(layer)).code(layer) for layer in layers} == {LAYERS[letter][1]}
-
-
 def test_static_and_sliding_follow_from_the_letter():
     """D grows, W slides, S is static, X both; what slides counts the tokens it saw, not only those it keeps."""
     kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
@@ -60,67 +50,12 @@ def test_static_and_sliding_follow_from_the_letter():
     assert {getattr(filled(letter, 12), kinds[letter].counter) for letter in "WX"} == {12}
 
 
-@pytest.mark.skipif(not HAS_RECORDING, reason="transformers < 5.17 does not record the past")
-def test_a_recording_layer_has_a_code_of_its_own():
-    """It keeps more than its window, so it is another structure."""
-    layer = cache_utils.DynamicSlidingWindowLayer(8)
-    layer.activate_past_recording()
-    assert kind_of(type(layer)).code(layer) == "W8r"
-    rebuilt = kind_of(type(layer)).empty("8r")
-    assert (rebuilt.sliding_window, rebuilt.record_past) == (8, True)
-
-
-@every_layer
-def test_a_layer_knows_whether_it_is_filled(letter):
-    """By what it holds, in all supported versions."""
-    kind = kind_of(type(filled(letter)))
-    assert kind.is_filled(filled(letter), 0) is True
-    assert kind.is_filled(LAYERS[letter][0](), 0) is False
-
-
-BROKEN = [
-    ({"keys": None}, "keys is None, values is Tensor"),
-    ({"values": None}, "keys is Tensor, values is None"),
-    *(
-        [
-            ({"is_initialized": False}, "keys is Tensor, values is Tensor, is_initialized is False"),
-            ({"is_initialized": False, "keys": None}, "keys is None, values is Tensor"),
-        ]
-        if HAS_FLAG
-        else []
-    ),
-]
-
-
-@pytest.mark.parametrize(("broken", "found"), BROKEN, ids=[found for _, found in BROKEN])
-@every_layer
-def test_a_half_initialised_layer_is_refused(letter, broken, found):
-    """With its index, its class, what was found and both ways out."""
-    layer = filled(letter)
-    vars(layer).update(broken)
-    with pytest.raises(CacheStructureError) as caught:
-        kind_of(type(layer)).is_filled(layer, 7)
-    message = str(caught.value)
-    assert f"layers[7] is a half-initialised {type(layer).__name__}: {found}" in message
-    assert "layer.update(keys, values)" in message
-    assert "layer.reset()" in message
-
-
 def test_a_layer_without_its_attributes_is_refused():
     """One that lost an attribute altogether is as half-initialised as one that holds `None`."""
     layer = filled("D")
     del layer.values
     with pytest.raises(CacheStructureError, match=r"layers\[3\].*values is None"):
         kind_of(type(layer)).is_filled(layer, 3)
-
-
-class OwnLayer(cache_utils.DynamicLayer):
-    """A layer of the user's own."""
-
-
-def test_a_subclass_has_no_row():
-    """Its state may be more than that of its parent."""
-    assert kind_of(OwnLayer) is None
 
 
 def test_a_class_without_a_row_is_noted_once(caplog):
@@ -143,28 +78,6 @@ def test_an_unknown_code_is_refused(code):
     """As in a program that a newer version saved."""
     with pytest.raises(UnsupportedLayerError, match="names no kind of cache layer"):
         kind_of_code(code)
-
-
-@every_layer
-def test_a_layer_is_rebuilt_around_its_tensors(letter):
-    """The very same tensors, the very same attributes; a sliding layer gets the length it is told."""
-    original = filled(letter, 5)
-    leaves, names = flatten_layers([original], plain=False)
-    assert names[:2] == [f"key_{LAYERS[letter][1]}_0", f"value_{LAYERS[letter][1]}_0"]
-    [rebuilt] = unflatten_layers(leaves, names)
-    assert vars(rebuilt).keys() == vars(original).keys()
-    for name, value in vars(original).items():
-        kept = getattr(rebuilt, name)
-        # the tensor beside the window is one for all layers of that window
-        assert kept is value or (type(kept) is type(value) and bool(kept == value)), name
-
-
-@every_layer
-def test_an_empty_layer_is_rebuilt_as_new(letter):
-    """With the sizes of its code, ready for its first update."""
-    make, code = LAYERS[letter]
-    [rebuilt], new = unflatten_layers([], [f"none_{code}_0"]), make()
-    assert {k: str(v) for k, v in vars(rebuilt).items()} == {k: str(v) for k, v in vars(new).items()}
 
 
 def test_only_static_layers_that_count_in_a_tensor_have_a_position():

@@ -18,7 +18,7 @@ from tests.flatten.huggingface.caches.cache_cases import (
     round_trip,
     states,
 )
-from tests.models import ENCODER_DECODERS, continued_alike, go_on, new_cache, start
+from tests.models import continued_alike, go_on, new_cache, start
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
 
@@ -130,17 +130,6 @@ def test_recording_the_past_is_kept_by_layers_that_hold_nothing(block):
     cache = new_cache("mistral")
     cache.activate_past_recording()
     assert [layer.record_past for layer in round_trip(cache).layers] == [True, True]
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_filled_cross_attention_stays_updated(block, name, static):
-    """Rebuilt without it, the model would compute the encoder's keys again, and append them."""
-    cache = start(name, past=4, static=static).cache
-    rebuilt = round_trip(cache)
-    assert rebuilt.is_updated == cache.is_updated == {0: True, 1: True}
-    lengths = [tuple(layer.keys.shape) for layer in rebuilt.cross_attention_cache.layers]
-    assert lengths == [(2, 4, 6, 8)] * 2
 
 
 @pytest.mark.parametrize("flags", [{0: False, 1: False}, {0: True, 1: False}, {1: False}, {}, {0: True, 3: True}])

@@ -58,17 +58,3 @@ def test_flatten_and_unflatten_make_no_tensor(block, monkeypatch, name, static, 
     assert counted or not calls.found
     assert same_leaves(again, leaves)
     assert same_leaves([leaf for _, leaf in keyed], leaves)
-
-
-@real_caches
-def test_the_leaves_are_the_tensors_of_the_layers(block, name, static, past):
-    """Each time the same objects: a temporary would lose its dynamic shapes in a trace."""
-    cache = start(name, static=static, past=past).cache
-    parts = [cache] if not isinstance(cache, EncoderDecoderCache) else [
-        cache.self_attention_cache, cache.cross_attention_cache
-    ]  # fmt: skip
-    own = {id(tensor) for part in parts for layer in part.layers for tensor in vars(layer).values()}
-    keyed = pytree.tree_flatten_with_path(cache)[0]
-    tensors = [leaf for path, leaf in keyed if pytree.keystr(path) != "['length']"]
-    assert all(id(tensor) in own for tensor in tensors)
-    assert len({id(tensor) for tensor in tensors}) == len(tensors)

@@ -13,15 +13,20 @@ def break_layer(layer, broken):
 
 
 HALF_INITIALISED = [
-    {"keys": None},
-    {"values": None},
-    *([{"is_initialized": False}, {"is_initialized": False, "values": None}] if HAS_FLAG else []),
+    ({"keys": None}, "keys is None, values is Tensor"),
+    ({"values": None}, "keys is Tensor, values is None"),
 ]
+if HAS_FLAG:
+    HALF_INITIALISED += [
+        ({"is_initialized": False}, "keys is Tensor, values is Tensor, is_initialized is False"),
+        ({"is_initialized": False, "keys": None}, "keys is None, values is Tensor"),
+        ({"is_initialized": False, "values": None}, "keys is Tensor, values is None"),
+    ]
 
 
-@pytest.mark.parametrize("broken", HALF_INITIALISED, ids=str)
+@pytest.mark.parametrize(("broken", "found"), HALF_INITIALISED, ids=str)
 @pytest.mark.parametrize("layout", ["DD", "DW", "WD", "WW", "SS", "SX"])
-def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken):
+def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken, found):
     """Its index, its class, what it holds, and how to fill or empty it."""
     cache = made(layout)
     break_layer(cache.layers[1], broken)
@@ -29,8 +34,9 @@ def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken):
     with pytest.raises(CacheStructureError) as caught:
         flatten(cache)
     message = str(caught.value)
-    assert f"layers[1] is a half-initialised {type(cache.layers[1]).__name__}" in message
+    assert f"layers[1] is a half-initialised {type(cache.layers[1]).__name__}: {found}" in message
     assert "layer.update(keys, values)" in message
+    assert "layer.reset()" in message
 
 
 def test_sliding_layers_that_disagree_are_named():

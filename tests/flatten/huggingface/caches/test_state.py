@@ -52,22 +52,6 @@ def test_a_layer_comes_back_with_every_attribute(name, length):
 
 
 @every_layer
-def test_a_rebuilt_layer_goes_on(name):
-    """The next update gives what it gives the original."""
-    layer = layer_of(name, 5)
-    leaves, names = flatten_layers([copy.deepcopy(layer)], plain=False)
-    [rebuilt] = unflatten_layers(leaves, names)
-    fill = LAYERS[name][1]
-    fill(layer, 1)
-    fill(rebuilt, 1)
-    expected, _ = flatten_layers([layer], plain=False)
-    found, _ = flatten_layers([rebuilt], plain=False)
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@every_layer
 def test_an_empty_layer_that_was_rebuilt_can_be_filled(name):
     """A program for the prefill hands it on."""
     [rebuilt] = unflatten_layers(*flatten_layers([layer_of(name, 0)], plain=False))

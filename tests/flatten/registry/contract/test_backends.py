@@ -266,9 +266,10 @@ def test_restoring_a_class_nobody_had_leaves_nothing(backend):
     before = registry_snapshot.take()
     recipe = recipe_for()
     backend.write(recipe)
-    backend.restore(recipe, None)
-    assert changes_since(before) == []
-    assert backend.read(Pair) is None
+    for _ in range(2):  # the second finds nothing to do
+        backend.restore(recipe, None)
+        assert changes_since(before) == []
+        assert backend.read(Pair) is None
 
 
 def test_ours_are_in_force_in_place_of_theirs(library, backend):
@@ -286,21 +287,11 @@ def test_theirs_come_back_by_identity(library, backend, name):
     before, found = registry_snapshot.take(), backend.read(Pair)
     recipe = recipe_for()
     backend.write(recipe)
-    backend.restore(recipe, found)
-    assert library.functions(Pair) == library.theirs
-    assert changes_since(before) == []
-    assert backend.read(Pair) == found
-
-
-def test_theirs_keep_their_place(library, backend):
-    """The class stands where it stood, before a class that was registered after it."""
-    library.register(Pair, "first")
-    library.register(Other, "second")
-    before, found = registry_snapshot.take(), backend.read(Pair)
-    recipe = recipe_for()
-    backend.write(recipe)
-    backend.restore(recipe, found)
-    assert changes_since(before) == []
+    for _ in range(2):  # the second finds what the first left
+        backend.restore(recipe, found)
+        assert library.functions(Pair) == library.theirs
+        assert changes_since(before) == []
+        assert backend.read(Pair) == found
 
 
 def test_classes_restored_out_of_order_keep_their_places(library, backend):
@@ -330,28 +321,6 @@ def test_theirs_keep_their_place_when_an_earlier_class_left_meanwhile(library, b
     tables = registry_snapshot.take().tables.values()
     orders = [[entry.cls for entry in table if entry.cls in (Pair, Point)] for table in tables]
     assert [order for order in orders if order] == [[Pair, Point]] * sum(map(bool, orders))
-
-
-def test_restoring_twice_is_harmless(library, backend):
-    """The second `restore` finds what the first left."""
-    library.register(Pair, "theirs")
-    before, found = registry_snapshot.take(), backend.read(Pair)
-    recipe = recipe_for()
-    backend.write(recipe)
-    backend.restore(recipe, found)
-    backend.restore(recipe, found)
-    assert library.functions(Pair) == library.theirs
-    assert changes_since(before) == []
-
-
-def test_restoring_nothing_twice_is_harmless(backend):
-    """The second `restore` of a class that nobody had finds nothing to do."""
-    before = registry_snapshot.take()
-    recipe = recipe_for()
-    backend.write(recipe)
-    backend.restore(recipe, None)
-    backend.restore(recipe, None)
-    assert changes_since(before) == []
 
 
 class LibraryRefusedError(Exception):

@@ -164,6 +164,17 @@ def test_a_file_that_returns_its_cache_is_written_on_demand(exported, written, t
     assert (written[0], report.remarks, report.in_place) == ([("xnnpack", False)], [], [])
 
 
+def test_kernels_that_are_asked_for_have_none_in_their_place(exported, written, tmp_path):
+    """A file of them that differs is an error; without the argument, ExecuTorch's own kernels are in the file."""
+    written[1].update(ORDER[:2])
+    with pytest.raises(ReplayError, match="differs from the eager model"):
+        exported.to_executorch(tmp_path / "model.pte", backend="xnnpack", cache="returned")
+    report = exported.to_executorch(tmp_path / "model.pte", cache="returned")
+    assert (written[0][-1], report.remarks) == (("portable", False), [KERNELS])
+    with pytest.raises(InvalidArgumentError, match="backend must be one of"):
+        exported.to_executorch(tmp_path / "other.pte", backend="cuda")
+
+
 # -- with ExecuTorch ---------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,19 @@ def _prompt():
     return tokens, mask
 
 
+def _watched(monkeypatch, decoder):
+    """How many rows of scores each call of the decoder returns from now on."""
+    seen, step = [], decoder.step
+
+    def watched(*args, **options):
+        found = step(*args, **options)
+        seen.append(found[0]["logits"].shape[1])
+        return found
+
+    monkeypatch.setattr(decoder, "step", watched)
+    return seen
+
+
 @pytest.mark.parametrize("optimize", [None, "onnxruntime"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_returns_the_scores_of_as_many_last_tokens_as_are_asked_for(tmp_path, family, optimize):
@@ -106,14 +119,7 @@ def test_the_loop_asks_for_the_last_scores_and_generates_the_tokens_of_the_model
     model = small_model("llama")
     export_folder(model, tmp_path / "folder", optimize="onnxruntime")
     generator = open_generator(tmp_path / "folder")
-    seen, step = [], generator.parts.decoder.step
-
-    def watched(*args, **options):
-        found = step(*args, **options)
-        seen.append(found[0]["logits"].shape[1])
-        return found
-
-    monkeypatch.setattr(generator.parts.decoder, "step", watched)
+    seen = _watched(monkeypatch, generator.parts.decoder)
     tokens, mask = _prompt()
     found = generator.generate(tokens, mask, max_new_tokens=8)
     wanted = model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
@@ -159,14 +165,7 @@ def test_the_loops_of_transformers_ask_for_the_last_scores_too(tmp_path, monkeyp
         found = opened(input_ids=tokens, attention_mask=mask, logits_to_keep=kept).logits
         places = kept if isinstance(kept, torch.Tensor) else slice(-kept or None, None)
         torch.testing.assert_close(found[1], wanted[:, places][1], atol=2e-4, rtol=1e-3)
-    seen, step = [], opened.steps.parts.decoder.step
-
-    def watched(*args, **options):
-        found = step(*args, **options)
-        seen.append(found[0]["logits"].shape[1])
-        return found
-
-    monkeypatch.setattr(opened.steps.parts.decoder, "step", watched)
+    seen = _watched(monkeypatch, opened.steps.parts.decoder)
     given = {"max_new_tokens": 8, "do_sample": False}
     plain = model.generate(tokens, attention_mask=mask, **given)
     assert torch.equal(opened.generate(tokens, attention_mask=mask, repetition_penalty=1.0, **given), plain)

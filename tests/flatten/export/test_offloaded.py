@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cache_words import cache_of
-from yobx_flatten import export_onnx, export_program
+from yobx_flatten import InvalidArgumentError, export_onnx, export_program
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import stream_layers
 
@@ -186,14 +186,20 @@ def _fake():
 
 
 @pytest.mark.parametrize("make", [_on_meta, _fake])
-def test_a_program_without_weights_computes_with_those_it_is_given(make):
-    """The inputs are on the CPU, the weights have shapes only; the report states that nothing was replayed."""
+def test_a_program_without_weights_computes_with_those_it_is_given(make, tmp_path):
+    """The inputs are on the CPU, the weights have shapes only; the report states that nothing was replayed.
+
+    ONNX files have weights in them.
+    """
     module, x = make(), torch.ones(4, 3)
     weight = module.weight
     exported = export_program(module, (x,))
-    assert exported.report.output_names == ["joined"]
+    assert (exported.report.input_names, exported.report.output_names) == (["x"], ["joined"])
+    assert exported.report.cases == []
     assert "nothing was replayed, since weight is" in str(exported.report)
     assert module.weight is weight
     real = Joins()
     exported.program.state_dict.update(weight=real.weight, shift=real.shift)
     assert torch.equal(exported(torch.zeros(6, 3))["joined"], real(torch.zeros(6, 3))["joined"])
+    with pytest.raises(InvalidArgumentError, match="writes the weights, and weight is"):
+        export_onnx(module, (x,), path=tmp_path / "joined.onnx")

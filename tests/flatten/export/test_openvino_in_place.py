@@ -18,6 +18,7 @@ from tests.flatten.export.rewound_rows import (
     assert_rows_go_on_after_a_rewind,
     padded_prompt,
     small_llama,
+    small_mistral,
 )
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator, open_model
 from yobx_flatten.errors import InvalidArgumentError

@@ -27,34 +27,26 @@ def replayed(report):
     return [(result.case, result.runtime) for result in report.cases]
 
 
-def test_a_full_proof_replays_every_case_in_both_runtimes(tmp_path):
-    """The default for a small model."""
-    report = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES[:1]).report
-    expected = [("the example", "torch.export"), ("5 rows", "torch.export")]
-    assert replayed(report) == [*expected, ("the example", "onnxruntime"), ("5 rows", "onnxruntime")]
-    assert report.proof == "full"
+PROGRAM, FILE = "torch.export", "onnxruntime"
 
 
-def test_a_sample_is_the_example_and_the_largest_case_of_the_file(tmp_path):
-    """The program, which the file is made of, is not replayed in addition."""
-    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="sample")
-    assert replayed(found.report) == [("the example", "onnxruntime"), ("9 rows", "onnxruntime")]
-    assert str(found).splitlines()[-1].strip().startswith("proof: sample; trace ")
-
-
-def test_a_standard_proof_replays_every_case_of_the_file(tmp_path):
-    """The program, which the file is made of, is not replayed in addition; of a program alone, it is."""
-    how = {"cases": CASES[:2], "proof": "standard"}
-    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", **how)
-    assert replayed(found.report) == [(name, "onnxruntime") for name in ("the example", "5 rows", "9 rows")]
-    found = export_program(torch.nn.Linear(3, 2), EXAMPLE, **how)
-    assert replayed(found.report) == [(name, "torch.export") for name in ("the example", "5 rows", "9 rows")]
-
-
-def test_a_sample_of_a_program_is_the_example_and_the_largest_case():
-    """A program has no other runtime."""
-    found = export_program(torch.nn.Linear(3, 2), EXAMPLE, cases=CASES, proof="sample")
-    assert replayed(found.report) == [("the example", "torch.export"), ("9 rows", "torch.export")]
+@pytest.mark.parametrize(
+    ("export", "proof", "count", "expected"),
+    [
+        (export_onnx, "auto", 1, [(name, of) for of in (PROGRAM, FILE) for name in ("the example", "5 rows")]),
+        (export_onnx, "standard", 2, [("the example", FILE), ("5 rows", FILE), ("9 rows", FILE)]),
+        (export_program, "standard", 2, [("the example", PROGRAM), ("5 rows", PROGRAM), ("9 rows", PROGRAM)]),
+        (export_onnx, "sample", 3, [("the example", FILE), ("9 rows", FILE)]),  # the largest case
+        (export_program, "sample", 3, [("the example", PROGRAM), ("9 rows", PROGRAM)]),
+    ],
+)
+def test_a_proof_replays_the_cases_of_its_kind(tmp_path, export, proof, count, expected):
+    """All in both runtimes, which a small model has by default; all of the file, or of a program alone; or a sample."""
+    path = {"path": tmp_path / "a.onnx"} if export is export_onnx else {}
+    found = export(torch.nn.Linear(3, 2), EXAMPLE, **path, cases=CASES[:count], proof=proof)
+    assert replayed(found.report) == expected
+    assert found.report.proof == {"auto": "full"}.get(proof, proof)
+    assert str(found).splitlines()[-1].strip().startswith("proof: sample; trace ") == (proof == "sample")
 
 
 def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):

@@ -42,18 +42,6 @@ def test_scores_of_padding_alone_state_nothing():
     assert (quality.positions, quality.agreement, quality.divergence, quality.ok) == (0, None, None, True)
 
 
-def test_scores_are_compared_by_what_they_choose():
-    """One of two greedy tokens differs; the divergence is that of the two distributions, worked out by hand."""
-    even, uneven = [0.5, 0.5], [0.25, 0.75]
-    expected = {"logits": torch.tensor([[even, uneven]]).log()}
-    found = {"logits": torch.tensor([[uneven, uneven]]).log()}
-    quality = measured(expected, found)
-    assert quality.agreement == 0.5
-    apart = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert quality.divergence == pytest.approx(apart / 2, rel=1e-5)
-    assert quality.perplexity_ratio == pytest.approx(math.exp(apart / 2), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 from yobx_flatten import (
@@ -16,12 +15,10 @@ from yobx_flatten import (
     StaticDataError,
     check_dynamic_shapes,
     check_inputs,
-    explain_error,
     export_onnx,
     export_program,
     register,
     register_class_flattening,
-    register_flattening_functions,
     unregister_class_flattening,
 )
 
@@ -109,28 +106,6 @@ def test_a_float_does_not_vary():
     check_dynamic_shapes({"n": 3}, {"n": Dim.DYNAMIC})
 
 
-def _on_meta():
-    with torch.device("meta"):
-        return torch.nn.Linear(3, 4), torch.ones(2, 3)
-
-
-def _of_fake_tensors():
-    with FakeTensorMode():
-        return torch.nn.Linear(3, 4), torch.ones(2, 3)
-
-
-@pytest.mark.parametrize("make", [_on_meta, _of_fake_tensors])
-def test_a_module_without_data_gives_a_program_without_a_replay(make, tmp_path):
-    """The report says why; with weights, the program computes what the module does. ONNX files have weights in them."""
-    module, given = make()
-    exported = export_program(module, (given,))
-    assert exported.report.cases == []
-    assert "nothing was replayed, since weight is" in str(exported.report)
-    assert exported.report.input_names == ["input"]
-    with pytest.raises(InvalidArgumentError, match="writes the weights, but weight is"):
-        export_onnx(module, (given,), path=tmp_path / "linear.onnx")
-
-
 def test_inputs_on_another_device_are_named():
     """Before by `check_inputs`, and in the place of torch's message."""
     module, given = torch.nn.Linear(3, 4), torch.ones(2, 3, device="meta")
@@ -155,22 +130,6 @@ def test_offloaded_weights_are_named_before_a_plain_export():
     assert "accelerate.hooks.remove_hook_from_module(module, recurse=True)" in str(warning)
     accelerate.hooks.remove_hook_from_module(module, recurse=True)
     assert not check_inputs(module, (X,))
-
-
-def test_an_unflattened_program_outside_the_block_is_explained():
-    """torch says `There is no flat args adapter`."""
-    from tests.models import make_model
-    from yobx_flatten import DecodeSizes, decode_inputs
-
-    model = make_model("llama")
-    inputs = decode_inputs(model, DecodeSizes())
-    with register_flattening_functions(patch_transformers=True):
-        module = torch.export.unflatten(torch.export.export(model, (), inputs))
-    with pytest.raises(Exception, match="flat args adapter") as caught:
-        module(**inputs)
-    explanation = explain_error(caught.value)
-    assert explanation.known
-    assert "register_flattening_functions" in explanation.remedy
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")

@@ -156,30 +156,6 @@ def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch)
         free.to_executorch(tmp_path / "step.pte")
 
 
-def test_kernels_of_xnnpack_are_left_out_where_they_differ(exported, tmp_path, monkeypatch):
-    """Its GELU is an approximation: then the file has ExecuTorch's own kernels, and the report states why."""
-
-    def write(traced, path, *, backend, in_place):
-        path.write_text(backend, encoding="utf-8")
-        return runtimes.Written(64, [])
-
-    def replayed(job):
-        found = 1e-3 if job.file.path.read_text(encoding="utf-8") == "xnnpack" else 1e-6
-        job.report.cases.append(CaseResult("the example", "executorch", 1, {"logits": found}, 0.0))
-
-    monkeypatch.setattr(file_options, "require_executorch", lambda caller: None)
-    monkeypatch.setattr(runtimes, "write_pte", write)
-    monkeypatch.setattr(runtimes._Job, "replay", replayed)
-    report = exported.to_executorch(tmp_path / "step.pte", cache="returned")
-    assert (tmp_path / "step.pte").read_text(encoding="utf-8") == "portable"
-    assert [case.max_difference for case in report.cases] == [1e-6]
-    assert report.remarks == ["kernels of xnnpack were left out: the example: it differs by 1.0e-03"]
-    with pytest.raises(ReplayError, match="differs from the eager model"):
-        exported.to_executorch(tmp_path / "other.pte", backend="xnnpack", cache="returned")
-    with pytest.raises(InvalidArgumentError, match="backend must be one of"):
-        exported.to_executorch(tmp_path / "other.pte", backend="cuda")
-
-
 def test_another_suffix_is_refused(exported, tmp_path):
     """Before anything is written."""
     for runtime, suffix in SUFFIX.items():

@@ -155,9 +155,7 @@ LONG = ["block", "command_line", "export", "from_optimum", "generate", "lora", "
 
 
 @pytest.mark.parametrize(
-    "page",
-    cases(PAGES, quick=[page for page in PAGES if page.stem not in LONG]),
-    ids=lambda path: path.stem,
+    "page", cases(PAGES, quick=[page for page in PAGES if page.stem not in LONG]), ids=lambda path: path.stem
 )
 def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
     """Each block prints the text block behind it, and nothing if there is none."""

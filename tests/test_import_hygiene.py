@@ -37,12 +37,7 @@ def test_an_import_brings_nothing_but_the_package_and_torch(package):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert json.loads(done.stdout) == {
-        "optional": [],
-        "threads": 0,
-        "cxx_pytree": False,
-        "accelerator": False,
-    }
+    assert json.loads(done.stdout) == {"optional": [], "threads": 0, "cxx_pytree": False, "accelerator": False}
 
 
 # A machine without a network may lack it: everything that reads no file is there.

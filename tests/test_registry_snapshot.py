@@ -174,8 +174,7 @@ def test_a_model_output_defined_by_a_test_is_found():
     """The licence is for modules of transformers, not for everything that derives from `ModelOutput`."""
     pytest.importorskip("transformers")
     found = in_a_fresh_process(
-        "from transformers.utils import ModelOutput",
-        "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})",
+        "from transformers.utils import ModelOutput", "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})"
     )
     assert "torch.utils._pytree.SUPPORTED_NODES: mine.Mine was added" in found
 

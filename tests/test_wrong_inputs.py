@@ -55,10 +55,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: export_onnx(Doubles(), (X,), path="empty"),
-            r"Name a file: path='empty.model\.onnx'",
-        ),
+        (lambda: export_onnx(Doubles(), (X,), path="empty"), r"Name a file: path='empty.model\.onnx'"),
         (lambda: export_onnx(Doubles, (X,), path="m.onnx"), r"Make an instance: Doubles\("),
         (lambda: export_onnx(Doubles(), X, path="m.onnx"), r"args: expected a tuple"),
         (lambda: export_onnx(Doubles(), (numpy.ones(2),), path="m.onnx"), r"torch\.from_numpy\(x\)"),
@@ -99,10 +96,7 @@ def here(tmp_path, monkeypatch):
         (lambda: open_generator("a.txt"), r"a\.txt is a file\. Name the folder"),
         (lambda: open_model("a.txt"), r"a\.txt is a file\. Name the folder"),
         (lambda: verify_folder("a.txt"), r"a\.txt is a file\. Name the folder"),
-        (
-            lambda: record_calls(Doubles(), to="a.txt").__enter__(),
-            "a file, but calls are written to a folder",
-        ),
+        (lambda: record_calls(Doubles(), to="a.txt").__enter__(), "a file, but calls are written to a folder"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):

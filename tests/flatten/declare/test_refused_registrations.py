@@ -6,11 +6,7 @@ import pytest
 
 from tests.flatten.pair import FUNCTIONS, Pair
 from tests.registry_snapshot import changes_since
-from yobx_flatten import (
-    register_class_flattening,
-    unregister_cache_flattening,
-    unregister_class_flattening,
-)
+from yobx_flatten import register_class_flattening, unregister_cache_flattening, unregister_class_flattening
 from yobx_flatten.errors import (
     AlreadyRegisteredError,
     FlattenError,
@@ -28,10 +24,7 @@ needs_transformers = pytest.mark.skipif(
     ("target", "message"),
     [
         (None, "expected a class as first argument, found None.\n    register_class_flattening(MyClass, ...)"),
-        (
-            Pair(1, 2),
-            "the Pair <tests.flatten.pair.Pair",
-        ),
+        (Pair(1, 2), "the Pair <tests.flatten.pair.Pair"),
         (3, "found the int 3.\n    register_class_flattening(MyClass, ...)"),
         ("Pair", "found the str 'Pair'. Pass the class, not its name."),
         (list[int], "expected a class as first argument"),

@@ -249,11 +249,7 @@ CASES = {
         remedy="check_inputs(module, args, kwargs)",
     ),
     "args that are no tuple": Case(
-        "args must be a tuple",
-        Takes(),
-        [X],
-        paths=("args",),
-        remedy="torch.export.export(module, (x,))",
+        "args must be a tuple", Takes(), [X], paths=("args",), remedy="torch.export.export(module, (x,))"
     ),
     "called with another size": Case(
         "x has another size along axis 0 than 2, which the program was exported for",

@@ -185,12 +185,7 @@ class OfOneSize(torch.nn.Module):
         (OfOneSize(), Dim.DYNAMIC, 2, "the code works for size 2 only. Change the code"),
         (OfOneSize(), "rows", 2, "the code works for size 2 only. Change the code"),
         (OfOneSize(), Dim.DYNAMIC(min=5, max=9), 2, "the code works for size 2 only. Change the code"),
-        (
-            Limits(),
-            Dim.DYNAMIC(min=7, max=9),
-            5,
-            "the code works for sizes from 2 to 6 only. Change the code",
-        ),
+        (Limits(), Dim.DYNAMIC(min=7, max=9), 5, "the code works for sizes from 2 to 6 only. Change the code"),
     ],
     ids=["a dynamic axis", "a named axis", "a range without the size", "a range outside the limits"],
 )

@@ -12,12 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from yobx_flatten import (
-    dynamic_shapes,
-    explain_error,
-    register,
-    unregister_class_flattening,
-)
+from yobx_flatten import dynamic_shapes, explain_error, register, unregister_class_flattening
 
 X = torch.ones(2, 3)
 

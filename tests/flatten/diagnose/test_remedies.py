@@ -69,25 +69,13 @@ class Written:
 @pytest.mark.parametrize(
     ("sample", "lines"),
     [
-        (
-            Plain(),
-            "register(Plain, children=['key', 'value', 'mask'], static=['window'])",
-        ),
+        (Plain(), "register(Plain, children=['key', 'value', 'mask'], static=['window'])"),
         (Slotted(), "register(Slotted)"),
         (Frozen(X), "register(Frozen)"),
         (Items(a=X), "register(Items)"),
-        (
-            Row([X]),
-            "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)",
-        ),
-        (
-            with_attributes(Row([X]), scale=X, name="n"),
-            "register(Row, children=['scale'], static=['name'])",
-        ),
-        (
-            with_attributes(Items(a=X), scale=X),
-            "register(Items, children=['scale'])",
-        ),
+        (Row([X]), "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)"),
+        (with_attributes(Row([X]), scale=X, name="n"), "register(Row, children=['scale'], static=['name'])"),
+        (with_attributes(Items(a=X), scale=X), "register(Items, children=['scale'])"),
         (Written(X, "n"), "register_pytree_node_class(Written)"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -6,13 +6,7 @@ import enum
 import pytest
 import torch
 
-from yobx_flatten import (
-    check_inputs,
-    export_onnx,
-    export_program,
-    pytree_dataclass,
-    register_flattening_functions,
-)
+from yobx_flatten import check_inputs, export_onnx, export_program, pytree_dataclass, register_flattening_functions
 from yobx_flatten.errors import ReplayError, SpecMismatchError
 from yobx_flatten.export.calls import prove_program
 

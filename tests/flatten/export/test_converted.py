@@ -50,15 +50,8 @@ def _converted(model):
 def test_the_folder_has_the_tokens_of_the_converted_model(convert, quantize, tmp_path):
     """With ``"keep"`` in less than half of the bytes of float32; its own weights are integers as before."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        initializer_range=0.3,
-        eos_token_id=2,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, eos_token_id=2)
     model = transformers.LlamaForCausalLM(config).train()
     convert(model)
     model.eval()

@@ -7,10 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import (
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.flatten.export.rewound_rows import (
     LEAVES,
@@ -26,6 +23,8 @@ from yobx_flatten import (
     DecodeSizes,
     FlattenError,
     GenerationError,
+    InvalidArgumentError,
+    ReplayError,
     decode_inputs,
     export_folder,
     export_program,

@@ -6,14 +6,7 @@ from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from tests.models import make_model
-from yobx_flatten import (
-    Case,
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    export_program,
-    register_flattening_functions,
-)
+from yobx_flatten import Case, DecodeSizes, decode_inputs, dynamic_shapes, export_program, register_flattening_functions
 from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("executorch.exir")

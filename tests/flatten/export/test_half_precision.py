@@ -32,17 +32,9 @@ pytestmark = pytest.mark.slow
 def _llama(spread=0.3, layers=3):
     """Its scores are of size 20 to 40, as those of trained models are, so that half precision costs more than 6e-2."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=spread,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, initializer_range=spread, eos_token_id=None, pad_token_id=0)
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         model.lm_head.weight *= 5

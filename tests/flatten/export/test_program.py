@@ -392,15 +392,9 @@ def test_a_model_with_few_learned_positions_is_replayed_within_them(positions):
 )
 def test_a_mixture_of_experts_is_translated(tmp_path):
     """Experts multiply in groups, by an operator of transformers that torch's exporter does not know."""
-    config = MixtralConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=1,
-        num_local_experts=4,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4)
     model = MixtralForCausalLM(config).eval()
     report = export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "mixtral.onnx", steps=2).report
     assert report.max_difference < 1e-5

@@ -15,14 +15,8 @@ from yobx_flatten.export.quantization import Quantization
 def _encoder(words=1200, scale=1.0):
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(
-        vocab_size=words,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(**sizes, vocab_size=words, max_position_embeddings=64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BertModel(config, add_pooling_layer=False).eval()

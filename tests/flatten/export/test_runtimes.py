@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
-from yobx_flatten import (
-    DynamicShapesError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    ReplayError,
-    export_program,
-)
+from yobx_flatten import DynamicShapesError, InvalidArgumentError, MissingDependencyError, ReplayError, export_program
 from yobx_flatten.errors import dependencies
-from yobx_flatten.export import CaseResult
-from yobx_flatten.export.runtimes import file_options
-from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("onnxscript")

@@ -11,13 +11,7 @@ from tests.cases import cases
 from tests.flatten.generate.eager_runner import EagerRunner
 from tests.flatten.generate.test_generator import prompts
 from tests.flatten.model_folder.exported_folders import exported
-from yobx_flatten import (
-    GenerationSettings,
-    InvalidArgumentError,
-    OnnxGenerator,
-    ProgramGenerator,
-    Sampling,
-)
+from yobx_flatten import GenerationSettings, InvalidArgumentError, OnnxGenerator, ProgramGenerator, Sampling
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.generate.steps import Parts

@@ -34,24 +34,12 @@ def _configured(model, **entries):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=200,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=16,
-        max_source_positions=50,
-        max_target_positions=60,
-        init_std=0.4,
-        eos_token_id=180,
-        bos_token_id=180,
-        pad_token_id=180,
-        decoder_start_token_id=181,
-    )
+    sizes = {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16}
+    places = {"max_source_positions": 50, "max_target_positions": 60}
+    layers = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    layers = {f"{side}_{what}": count for side in ("encoder", "decoder") for what, count in layers.items()}
+    tokens = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
+    config = WhisperConfig(**sizes, **places, **layers, **tokens, init_std=0.4)
     model = WhisperForConditionalGeneration(config).eval()
     _configured(model)
     folder = tmp_path_factory.mktemp("spoken") / "out"

@@ -12,11 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from tests.models import WINDOW, continued_alike, go_on, start
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import CacheStructureError
-from yobx_flatten.huggingface.builders import (
-    make_dynamic_cache,
-    make_encoder_decoder_cache,
-    make_static_cache,
-)
+from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 
 STATIC_SLIDING = (
     "StaticSlidingWindowLayer" if hasattr(cache_utils, "StaticSlidingWindowLayer") else "SlidingWindowLayer"
@@ -204,10 +200,7 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
     [
         ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
         ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
-        (
-            [(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2],
-            r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]",
-        ),
+        ([(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2], r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]"),
         ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),
     ],
     ids=["odd", "single", "one dimension", "none"],

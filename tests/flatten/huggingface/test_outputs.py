@@ -34,10 +34,7 @@ THEIRS_HAS_KEYS = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn i
 
 
 def output():
-    return BaseModelOutput(
-        last_hidden_state=torch.ones(2, 3),
-        hidden_states=(torch.zeros(2), torch.ones(2)),
-    )
+    return BaseModelOutput(last_hidden_state=torch.ones(2, 3), hidden_states=(torch.zeros(2), torch.ones(2)))
 
 
 def test_only_the_fields_that_are_set_come_apart():

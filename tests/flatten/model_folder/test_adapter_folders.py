@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
+from tests.flatten.model_folder.words import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
@@ -34,15 +35,7 @@ WEIGHTS = "adapter_model.safetensors"
 def base(tmp_path):
     """A folder of a model with weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.5,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(vocab_size=300, initializer_range=0.5, eos_token_id=None, **SIZES)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 

@@ -20,7 +20,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from tests.flatten.model_folder.words import SIZES, WORDS, word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.export import Quantization
 
@@ -113,9 +113,6 @@ def answer(browser, address: str, model: str, text: str) -> str:
     browser.find_element(By.ID, "run").click()
     assert status("done").startswith("done in")
     return browser.find_element(By.ID, "answer").text
-
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")

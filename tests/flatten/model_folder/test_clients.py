@@ -13,7 +13,7 @@ import transformers
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from tests.flatten.model_folder.words import SIZES, WORDS, word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -25,7 +25,6 @@ pytestmark = [
     ),
 ]
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 LINES = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
 LAYOUTS = pytest.mark.parametrize("layout", ["flat", "transformers.js"])
 

@@ -176,12 +176,7 @@ def test_a_number_of_layers_that_the_file_cannot_hold_is_refused(tmp_path, archi
         getattr(writer, f"add_{name}")(4_000_000_000 if name == count else 2)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["<unk>", "<s>", "</s>"])
-    for step in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     with pytest.raises(ModelSourceError, match=rf"{architecture}\..*{count} = 4,000,000,000, but holds only 0 t"):
         gguf_config(tmp_path / "small.gguf")

@@ -10,6 +10,7 @@ pytest.importorskip("onnxscript")
 import transformers
 
 from tests.flatten.model_folder.test_more_kinds import voice
+from tests.flatten.model_folder.words import SIZES, made
 from yobx_flatten import GenerationError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
@@ -18,14 +19,7 @@ from yobx_flatten.model_folder.source.classes import small_config
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 PICTURE = {"image_size": 32, "patch_size": 8}
-
-
-def made(kind, config):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return kind(config).eval()
 
 
 def git():

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
+from tests.flatten.model_folder.words import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ModelSourceError
@@ -56,15 +57,7 @@ def _fail_on_a_question(monkeypatch, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.5,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(vocab_size=96, initializer_range=0.5, eos_token_id=None, **SIZES)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "own")
     (tmp_path / "own/modeling_my.py").write_text(SOURCE.format(mark=str(tmp_path / "ran")), "utf-8")
     named = {"AutoConfig": "modeling_my.MyConfig", "AutoModelForCausalLM": "modeling_my.MyForCausalLM"}

@@ -138,11 +138,7 @@ TASKS = {
         sound(3200),
         {},
     ),
-    "automatic-speech-recognition": (
-        lambda: wav2vec(transformers.Wav2Vec2ForCTC, vocab_size=31),
-        sound(3200),
-        {},
-    ),
+    "automatic-speech-recognition": (lambda: wav2vec(transformers.Wav2Vec2ForCTC, vocab_size=31), sound(3200), {}),
     "zero-shot-image-classification": (lambda: small_model("clip"), picture(), {"candidate_labels": ["cat", "dog"]}),
 }
 

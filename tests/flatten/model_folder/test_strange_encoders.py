@@ -9,20 +9,13 @@ pytest.importorskip("onnxscript")
 
 import transformers
 
+from tests.flatten.model_folder.words import SIZES, made
 from yobx_flatten import GenerationError, export_folder, export_program
 from yobx_flatten.model_folder.pieces.one_call import plain_pieces
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
 from yobx_flatten.model_folder.pieces.text import Split
 
 pytestmark = pytest.mark.slow
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def made(kind, config):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return kind(config).eval()
 
 
 def listener(norm):

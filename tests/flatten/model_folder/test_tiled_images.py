@@ -9,13 +9,13 @@ pytest.importorskip("onnxscript")
 
 import transformers
 
+from tests.flatten.model_folder.words import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
 from yobx_flatten.model_folder.pieces.grid_images import TiledVisionEncoder
 from yobx_flatten.model_folder.source.classes import small_model
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5, "eos_token_id": None}
 GRIDS = [[16, 16], [16, 32], [32, 16], [32, 32]]
 IMAGE = 3

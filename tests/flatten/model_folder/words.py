@@ -1,9 +1,14 @@
-"""A tokenizer of words, made without files of other projects."""
+"""A tokenizer of words, made without files of other projects, and small models from a configuration."""
 
+from typing import Any
+
+import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-__all__ = ["WORDS", "word_tokenizer"]
+__all__ = ["SIZES", "WORDS", "made", "word_tokenizer"]
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(59))]
 
@@ -20,3 +25,10 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
         chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}word9",
         **names,
     )
+
+
+def made(kind: Any, config: Any) -> Any:
+    """A model of a class, with the same random weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config).eval()

@@ -160,19 +160,7 @@ def test_an_instance_is_refused():
 
 @pytest.mark.parametrize(
     "value",
-    [
-        None,
-        True,
-        "a",
-        -0.0,
-        math.nan,
-        math.inf,
-        Mode.TRAIN,
-        (1, "a"),
-        torch.float16,
-        torch.Size([1]),
-        Frozen,
-    ],
+    [None, True, "a", -0.0, math.nan, math.inf, Mode.TRAIN, (1, "a"), torch.float16, torch.Size([1]), Frozen],
     ids=repr,
 )
 def test_static_data_passes(value):

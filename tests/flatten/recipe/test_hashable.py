@@ -4,13 +4,7 @@ import pytest
 
 from yobx_flatten.recipe.contract import HeldStatic, hashable, original
 
-UNHASHABLE = [
-    ["a", 1],
-    {"a": [1, 2], "b": {"c": None}},
-    ([1], "x"),
-    {1, 2},
-    [slice(1, 2), {3}],
-]
+UNHASHABLE = [["a", 1], {"a": [1, 2], "b": {"c": None}}, ([1], "x"), {1, 2}, [slice(1, 2), {3}]]
 
 
 @pytest.mark.parametrize("static", [None, "relu", 3, (1, "a"), frozenset({1})])

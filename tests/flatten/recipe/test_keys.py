@@ -23,10 +23,5 @@ def test_a_bare_key_is_a_position_or_a_mappings(key, expected):
 def test_keys_of_jax_are_translated():
     """By what they hold."""
     tree_util = pytest.importorskip("jax.tree_util", reason="jax is not installed")
-    keys = [
-        tree_util.GetAttrKey("a"),
-        tree_util.DictKey("a"),
-        tree_util.SequenceKey(2),
-        tree_util.FlattenedIndexKey(3),
-    ]
+    keys = [tree_util.GetAttrKey("a"), tree_util.DictKey("a"), tree_util.SequenceKey(2), tree_util.FlattenedIndexKey(3)]
     assert list(map(torch_key, keys)) == [GetAttrKey("a"), MappingKey("a"), SequenceKey(2), SequenceKey(3)]

@@ -131,11 +131,7 @@ def test_a_dataclass_on_a_dict_is_stored_with_its_fields(registered, tmp_path):
     save_nested(tmp_path / "a.onnx", obj)
     back = load_nested(tmp_path / "a.onnx")
     assert (back.x.tolist(), back["k"].tolist()) == ([1.0, 1.0], [0.0])
-    assert str(explain(obj)).splitlines() == [
-        "tree: Declared, static [1]",
-        "├─ .x: float32[2]",
-        "└─ ['k']: float32[1]",
-    ]
+    assert str(explain(obj)).splitlines() == ["tree: Declared, static [1]", "├─ .x: float32[2]", "└─ ['k']: float32[1]"]
 
 
 @pytest.mark.parametrize("strict", [False, True])

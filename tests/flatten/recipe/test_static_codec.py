@@ -281,9 +281,7 @@ def test_what_comes_back_passes_the_check(value):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [WithoutEqual(), [float("nan") * -1], Config(WithoutEqual())],
-    ids=lambda v: type(v).__name__,
+    "value", [WithoutEqual(), [float("nan") * -1], Config(WithoutEqual())], ids=lambda v: type(v).__name__
 )
 def test_what_is_not_equal_to_itself_later_is_refused_by_the_check(value):
     """It compares by identity, or to an array: a loaded program would refuse its own inputs."""

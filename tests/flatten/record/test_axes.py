@@ -33,8 +33,7 @@ def test_sizes_that_vary_together_have_one_name():
 
 
 @pytest.mark.parametrize(
-    ("third", "relation"),
-    [((8, 10, 13), "n2 = n + 3"), ((10, 14, 20), "n2 = 2 * n"), ((7, 10, 13), "n2 = batch + n")],
+    ("third", "relation"), [((8, 10, 13), "n2 = n + 3"), ((10, 14, 20), "n2 = 2 * n"), ((7, 10, 13), "n2 = batch + n")]
 )
 def test_one_size_may_follow_from_others(third, relation):
     """By a constant, as a multiple, or as a sum."""

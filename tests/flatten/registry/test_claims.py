@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from yobx_flatten.errors import (
-    AlreadyRegisteredError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    NotRegisteredError,
-)
+from yobx_flatten.errors import AlreadyRegisteredError, InvalidArgumentError, MissingDependencyError, NotRegisteredError
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.claims import Registry
 

@@ -177,13 +177,7 @@ def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(t
     """By the names that each of them gives to the tensors of a cache; in the block and outside of it."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("onnxscript")
-    from yobx_flatten import (
-        DecodeSizes,
-        decode_inputs,
-        dynamic_shapes,
-        export_onnx,
-        register_flattening_functions,
-    )
+    from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, export_onnx, register_flattening_functions
 
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

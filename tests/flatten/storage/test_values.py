@@ -17,13 +17,7 @@ def fake():
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(2, 2).to_sparse(),
-        torch.zeros(2, device="meta"),
-        fake(),
-    ],
-    ids=["sparse", "meta", "fake"],
+    "tensor", [torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta"), fake()], ids=["sparse", "meta", "fake"]
 )
 def test_a_tensor_without_plain_data_is_refused(tensor):
     with pytest.raises(InvalidArgumentError, match=r"^a\.0 is a tensor of type .*no plain data to store"):

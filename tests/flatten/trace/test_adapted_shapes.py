@@ -178,21 +178,10 @@ def test_a_cache_with_states_of_a_convolution_serves_other_calls():
     if not hasattr(transformers, "ZayaConfig"):
         pytest.skip("this release has no model whose attention keeps the state of a convolution")
     torch.manual_seed(0)
-    config = transformers.ZayaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        vocab_size=160,
-        max_position_embeddings=256,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 80, "vocab_size": 160, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 1}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.ZayaConfig(**sizes, **heads, **tokens, max_position_embeddings=256)
     model = transformers.ZayaForCausalLM(config).eval()
 
     def inputs(batch, past, new, padding=0):

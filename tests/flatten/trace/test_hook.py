@@ -258,10 +258,7 @@ def test_every_replaced_attribute_is_back_after_an_export():
 def test_every_replaced_attribute_is_back_after_an_export_that_failed():
     """The model raises in the middle of its trace."""
     before, program_init, trace = traced_attributes(), vars(ExportedProgram)["__init__"], traced_function()
-    with (
-        pytest.raises(FailedInTraceError),
-        register_flattening_functions(patch_transformers=True),
-    ):
+    with pytest.raises(FailedInTraceError), register_flattening_functions(patch_transformers=True):
         export(Watching(fail), (tokens(), cache_of(window=8)))
     assert traced_attributes() == before
     assert vars(ExportedProgram)["__init__"] is program_init

@@ -95,8 +95,7 @@ def test_dynamic_shapes_that_name_other_inputs_are_refused(shapes, message):
 def test_an_object_that_torch_refuses_is_named_by_its_place_and_the_line_that_registers_it():
     """torch names the class only."""
     with pytest.raises(
-        NotRegisteredError,
-        match=r"by\['deep'\]\[1\] is a .*Opaque, .*\n    register_class_flattening\(Opaque,",
+        NotRegisteredError, match=r"by\['deep'\]\[1\] is a .*Opaque, .*\n    register_class_flattening\(Opaque,"
     ):
         export_program(Scale(), (X,), {"by": {"deep": [X, Opaque()]}})
 

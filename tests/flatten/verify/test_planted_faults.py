@@ -22,16 +22,9 @@ WINDOW = 8
 
 def small_mistral(window=WINDOW):
     torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        sliding_window=window,
-        initializer_range=0.3,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(**sizes, **heads, sliding_window=window, initializer_range=0.3)
     return MistralForCausalLM(config).eval()
 
 

@@ -12,13 +12,7 @@ from tests import fresh_process
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.models import WINDOW, make_model
-from yobx_flatten import (
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    make_dynamic_cache,
-    register_flattening_functions,
-)
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, make_dynamic_cache, register_flattening_functions
 from yobx_flatten.huggingface.cases import next_inputs
 
 pytestmark = pytest.mark.slow

@@ -59,11 +59,7 @@ MODELS = {
             ("block_size", 4),
         ),
     ),
-    "zaya": (
-        "ZayaConfig",
-        "ZayaForCausalLM",
-        (("head_dim", 8), ("num_experts", 2), ("num_experts_per_tok", 1)),
-    ),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", (("head_dim", 8), ("num_experts", 2), ("num_experts_per_tok", 1))),
 }
 EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
 
@@ -83,7 +79,7 @@ EXPERTS = {
             ("attn_config", _Options(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8)),
             ("ffn_config", _Options(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)),
         ),
-    ),
+    )
 }
 
 

@@ -18,8 +18,6 @@ import yobx_flatten
 from roundpipe_runtime.cli.app import app as roundpipe
 from yobx_flatten.cli.app import app as flatten
 
-pytest.importorskip("transformers")
-
 ROOT = Path(__file__).parents[1]
 VALUE = "value_of_the_message"
 

@@ -55,13 +55,10 @@ def register_a_class(folder, begin_anew):
 
 
 def export_a_module(folder, begin_anew):
-    pytest.importorskip("onnxscript")
     yobx_flatten.export_onnx(nn.Linear(3, 2), (torch.randn(2, 3),), path=folder / "model.onnx")
 
 
 def export_a_folder(folder, begin_anew):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("transformers")
     yobx_flatten.export_folder("mistral", folder / "mistral")
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from tests import fresh_process
 
-transformers = pytest.importorskip("transformers")
 deprecation = pytest.importorskip("transformers.utils.deprecation")
 
 LINE = "`old` is deprecated and will be removed in version 9999.0 for `function`. Use `cache` instead."

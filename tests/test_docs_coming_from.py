@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import re
 
+import onnxruntime
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -21,9 +22,6 @@ from yobx_flatten import (
     record_calls,
     register_flattening_functions,
 )
-
-pytest.importorskip("transformers")
-
 from yobx_flatten.model_folder.source import classes as source_classes
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -142,8 +140,6 @@ def test_options_of_the_command_line_are_there(capsys):
 
 def test_the_line_for_torch_onnx_export_writes_a_file_whose_sizes_vary(tmp_path):
     """`export_onnx(model, args, path=...)`, and `dynamic_shapes(inputs, {...})` for `dynamic_axes`."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     model, args = torch.nn.Linear(3, 2).eval(), (torch.zeros(4, 3),)
     export_onnx(model, args, path=tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])

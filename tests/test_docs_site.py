@@ -136,7 +136,6 @@ def test_our_own_words_are_in_the_glossary(word):
 @pytest.mark.slow
 def test_the_committed_tables_are_up_to_date(tmp_path):
     """`make tables` writes them. Of pictures only the names are compared: their letters differ between systems."""
-    pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     program = "import pathlib, sys; sys.path.insert(0, 'docs'); import generated_tables as tables; "
     fresh_process.run("-c", f"{program}tables.write_tables(pathlib.Path({str(tmp_path)!r}))", cwd=ROOT)

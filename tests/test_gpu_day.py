@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("transformers")
-
 from benchmarks import gpu_day
 from benchmarks.gpu import page, programs, wheels
 from benchmarks.gpu.apart import Done, run_apart
@@ -40,7 +38,6 @@ def forked(command, environment, limit):
 @pytest.fixture
 def day(tmp_path, monkeypatch):
     """Runs the command in this process, on a virtual device and tiny models, and returns its status."""
-    pytest.importorskip("peft")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(gpu_day, "run_apart", forked)
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from matrix.cut import choose, parse
 from matrix.cut_cases import COLUMNS, CutTrial, batch_of, run_type
 from matrix.cut_page import page_of

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from matrix import __main__ as whole
 from matrix import command, cut, genai, runtimes
 from matrix.gate import judge

@@ -2,10 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from matrix.genai import page_of
 from matrix.genai_cases import COLUMNS, TYPES
 from matrix.results import Results

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from matrix.cut import choose, parse
 from matrix.cut_cases import COLUMNS
 from matrix.kinds import kind_of, quiet_sample

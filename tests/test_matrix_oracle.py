@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxscript")
-
 from matrix.command import work_left
 from matrix.oracle import parse
 from matrix.oracle_cases import RANKS, TYPES, judged, run_type

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from matrix import real_llama_cpp, real_loops, real_runtimes, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from matrix.cases import DifferenceError
 from matrix.page import in_two
 from matrix.places import strided

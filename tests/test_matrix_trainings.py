@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 from matrix.cases import DifferenceError
 from matrix.heads import head_names, make_head, tables_of
 from matrix.heads_batches import NoBatchError, batch_for

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from matrix import newest, newest_programs, newest_unknown
 from matrix.newest import Outcome, Step, run_step, steps
 from matrix.results import recorded_file

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 DOCS = Path(__file__).parent.parent / "docs"
 SPEC = importlib.util.spec_from_file_location("plan_table", DOCS / "plan_table.py")
 plan_table = importlib.util.module_from_spec(SPEC)

@@ -165,14 +165,12 @@ def test_a_leak_beside_the_first_import_of_the_cpp_pytree_is_found(lines):
 )
 def test_model_outputs_registered_by_their_import_are_no_change(imports):
     """transformers registers its outputs for good when a model is imported."""
-    pytest.importorskip("transformers")
     pytest.importorskip("optree")
     assert in_a_fresh_process(*imports) == ""
 
 
 def test_a_model_output_defined_by_a_test_is_found():
     """The licence is for modules of transformers, not for everything that derives from `ModelOutput`."""
-    pytest.importorskip("transformers")
     found = in_a_fresh_process(
         "from transformers.utils import ModelOutput", "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})"
     )

@@ -10,14 +10,9 @@ import re
 import zipfile
 import zlib
 
+import onnx
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("accelerate")
-
-import onnx
 
 from roundpipe_runtime import DamagedCheckpointError, load_checkpoint, save_checkpoint
 from tests.fuzz.doors import DOORS

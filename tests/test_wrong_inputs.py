@@ -6,6 +6,7 @@ import re
 import numpy
 import pytest
 import torch
+import transformers
 from torch.nn.functional import mse_loss
 
 from roundpipe_runtime import RoundPipe, RoundPipeError, RoundPipeRunConfig
@@ -24,12 +25,6 @@ from yobx_flatten import (
 )
 from yobx_flatten.__main__ import main as flatten
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import transformers
 
 
 class Doubles(torch.nn.Module):

@@ -7,10 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from tests import fresh_process
@@ -159,7 +155,6 @@ def test_env_says_what_is_not_installed(monkeypatch, capsys):
 
 def test_list_is_the_flattening_list(capsys):
     """One row for each class; as JSON with everything that is known."""
-    pytest.importorskip("transformers")
     assert main(["list", "--kind", "layer", "--json"]) == 0
     rows = {row["cls"].rpartition(".")[2]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["DynamicSlidingWindowLayer"]["code"] == "W"
@@ -170,7 +165,6 @@ def test_list_is_the_flattening_list(capsys):
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_list_breaks_no_word(width, capsys, monkeypatch):
     """On any terminal: every class and every leaf is there in one piece."""
-    pytest.importorskip("transformers")
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["list"]) == 0
     shown = capsys.readouterr().out

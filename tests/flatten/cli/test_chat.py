@@ -7,11 +7,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
 pytest.importorskip("jinja2")
 
 from transformers import ByT5Tokenizer

@@ -5,16 +5,9 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import onnx
 import pytest
 import torch
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnx
 
 from tests import fresh_process
 from tests.cases import cases

@@ -4,10 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from yobx_flatten import save_nested

@@ -10,8 +10,6 @@ import pytest
 from tests import fresh_process
 from yobx_flatten.terminal.failures import Terminated, terminable
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
 if os.name != "posix":
     pytest.skip("Windows has no SIGTERM", allow_module_level=True)
 

@@ -10,17 +10,15 @@ from torch.export import ExportedProgram
 
 from tests import registry_snapshot
 from tests.flatten import other_libraries
+from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force
 from tests.flatten.pair import Pair
 from tests.registry_snapshot import changes_since
 from yobx_flatten import unregister_class_flattening
 from yobx_flatten.declare import scopes
 from yobx_flatten.errors import NotRegisteredError
+from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 from yobx_flatten.registry.torch_cpp import TorchCpp
 from yobx_flatten.registry.torch_python import TorchFx, TorchPython
-
-pytest.importorskip("transformers")
-from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force
-from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 
 
 @pytest.mark.parametrize("error", [SomethingWrongError, KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -1,11 +1,9 @@
 """What is imported when, before, inside or after a block: each in a process where nothing is imported yet."""
 
 import pytest
+import transformers
 
 from tests import fresh_process
-
-pytest.importorskip("transformers")
-import transformers
 
 PRELUDE = """
 import sys

@@ -5,15 +5,12 @@ import itertools
 
 import pytest
 import torch.utils._pytree as pytree
-
-from tests.flatten import other_libraries
-from tests.flatten.registry.stepping import SteppingThread
-from yobx_flatten import register_flattening_functions, unregister_cache_flattening
-
-pytest.importorskip("transformers")
 from transformers import DynamicCache
 
+from tests.flatten import other_libraries
 from tests.flatten.declare.blocks import SomethingWrongError, block, enter, in_force
+from tests.flatten.registry.stepping import SteppingThread
+from yobx_flatten import register_flattening_functions, unregister_cache_flattening
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 from yobx_flatten.registry.patches import LOCK
 

@@ -9,6 +9,8 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.export import ExportedProgram
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tests import registry_snapshot
 from tests.flatten import other_libraries
@@ -21,12 +23,6 @@ from yobx_flatten import (
     unregister_class_flattening,
 )
 from yobx_flatten.errors import AlreadyRegisteredError, NotRegisteredError
-
-pytest.importorskip("transformers")
-
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
 from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
 
 THREADS = 3

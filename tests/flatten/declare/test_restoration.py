@@ -6,18 +6,15 @@ import pytest
 import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
-
-from tests import registry_snapshot
-from tests.flatten import other_libraries
-from tests.flatten.pair import Pair, flatten, unflatten
-from tests.registry_snapshot import changes_since
-from yobx_flatten import register_class_flattening, unregister_class_flattening
-
-pytest.importorskip("transformers")
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tests import registry_snapshot
+from tests.flatten import other_libraries
 from tests.flatten.declare.blocks import CACHES, block, in_force
+from tests.flatten.pair import Pair, flatten, unflatten
+from tests.registry_snapshot import changes_since
+from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 

@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     InvalidArgumentError,
@@ -58,7 +59,6 @@ def test_the_registrations_of_torch_itself_pass(sample):
 
 def test_caches_pass():
     """Ours, inside the block."""
-    transformers = pytest.importorskip("transformers")
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     with register_flattening_functions(patch_transformers=True):

@@ -3,8 +3,8 @@
 import dataclasses
 import textwrap
 
-import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     explain,
@@ -121,7 +121,6 @@ def test_siblings_that_take_turns_are_one_row_each():
 
 def test_a_cache_outside_and_inside_of_the_block():
     """Marked outside, in rows inside."""
-    transformers = pytest.importorskip("transformers")
     cache = transformers.DynamicCache()
     for layer in range(4):
         cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)

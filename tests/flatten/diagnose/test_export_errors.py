@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 from torch.export import Dim, export
 
 from yobx_flatten import (
@@ -382,7 +383,6 @@ def test_a_key_error_with_a_class_names_the_line():
 
 def test_a_cache_in_an_output():
     """The place is found by calling the module."""
-    transformers = pytest.importorskip("transformers")
 
     class Fills(torch.nn.Module):
         def forward(self, x):

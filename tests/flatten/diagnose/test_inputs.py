@@ -6,6 +6,7 @@ import warnings
 import numpy
 import pytest
 import torch
+import transformers
 from torch.export import Dim, export
 
 from yobx_flatten import (
@@ -132,7 +133,6 @@ def test_unregistered_objects_are_errors_with_their_place():
 
 def test_a_cache_is_an_error_outside_the_block_only():
     """So call it where you export."""
-    transformers = pytest.importorskip("transformers")
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     assert findings(Scale(), (X,), {"y": cache}) == [("error", "y")]

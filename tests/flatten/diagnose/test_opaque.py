@@ -148,7 +148,6 @@ def test_the_text_names_place_class_size_and_line():
 
 def test_a_cache_of_transformers_is_one_finding():
     """Its layers come apart with it."""
-    pytest.importorskip("transformers")
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.utils._pytree as pytree
+import transformers
 from hypothesis import given
 
 from tests.flatten.diagnose.test_opaque import nests
@@ -110,7 +111,6 @@ def test_a_program_is_compared_by_its_inputs():
 
 def test_caches_of_other_layers_differ_in_the_names_of_their_leaves():
     """Not in a wall of text."""
-    transformers = pytest.importorskip("transformers")
 
     def cache(layers):
         made = transformers.DynamicCache()

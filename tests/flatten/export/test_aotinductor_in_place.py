@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 if shutil.which(os.environ.get("CXX", "g++")) is None:
     pytest.skip("AOTInductor needs a C++ compiler", allow_module_level=True)
 

@@ -9,10 +9,6 @@ import onnx_ir as ir
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from yobx_flatten import export_folder, export_onnx, verify_folder
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export import Quantization

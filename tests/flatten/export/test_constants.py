@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+import onnxruntime
 import pytest
 import torch
 
@@ -199,7 +200,6 @@ class AsTuple(torch.nn.Module):
 )
 def test_a_file_returns_the_tensors_and_the_report_names_the_constants(module, outputs, said, tmp_path):
     """Torch's exporter ends in "'float' object has no attribute 'name'" for such a module."""
-    onnxruntime = pytest.importorskip("onnxruntime")
     path = tmp_path / "m.onnx"
     report = export_onnx(module, (X,), path=path).report
     (note,) = [remark for remark in report.remarks if "constant" in remark]

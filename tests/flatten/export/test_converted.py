@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import onnxruntime
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import export_folder, export_onnx, open_generator
 
-onnxruntime = pytest.importorskip("onnxruntime")
-transformers = pytest.importorskip("transformers")
 torchao = pytest.importorskip("torchao.quantization", reason="make quantized installs it")
 # both register classes of torchao when they are imported
 qat = pytest.importorskip("torchao.quantization.qat", reason="make quantized installs it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import onnx
 import pytest
 import torch
 from torch.export import Dim
@@ -308,9 +309,6 @@ def test_strict_traces_assert_the_same():
 
 def test_a_file_has_the_names_of_the_variables_and_states_what_they_are(tmp_path):
     """Axes in the file are called as the variables; of two variables with one name, the second has a number."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     from yobx_flatten import export_onnx
     from yobx_flatten.runners.open import open_runner
 

@@ -70,7 +70,6 @@ def test_a_long_case_is_not_kept(module, monkeypatch, more, calls):
 
 def test_a_file_is_compared_with_the_calls_of_the_program(module, tmp_path):
     """`torch.export` and onnxruntime: as many calls of the module as for one of them."""
-    pytest.importorskip("onnxruntime")
     report = export_onnx(module, (torch.ones(2, 3),), path=tmp_path / "m.onnx", cases=[]).report
     assert {result.runtime for result in report.cases} == {"torch.export", "onnxruntime"}
     before = module.calls

@@ -4,9 +4,6 @@ import importlib
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.flatten.export.rewound_rows import (

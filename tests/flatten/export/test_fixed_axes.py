@@ -109,7 +109,6 @@ def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
 @pytest.mark.timeout(900)  # 105 s on an idle machine
 def test_the_batch_of_swin_varies():
     """Its windows are counted from batch, height and width."""
-    pytest.importorskip("transformers")
     from yobx_flatten.model_folder.source.classes import small_model
 
     model, pictures = small_model("swin"), torch.randn(4, 3, 32, 32)

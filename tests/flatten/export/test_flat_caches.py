@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
+import transformers
 
 from tests.cache_words import cache_of
 from yobx_flatten import export_onnx
 from yobx_flatten.huggingface.cache_names import argument_of
-
-onnxruntime = pytest.importorskip("onnxruntime")
-transformers = pytest.importorskip("transformers")
 
 LAYERS, HEADS, SIZE = 2, 2, 8
 

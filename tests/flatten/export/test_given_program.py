@@ -122,7 +122,6 @@ def test_a_program_of_another_registration_is_refused():
 
 def test_files_of_runtimes_are_written_from_the_given_program(tmp_path):
     """An ONNX file is replayed with the same cases."""
-    pytest.importorskip("onnxscript")
     linear = torch.nn.Linear(2, 3).eval()
     given = {"input": torch.ones(4, 2)}
     program = torch.export.export(linear, (), given, dynamic_shapes={"input": {0: Dim.AUTO}})
@@ -181,7 +180,6 @@ def test_a_program_of_transformers_exporter_goes_past_the_window(mistral, past_t
 @needs_exporters
 def test_a_file_is_made_of_the_given_program_as_it_is(mistral, tmp_path):
     """Nothing is traced again: the counter of sliding layers stays an input."""
-    pytest.importorskip("onnxscript")
     report = mistral.to_onnx(tmp_path / "model.onnx")
     assert report.input_names[-1] == "past_key_values.length"
     assert [case.error for case in report.cases] == [None] * 6

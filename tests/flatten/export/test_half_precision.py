@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     Case,
@@ -24,8 +25,6 @@ from yobx_flatten.export.proof.report import Yardstick, explained
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.slow
 
 

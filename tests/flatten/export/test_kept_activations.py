@@ -4,9 +4,6 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.test_weight_grid import COLUMNS, ROWS, _made
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx

@@ -4,9 +4,6 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.test_weight_grid import COLUMNS, ROWS, _made
 from yobx_flatten import InvalidArgumentError, export_onnx
 from yobx_flatten.export.quantization import Quantization

@@ -4,10 +4,6 @@ import onnx
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.export.proof.eager_runs import Case
 from yobx_flatten.export.proof.replay import check_last_scores

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 
+import onnxruntime
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -13,8 +14,6 @@ from yobx_flatten.errors import GenerationError, RoundTripError
 from yobx_flatten.export.calls import prove_program
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.runners.open import open_runner
-
-onnxruntime = pytest.importorskip("onnxruntime")
 
 
 class Written(torch.nn.Module):

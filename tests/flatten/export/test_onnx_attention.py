@@ -8,12 +8,11 @@ import onnx
 import onnx_ir
 import pytest
 import torch
+import transformers
 
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
-
-transformers = pytest.importorskip("transformers")
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,

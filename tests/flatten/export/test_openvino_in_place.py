@@ -7,8 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("openvino")
-pytest.importorskip("onnxscript")
-pytest.importorskip("transformers")
 
 
 from tests.flatten.export.rewound_rows import (

@@ -36,8 +36,6 @@ def module(tmp_path, monkeypatch):
 
 def test_files_name_no_folder_of_their_author(module, tmp_path):
     """Neither the virtual environment, nor the home, nor the project: torch notes whole paths for each node."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     example = {"x": torch.ones(3, 4)}
     export_program(module, kwargs=example, cases=[]).save(tmp_path / "model.pt2")
     export_onnx(module, kwargs=example, cases=[], path=tmp_path / "model.onnx")

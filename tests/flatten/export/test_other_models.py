@@ -12,9 +12,6 @@ from torch.export import Dim
 from yobx_flatten import Case, export_program, register_flattening_functions
 from yobx_flatten.runners.open import open_runner
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxscript")
-
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
 SLOW = pytest.mark.slow
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

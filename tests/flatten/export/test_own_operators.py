@@ -1,13 +1,12 @@
 """Operators and methods of the user's own: translated with ``translations=``, or named with the line to type."""
 
+import onnxruntime
+import onnxscript
 import pytest
 import torch
 
 from yobx_flatten import export_onnx, export_program, record_calls
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
-
-onnxruntime = pytest.importorskip("onnxruntime")
-onnxscript = pytest.importorskip("onnxscript")
 
 
 @torch.library.custom_op("yobx_tests::twice_plus", mutates_args=())

@@ -17,7 +17,6 @@ from yobx_flatten.export.runtimes import file_options
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("onnxruntime")
 
 EXAMPLE = (torch.ones(2, 3),)
 CASES = [Case("5 rows", (torch.ones(5, 3),)), Case("9 rows", (torch.ones(9, 3),)), Case("4 rows", (torch.ones(4, 3),))]

@@ -8,10 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests import fresh_process
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import traceback
 
+import onnxruntime
 import pytest
 import torch
 
 from yobx_flatten import Case, export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 
-onnxruntime = pytest.importorskip("onnxruntime")
 nn = torch.nn
 
 

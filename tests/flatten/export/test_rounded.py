@@ -4,10 +4,6 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from yobx_flatten import export_onnx
 from yobx_flatten.export.quantization import Quantization
 

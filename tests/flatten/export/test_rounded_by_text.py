@@ -7,10 +7,6 @@ import statistics
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, register_flattening_functions
 from yobx_flatten.export.onnx.file import UnprovenFile

@@ -12,8 +12,6 @@ from yobx_flatten.errors import dependencies
 from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
-pytest.importorskip("onnxscript")
-
 
 class Scores(torch.nn.Module):
     """Scores of 32 tokens, from two projections whose rows have whole blocks."""

@@ -11,8 +11,6 @@ from yobx_flatten import DynamicShapesError, InvalidArgumentError, MissingDepend
 from yobx_flatten.errors import dependencies
 from yobx_flatten.runners.open import open_runner
 
-pytest.importorskip("onnxscript")
-
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
 NAMES = {"onnx": "onnxruntime"}
 

@@ -1,13 +1,8 @@
 """Operators next to onnxruntime's attention: fewer of them make the mask, and positions are passed on unchanged."""
 
+import onnx
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnx
 
 from tests.cache_words import cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx

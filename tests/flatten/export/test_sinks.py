@@ -4,11 +4,6 @@ import types
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from yobx_flatten import export_onnx, make_dynamic_cache

@@ -2,14 +2,14 @@
 
 import math
 
+import onnxruntime
 import pytest
 import torch
+import transformers
 from torch.export import Dim
 
 from yobx_flatten import export_onnx, export_program, prove_program
 
-onnxruntime = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
 F = torch.nn.functional
 
 
@@ -192,7 +192,6 @@ def test_a_given_program_that_takes_too_much_is_named():
 @pytest.mark.slow
 def test_depth_anything_takes_pictures_of_any_size(tmp_path):
     """Its head computes ``int(patch_height * self.patch_size)``, which fixed the size of the example."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     bone = transformers.Dinov2Config(
         hidden_size=32,

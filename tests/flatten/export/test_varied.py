@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import onnxscript
 import pytest
 import torch
 
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import ReplayError
 
-onnxruntime = pytest.importorskip("onnxruntime")
-onnxscript = pytest.importorskip("onnxscript")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 
 ATEN = torch.ops.aten

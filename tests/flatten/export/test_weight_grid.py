@@ -1,5 +1,6 @@
 """Integers and scales are found where weights were computed from them, and nowhere else."""
 
+import gguf
 import numpy
 import pytest
 import torch
@@ -109,7 +110,6 @@ def test_fewer_bits_can_be_asked_for():
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_what_the_library_gguf_computes_is_given_back(name):
     """Its own quantiser and its own reader."""
-    gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[name]
     weights = _random().standard_normal((ROWS, COLUMNS)).astype(numpy.float32) * numpy.float32(0.03)
     read = gguf.dequantize(gguf.quantize(weights, kind), kind)
@@ -121,7 +121,6 @@ def test_what_the_library_gguf_computes_is_given_back(name):
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_super_blocks_of_the_library_gguf_are_given_back(name):
     """Random bytes, with scales of float16 that are numbers; ggml's own reader computes the weights."""
-    gguf = pytest.importorskip("gguf")
     kind, draw = gguf.GGMLQuantizationType[name], _random(1)
     size, length = gguf.GGML_QUANT_SIZES[kind]
     stored = draw.integers(0, 256, (ROWS, 1024 // size, length)).astype(numpy.uint8)

@@ -10,8 +10,6 @@ import onnx
 import pytest
 import torch
 
-pytest.importorskip("onnxruntime")
-
 from tests import fresh_process
 from yobx_flatten import export_onnx
 from yobx_flatten.export.onnx import file as onnx_file

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import transformers
 
 from yobx_flatten.errors import DamagedFileError, NotRegisteredError
 from yobx_flatten.files.document import (
@@ -94,7 +95,6 @@ def test_a_configuration_is_read_as_transformers_reads_it(tmp_path):
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"])
 def test_the_configuration_of_a_class_comes_back(name, tmp_path):
     """Those with infinite bounds of a time step: the object is the one that transformers reads."""
-    transformers = pytest.importorskip("transformers")
     from yobx_flatten.generate.own_class import config_from
 
     config = transformers.AutoConfig.for_model(name)

@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.cases import cases
 from tests.flatten.generate.eager_runner import EagerRunner
 from tests.flatten.generate.test_generator import prompts

@@ -7,10 +7,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.cases import cases
 from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported

@@ -6,11 +6,6 @@ import pickle
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 import transformers
 
 from tests.cases import cases
@@ -108,7 +103,6 @@ def test_positions_are_taken_or_refused():
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_trainer_evaluates_with_a_loss_of_the_caller(name, tmp_path):
     """The loss is the model's; without one the error names the labels, and not the names of a wrapper."""
-    pytest.importorskip("accelerate")
     if name == "llama":
         model, folder = exported(name)
     else:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.cases import cases
+from tests.flatten.model_folder.exported_folders import exported
+from tests.models import make_model
 from yobx_flatten import (
     DecodeSizes,
     GenerationError,
@@ -19,13 +21,6 @@ from yobx_flatten import (
     export_onnx,
     export_program,
 )
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from tests.flatten.model_folder.exported_folders import exported
-from tests.models import make_model
 from yobx_flatten.generate.generator import Generator
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError
 from yobx_flatten.generate.pictures import Pictures, image_positions

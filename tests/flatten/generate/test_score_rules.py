@@ -7,14 +7,9 @@ import pytest
 import torch
 
 from tests.cases import cases
+from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import GenerationSettings, OnnxGenerator, ProgramGenerator
 from yobx_flatten.generate.settings import settings_of
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from tests.flatten.model_folder.exported_folders import exported
 
 pytestmark = pytest.mark.slow
 

@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.generate.test_generator import TOKENS, expected, prompts
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import OnnxGenerator

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator

@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from transformers.cache_utils import Cache
 
 from tests.cases import cases

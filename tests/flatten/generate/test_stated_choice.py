@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as warpers
 

@@ -5,13 +5,11 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.errors import GenerationError
 from yobx_flatten.huggingface.position_switch import rereads_at_switch, switch_of
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("onnxscript")
 
 SWITCH = 24
 LONGROPE = {

@@ -2,11 +2,9 @@
 
 import copy
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -83,7 +81,6 @@ def test_an_output_answers_by_its_own_entry():
 
 def test_an_adapter_s_model_is_asked_for_the_forward_inside():
     """PEFT's models take `*args` and `**kwargs`."""
-    peft = pytest.importorskip("peft")
     model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert argument_of(forward_of(model)) == WORD
 

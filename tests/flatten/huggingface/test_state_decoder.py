@@ -3,9 +3,6 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-
-pytest.importorskip("transformers")
-
 from transformers.cache_utils import Cache
 
 from tests.cache_words import WORD, cache_of

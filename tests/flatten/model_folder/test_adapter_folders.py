@@ -5,12 +5,9 @@ import json
 import os
 from functools import partial
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("peft")
-
-import peft
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 

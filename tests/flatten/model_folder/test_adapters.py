@@ -2,14 +2,9 @@
 
 import json
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-pytest.importorskip("peft")
-
-import peft
 
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder
 from yobx_flatten.model_folder.source.classes import small_model

@@ -4,9 +4,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers
 
 from tests.cache_words import WORD, cache_of
@@ -72,8 +69,6 @@ def test_one_decoder_computes_first_and_later_calls(name):
 @pytest.mark.parametrize("name", cases(["gemma3", "paligemma2"], quick=["paligemma2"]))
 def test_a_folder_generates_what_its_model_generates(name, tmp_path):
     """Two images in a row between text, with padding; greedily and with beams; nothing but the prompt is passed."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     model = make_model(name)
     places = 4 if name == "gemma3" else 16
     done = export_folder(model, tmp_path / "out")

@@ -12,8 +12,6 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
 pytest.importorskip("selenium", reason="`make browser` installs it")
 
 from selenium import webdriver

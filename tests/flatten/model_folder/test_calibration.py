@@ -6,10 +6,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, ModelSourceError, export_folder
 from yobx_flatten.__main__ import main

@@ -6,15 +6,10 @@ import shutil
 import subprocess
 
 import numpy
-import pytest
-import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 import onnx
 import onnxruntime
+import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from transformers import ByT5Tokenizer
 

@@ -10,9 +10,6 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.model_folder.words import SIZES, WORDS, word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.source.classes import small_model

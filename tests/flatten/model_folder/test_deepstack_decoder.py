@@ -1,9 +1,6 @@
 """Qwen3-VL, whose first layers of text also get features of pictures."""
 
-import pytest
 import torch
-
-pytest.importorskip("transformers")
 
 from tests.transformers_versions import needs_transformers
 from yobx_flatten.model_folder.pieces.grid_images import DeepstackDecoder, GridVisionEncoder, grid_image

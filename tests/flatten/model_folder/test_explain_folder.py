@@ -3,15 +3,10 @@
 import json
 import shutil
 
+import onnx
 import pytest
 import torch
 import torch.fx.config
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnx
 from onnx import numpy_helper
 
 from tests.cases import cases

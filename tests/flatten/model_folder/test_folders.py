@@ -9,10 +9,6 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import (

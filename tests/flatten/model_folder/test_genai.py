@@ -6,9 +6,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
 
 from matrix.genai_cases import generate

@@ -1,13 +1,8 @@
 """onnxruntime-genai sees with a LLaVA whose files are split for it, and this package runs the same files."""
 
+import numpy
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import numpy
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, verify_folder
 from yobx_flatten.model_folder.genai_files import check_genai

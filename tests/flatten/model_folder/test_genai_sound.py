@@ -2,14 +2,9 @@
 
 import json
 
+import numpy
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import numpy
 import transformers
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, open_model, verify_folder

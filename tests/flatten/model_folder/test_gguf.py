@@ -3,21 +3,17 @@
 import dataclasses
 import json
 
+import gguf
 import numpy
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-gguf = pytest.importorskip("gguf")
-
-from tests.tiny_gguf import LAYERS, WORDS, write  # noqa: E402 # after what skips
-from yobx_flatten import export_folder  # noqa: E402 # after what skips
-from yobx_flatten.__main__ import main  # noqa: E402 # after what skips
-from yobx_flatten.errors import ModelSourceError  # noqa: E402 # after what skips
-from yobx_flatten.model_folder.source.find import find_model  # noqa: E402 # after what skips
-from yobx_flatten.model_folder.source.gguf_file import gguf_config, gguf_tokenizer  # noqa: E402 # after what skips
+from tests.tiny_gguf import LAYERS, WORDS, write
+from yobx_flatten import export_folder
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import ModelSourceError
+from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.model_folder.source.gguf_file import gguf_config, gguf_tokenizer
 
 
 @pytest.fixture(scope="module")

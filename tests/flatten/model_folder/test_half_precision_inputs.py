@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
 from yobx_flatten.model_folder.source.classes import small_model

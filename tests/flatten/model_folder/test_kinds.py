@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 import transformers
 
 from tests.transformers_versions import is_older_than, needs_transformers

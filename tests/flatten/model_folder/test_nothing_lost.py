@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 import transformers
 
 from tests.flatten.model_folder.test_more_kinds import voice

@@ -2,12 +2,9 @@
 
 import json
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -47,7 +44,6 @@ def test_a_loaded_model_has_the_tokenizer_of_its_checkpoint(is_adapted, checkpoi
     """Also after adapters were trained and merged, where there is no other way to export."""
     model = _loaded(checkpoint)
     if is_adapted:
-        peft = pytest.importorskip("peft")
         lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, lora).merge_and_unload().eval()
     done = export_folder(model, tmp_path / "out", proof="none")

@@ -5,10 +5,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source

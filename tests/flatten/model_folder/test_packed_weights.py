@@ -6,10 +6,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.model_folder.source.classes import small_model

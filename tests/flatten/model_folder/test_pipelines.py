@@ -6,9 +6,6 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
 pytest.importorskip("PIL")
 
 import transformers

@@ -1,13 +1,8 @@
 """Faults that are planted in a file before its proof: the proof of larger models, which is a short one, finds each."""
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 import numpy
 import onnx_ir as ir
+import pytest
 
 from tests.accelerator.planted import FAULTS
 from yobx_flatten import export_folder

@@ -7,10 +7,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
 from yobx_flatten.export.quantization import Quantization

@@ -4,11 +4,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from safetensors.torch import save_file
 
 from yobx_flatten import export_folder, open_model

@@ -23,8 +23,6 @@ from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 
-pytest.importorskip("onnxruntime")
-
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 

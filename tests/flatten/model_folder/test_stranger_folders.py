@@ -7,10 +7,6 @@ import pathlib
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import transformers
 
 from tests.runtime import tiny_training as tiny

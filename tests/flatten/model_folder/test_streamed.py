@@ -19,9 +19,6 @@ from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 
-pytest.importorskip("onnxruntime")
-
-
 # transformers before 5.0 says so of parameters that are read for each call
 on_meta = pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
 

@@ -7,14 +7,9 @@ import os
 import shutil
 import warnings
 
+import peft
 import pytest
 import torch
-
-pytest.importorskip("peft")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import peft
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 

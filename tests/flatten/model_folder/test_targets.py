@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     DamagedFileError,
@@ -20,10 +21,6 @@ from yobx_flatten import (
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import UntrustedFileError, dependencies
 from yobx_flatten.model_folder.manifest import read_manifest
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("onnxscript")
-pytest.importorskip("typer")
 
 BOUNDS = {"batch": 4, "length": 64}
 

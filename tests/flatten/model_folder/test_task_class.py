@@ -2,14 +2,13 @@
 
 import json
 
+import onnxruntime as ort
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-ort = pytest.importorskip("onnxruntime")
-
-from yobx_flatten import export_folder, open_generator, open_model  # noqa: E402
-from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError  # noqa: E402
+from yobx_flatten import export_folder, open_generator, open_model
+from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError
 
 SIZES = {
     "vocab_size": 99,

@@ -6,10 +6,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import export_folder, open_model, verify_folder
 from yobx_flatten.generate.settings import GenerationSettings

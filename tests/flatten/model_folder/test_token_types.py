@@ -2,13 +2,9 @@
 
 import json
 
+import onnxruntime
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnxruntime
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

@@ -1,5 +1,6 @@
 """Which sizes vary, under which name, and how they are related: read off the sizes of several calls."""
 
+import numpy
 import pytest
 import torch
 
@@ -83,7 +84,6 @@ def test_a_flag_that_varies_makes_two_phases():
 
 def test_nan_and_objects_do_not_split_a_phase():
     """NaN is the same value in every call; an object that is made anew for each is of one class."""
-    numpy = pytest.importorskip("numpy")
     calls = record(*({"x": (2, 3), "low": float("nan"), "made": object(), "rows": numpy.ones(2)} for _ in range(3)))
     assert {name: len(part) for name, part in calls.phases().items()} == {"forward": 3}
     assert list(calls.constants()) == ["low"]

@@ -10,8 +10,6 @@ import torch
 from tests import fresh_process
 from yobx_flatten import NotRegisteredError, RecordedCalls, RecordError, record_calls
 
-pytest.importorskip("safetensors")
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.complex128, torch.int8]
 
 
@@ -63,7 +61,6 @@ def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
 
 def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
     """The classes of the caches are registered there, the phases and shapes are the same, and no pickle is read."""
-    pytest.importorskip("transformers")
     from tests.cache_words import WORD
     from tests.flatten.record.record_models import generate_inputs, make_generator
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.cache_words import WORD, cache_of
 from tests.flatten.record.record_models import MODELS, generate_inputs, make_generator
 from yobx_flatten import export_program, make_dynamic_cache, record_calls, register_flattening_functions
 
 pytestmark = pytest.mark.slow
-
-transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
 # what cannot be recorded or traced before 5.17, and why

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     InvalidArgumentError,
@@ -113,7 +114,6 @@ def test_what_is_read_off_a_record_is_a_copy():
 
 def test_a_cache_is_kept_as_it_was_before_the_call():
     """The model fills the cache it is given; the record of the inputs holds the tokens seen before."""
-    transformers = pytest.importorskip("transformers")
 
     class Remembers(torch.nn.Module):
         def forward(self, x, past_key_values):
@@ -362,7 +362,6 @@ def test_calls_of_several_threads_are_all_recorded():
 
 def test_inside_the_block_of_the_user_too():
     """The block that is open already stays open."""
-    transformers = pytest.importorskip("transformers")
 
     class Passes(torch.nn.Module):
         def forward(self, past_key_values):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.cache_words import WORD
 from tests.flatten.record.record_models import generate_inputs, make_generator
@@ -42,7 +43,6 @@ class Passes(torch.nn.Module):
 
 def test_a_generate_is_told_phase_by_phase():
     """Sizes seen, what varies by which name, what is constant, and what was taken for granted."""
-    transformers = pytest.importorskip("transformers")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
         pytest.skip("the arguments that generate passes differ from version to version; the text is that of 5.23")
     model = make_generator("gemma3")

@@ -8,14 +8,11 @@ import time
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from transformers import DynamicCache
 
 from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
-
-pytest.importorskip("transformers")
-
-from transformers import DynamicCache
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),

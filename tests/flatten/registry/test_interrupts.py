@@ -18,8 +18,6 @@ from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.patches import LOCK
 from yobx_flatten.trace.onnx_operators import OPEN
 
-pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 STEP = 41  # by hand, every line was tried
 

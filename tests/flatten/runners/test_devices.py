@@ -2,12 +2,9 @@
 
 from types import SimpleNamespace
 
+import onnxruntime
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime")
-
-import onnxruntime
 
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, MissingDependencyError
 from yobx_flatten.runners.onnx_session import CPU, check_runs_on, choose_providers, is_on_cpu, only_for_onnxruntime

@@ -1,13 +1,12 @@
 """How the elements of a tensor are stored."""
 
 import numpy
+import onnx
 import pytest
 import torch
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
 from yobx_flatten.runners.ports import ELEMENTS
-
-onnx = pytest.importorskip("onnx")
 
 # What ONNX calls the types that it has under their own name, and what stands for the others.
 NAMES = {

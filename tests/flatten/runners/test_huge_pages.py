@@ -66,8 +66,6 @@ class _Loop(torch.nn.Module):
 
 def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
     """Opening a file is as fast as without; the memory of one session is asked for once."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     asked = []
     monkeypatch.setattr(onnx_session, "_advise", lambda start, end: asked.append((start, end)))
     free = ({2: torch.export.Dim.DYNAMIC}, {2: torch.export.Dim.DYNAMIC})

@@ -1,13 +1,10 @@
 """Weights of half precision that would fill the memory are converted one at a time."""
 
 import numpy as np
-import psutil
-import pytest
-
-pytest.importorskip("onnxruntime")
-
 import onnx
 import onnxruntime
+import psutil
+import pytest
 from onnx import TensorProto, helper
 
 from yobx_flatten.runners.onnx_session import mapped_options, open_session, session_options, without_spinning

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.cache_words import WORD, cache_of
+from tests.flatten.export.exported_files import exported_file
+from tests.models import make_model
 from yobx_flatten import (
     DecodeSizes,
     GenerationError,
@@ -17,13 +19,6 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.runners.open import open_runner
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from tests.flatten.export.exported_files import exported_file
-from tests.models import make_model
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ import sys
 import zipfile
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -176,7 +177,6 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
 @pytest.mark.parametrize("way", ["absolute", "upwards", "link"])
 def test_weights_of_another_folder_are_not_read(tmp_path, runtime, way):
     """External data of an ONNX file that names a file outside of its folder, or a link to one."""
-    onnx = pytest.importorskip("onnx")
     pytest.importorskip(runtime)
     folder, secret = tmp_path / "folder", tmp_path / "secret.bin"
     folder.mkdir()

@@ -3,6 +3,7 @@
 import inspect
 
 import numpy
+import onnx
 import pytest
 import torch
 
@@ -14,8 +15,6 @@ from yobx_flatten import (
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
 )
-
-onnx = pytest.importorskip("onnx")
 
 
 def run(model):

@@ -6,8 +6,6 @@ import torch
 from tests.flatten.storage.storage_values import State, same
 from yobx_flatten import StoredCase, load_case, save_case
 
-pytest.importorskip("onnx")
-
 
 @pytest.mark.parametrize("external", [False, True])
 def test_a_case_comes_back(external, tmp_path):

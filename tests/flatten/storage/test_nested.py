@@ -23,8 +23,6 @@ from yobx_flatten import (
     unregister_class_flattening,
 )
 
-pytest.importorskip("onnx")
-
 
 def stored(values, path, **options):
     save_nested(path, values, **options)
@@ -111,7 +109,6 @@ def test_a_view_and_a_conjugate_are_stored_by_value(tmp_path):
 
 def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
     """Classes that the block knows are stored and read outside of it, too."""
-    pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)) for _ in range(2)])
     outside = stored({"past_key_values": cache}, tmp_path / "a.onnx")["past_key_values"]
     with register_flattening_functions(patch_transformers=True):
@@ -124,7 +121,6 @@ def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
 
 def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
     """It imports transformers because the file names it; onnxruntime is not imported."""
-    pytest.importorskip("transformers")
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))])

@@ -4,6 +4,7 @@ import json
 import zlib
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -19,8 +20,6 @@ from yobx_flatten import (
     save_case,
     save_nested,
 )
-
-onnx = pytest.importorskip("onnx")
 
 VALUES = {"x": torch.arange(1000.0), "half": torch.ones(3, dtype=torch.bfloat16), "text": "née", "state": State(1, [2])}
 

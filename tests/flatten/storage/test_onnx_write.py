@@ -3,13 +3,12 @@
 import json
 import os
 
+import onnx
 import pytest
 import torch
 
 from yobx_flatten import InvalidArgumentError, create_onnx_model_from_input_tensors, load_nested, save_nested
 from yobx_flatten.storage import onnx_write
-
-onnx = pytest.importorskip("onnx")
 
 
 def test_outputs_are_named_by_the_way_to_them(tmp_path):

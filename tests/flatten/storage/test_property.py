@@ -16,8 +16,6 @@ from yobx_flatten import (
     save_nested,
 )
 
-pytest.importorskip("onnx")
-
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.builds(random_tensor, st.sampled_from(TORCH_TYPES), SHAPES, st.integers(0, 2**32))
 NUMPY_TYPES = ["<f4", ">f8", "<f2", "<i8", ">u2", "|b1", "<c8", "|i1", "<M8[ns]"]

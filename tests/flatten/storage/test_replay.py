@@ -3,8 +3,11 @@
 import copy
 
 import numpy
+import onnx
+import onnxruntime
 import pytest
 import torch
+import transformers
 
 from yobx_flatten import (
     InvalidArgumentError,
@@ -16,8 +19,6 @@ from yobx_flatten import (
     save_case,
 )
 
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
 helper, T = onnx.helper, onnx.TensorProto
 
 
@@ -175,8 +176,6 @@ def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch
 @pytest.mark.slow
 def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(tmp_path):
     """By the names that each of them gives to the tensors of a cache; in the block and outside of it."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("onnxscript")
     from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, export_onnx, register_flattening_functions
 
     config = transformers.LlamaConfig(

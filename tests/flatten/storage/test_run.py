@@ -3,6 +3,7 @@
 import os
 import sys
 
+import onnx
 import pytest
 import torch
 
@@ -14,8 +15,6 @@ from yobx_flatten import (
     save_nested,
 )
 from yobx_flatten.errors import StoredFileError
-
-onnx = pytest.importorskip("onnx")
 
 
 def test_without_onnxruntime_the_other_engines_work(monkeypatch):

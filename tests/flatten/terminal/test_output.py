@@ -2,10 +2,6 @@
 
 import json
 
-import pytest
-
-pytest.importorskip("rich")
-
 from tests import fresh_process
 from yobx_flatten.terminal.output import say_json, table
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch.export import Dim, ShapesCollection
 from transformers import EncoderDecoderCache
 
@@ -174,7 +175,6 @@ def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(w
 
 def test_a_cache_with_states_of_a_convolution_serves_other_calls():
     """Every axis is ``Dim.AUTO``, and assertions are deferred: later calls and a padded row are right."""
-    transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "ZayaConfig"):
         pytest.skip("this release has no model whose attention keeps the state of a convolution")
     torch.manual_seed(0)

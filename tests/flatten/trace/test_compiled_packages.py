@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from yobx_flatten import dynamic_shapes, register_flattening_functions
-from yobx_flatten.trace.remembering_program import called_contiguous
-
-pytest.importorskip("transformers")
-
 from yobx_flatten.huggingface.builders import make_dynamic_cache
+from yobx_flatten.trace.remembering_program import called_contiguous
 
 pytestmark = pytest.mark.slow
 

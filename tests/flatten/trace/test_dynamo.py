@@ -6,11 +6,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
-
-pytest.importorskip("transformers")
-
 from tests.flatten.huggingface.tracing.one_graph import small_model
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 
 # dynamo goes through a cached function as if it were not cached, and says so; ours return the same again and again

@@ -4,21 +4,18 @@ import copy
 import sys
 import threading
 
+import onnxruntime
 import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 from torch.export import Dim, ExportedProgram, export  # imported before any block is open, as users do
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import NotRegisteredError, SpecMismatchError
-
-pytest.importorskip("transformers")
-
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
-
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 
 BLOCK_LINE = "with register_flattening_functions(patch_transformers=True): ..."
@@ -419,8 +416,6 @@ def test_a_tensor_in_two_places_is_two_inputs(example, number, strict):
 
 def test_a_file_of_a_tensor_in_two_places_has_two_inputs():
     """As ``torch.onnx.export`` writes it in a block, with keyword arguments."""
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
     x = torch.ones(3, 4)
     every = {0: Dim.AUTO}
     with register_flattening_functions():

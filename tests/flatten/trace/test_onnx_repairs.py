@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+import onnxruntime
 import pytest
 import torch
 from torch.nn import functional
 
 from yobx_flatten import export_onnx, register_flattening_functions
 
-onnxruntime = pytest.importorskip("onnxruntime")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 
 INF, NAN = math.inf, math.nan

@@ -6,15 +6,11 @@ import threading
 
 import pytest
 import torch
-
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
-
-pytest.importorskip("transformers")
-
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.transformers_versions import needs_transformers
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytest.importorskip("transformers")
-
 from yobx_flatten import (
     dynamic_shapes,
     make_dynamic_cache,

@@ -8,6 +8,7 @@ import logging
 import math
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from hypothesis import given
@@ -423,7 +424,6 @@ def test_a_cache_of_equal_layers_may_be_written_as_two_lists():
 
 def test_a_value_of_onnxruntime_shows_type_and_shape():
     """Where it is, on demand, and what NumPy reads of it: nothing of bfloat16, for which NumPy has no name."""
-    onnxruntime = pytest.importorskip("onnxruntime")
     value = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([[0.0, 2.0, 4.0]], dtype=np.float32))
     for one in (value, value._get_c_value()):
         assert string_type(one) == "OV1r2"

@@ -44,7 +44,6 @@ def test_a_leaf_alone_has_the_name_of_the_tree():
 
 def test_a_cache_says_what_its_axes_mean():
     """Also below another cache; a plain tensor beside it says nothing."""
-    pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
     with register_flattening_functions(patch_transformers=True):
         both = make_encoder_decoder_cache(
@@ -57,7 +56,6 @@ def test_a_cache_says_what_its_axes_mean():
 
 def test_a_cache_that_is_not_registered_is_a_leaf():
     """What would be is no matter: the answer fits what torch does now."""
-    pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
     assert [leaf.value for leaf in leaves([cache])] == [cache]
 

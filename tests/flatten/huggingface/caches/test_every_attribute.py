@@ -5,9 +5,6 @@ import inspect
 import pytest
 import torch
 import torch.utils._pytree as pytree
-
-pytest.importorskip("transformers")
-
 import transformers.cache_utils as cache_utils
 from transformers import DynamicCache
 

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from yobx_flatten import flatten_dynamic_cache, unflatten_dynamic_cache, unflatten_static_cache

@@ -5,9 +5,6 @@ import pathlib
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers.cache_utils as cache_utils
 
 from yobx_flatten import FlattenError, register_flattening_functions, unflatten_dynamic_cache

@@ -4,9 +4,6 @@ import importlib
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers.cache_utils import Cache
 
 from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS

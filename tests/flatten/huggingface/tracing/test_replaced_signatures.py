@@ -8,9 +8,6 @@ import warnings
 
 import pytest
 
-pytest.importorskip("transformers")
-
-
 from yobx_flatten import errors
 from yobx_flatten.huggingface.tracing import replacement, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements

@@ -22,6 +22,7 @@ from yobx_flatten import (
     record_calls,
     register_flattening_functions,
 )
+from yobx_flatten.__main__ import main
 from yobx_flatten.model_folder.source import classes as source_classes
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -127,8 +128,6 @@ def test_a_program_has_a_method_for_each_exporter_of_transformers(library):
 
 def test_options_of_the_command_line_are_there(capsys):
     """Those that the table of optimum names, and the commands."""
-    from yobx_flatten.__main__ import main
-
     names = {name for here in ROWS.values() for name in re.findall(r"`(--[a-z]+)", here)}
     assert {"--optimize", "--dtype", "--quantize"} <= names
     assert main(["export", "--help"]) == 0

@@ -18,6 +18,7 @@ from matrix.runtimes_causes import cause_of
 from matrix.runtimes_page import page_of
 from matrix.runtimes_programs import COLUMNS, NEEDS, ProgramTrial, _refused
 from matrix.worker import run_columns
+from yobx_flatten.export.exported_model import source_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 RIGHT = {"ok": True, "max_difference": 1e-06}
@@ -129,8 +130,6 @@ def test_a_file_that_is_wrong_about_one_input_does_not_pass(wrong, said, trial, 
 
 def test_a_file_that_takes_what_the_model_refuses_does_not_pass(trial):
     """A mask without the last row; torch's own program refuses it, as the model does."""
-    from yobx_flatten.export.exported_model import source_of
-
     source = source_of(trial.free)
     with trial.way.block(trial.model):
         assert _refused(trial.free._runner, source, source.cases[1]) > 0

@@ -11,6 +11,7 @@ import pytest
 from matrix import newest, newest_programs, newest_unknown
 from matrix.newest import Outcome, Step, run_step, steps
 from matrix.results import recorded_file
+from yobx_flatten import flattening_list
 
 ROOT = Path(__file__).parent.parent
 
@@ -202,8 +203,6 @@ def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
 
 def test_a_class_that_is_not_flattened_is_listed_by_its_kind():
     """As if the table had no row for it."""
-    from yobx_flatten import flattening_list
-
     known = {row.cls for row in flattening_list()}
     assert {"transformers.cache_utils.DynamicLayer", "transformers.cache_utils.StaticCache"} <= known
     before = newest_unknown.unknown_classes(known)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 DOCS = Path(__file__).parent.parent / "docs"
 SPEC = importlib.util.spec_from_file_location("plan_table", DOCS / "plan_table.py")
@@ -46,7 +47,6 @@ def test_a_faster_machine_takes_less_time_and_a_larger_one_holds_what_a_smaller_
 def test_two_layers_stand_for_all_of_them():
     """The smallest model, planned with all of its layers as `roundpipe plan` does, is the stored one."""
     import torch
-    import transformers
 
     from roundpipe_runtime.estimate import Hardware
     from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta

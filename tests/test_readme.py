@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import yobx_flatten
 from tests import fresh_process
 
 pytestmark = pytest.mark.slow
@@ -77,7 +79,6 @@ def test_its_numbers_are_those_of_the_last_measurements():
 def test_the_changelog_has_a_section_for_the_version_with_highlights():
     """The newest release is that of the package, and its public names exist."""
     import roundpipe_runtime
-    import yobx_flatten
 
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     unreleased, newest = re.findall(r"^## \[(.*)\]", text, re.MULTILINE)[:2]
@@ -90,8 +91,6 @@ def test_the_changelog_has_a_section_for_the_version_with_highlights():
 
 def test_the_source_archive_holds_what_make_calls():
     """And every folder that is in the repository for users."""
-    import tomllib
-
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = pyproject["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     called = set(re.findall(r"(?<![\w/])(\.ci)/\w+", (ROOT / "Makefile").read_text(encoding="utf-8")))

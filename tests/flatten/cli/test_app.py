@@ -1,10 +1,12 @@
 """All commands: help, names that do not exist, missing libraries, what becomes of an error."""
 
 import errno
+import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -13,8 +15,10 @@ from tests import fresh_process
 from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
+from yobx_flatten.cli import app as app_file
 from yobx_flatten.cli import env_command, repository
 from yobx_flatten.cli.app import app
+from yobx_flatten.cli.reference import reference
 from yobx_flatten.errors.dependencies import install_line
 from yobx_flatten.terminal import failures
 from yobx_flatten.terminal.failures import Terminated
@@ -128,8 +132,6 @@ def test_every_error_has_a_line_and_a_status(error, status, words, capsys):
 
 def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     """The command is there as soon as the package is; its libraries may not be."""
-    import importlib.util
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
     assert main(["env"]) == 2
     shown = capsys.readouterr().err
@@ -188,9 +190,6 @@ def test_bench_lists_what_there_is(capsys):
 @pytest.mark.parametrize("name", ["bench", "matrix"])
 def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
     """They can only say where they are; a clone lists them."""
-    from yobx_flatten.cli import app as app_file
-    from yobx_flatten.cli.reference import reference
-
     monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
     installed = app_file._app()
     assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
@@ -214,8 +213,6 @@ def test_the_module_is_the_command_in_a_fresh_process():
 
 def test_the_installed_command_is_the_same_function():
     """What `pip install` puts on the path, with what it needs to say its version."""
-    import tomllib
-
     pyproject = pathlib.Path(__file__).parents[3] / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
@@ -226,8 +223,6 @@ def test_the_installed_command_is_the_same_function():
 
 def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
-    from yobx_flatten.cli.reference import reference
-
     written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]

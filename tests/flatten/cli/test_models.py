@@ -8,16 +8,19 @@ from types import SimpleNamespace
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
 from tests import fresh_process
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
-from yobx_flatten.cli import generate_command
+from yobx_flatten.cli import export_command, generate_command
 from yobx_flatten.errors import GenerationError
 from yobx_flatten.export.proof.report import ExportReport
+from yobx_flatten.files import scratch
 from yobx_flatten.model_folder import stored_cases, write
+from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.runners.program_runner import ProgramRunner
 
 pytestmark = pytest.mark.slow
@@ -132,8 +135,6 @@ def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
 
 def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):
     """A config.json, and a folder without weights: random ones, which is said; a folder with weights has its own."""
-    from yobx_flatten.model_folder.source.find import find_model
-
     model, source = saved("llama")
     bare = tmp_path / "bare"
     model.config.save_pretrained(bare)
@@ -154,8 +155,6 @@ def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypat
 
 def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
     """In its text and in its JSON; the help says for which names."""
-    from yobx_flatten.cli import export_command
-
     done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
     monkeypatch.setattr(export_command, "export_folder", lambda *args, **kwargs: done)
     assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 0
@@ -232,9 +231,6 @@ def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("reason", ["a file in the way", "a disk that is read-only"])
 def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
     """The folder that was asked for, not the hidden one beside it."""
-    from yobx_flatten.cli import export_command
-    from yobx_flatten.files import scratch
-
     monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
         (tmp_path / "taken").touch()
@@ -272,9 +268,6 @@ def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatc
 
 def test_verify_tells_a_changed_file(copied, capsys):
     """The file of another model in its place: status 1, and which cases differ."""
-    import onnx
-    from onnx import numpy_helper
-
     model = onnx.load(copied / "model.onnx")
     weights = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.5, weights.name))

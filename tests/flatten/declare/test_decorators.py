@@ -13,6 +13,7 @@ from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from tests.flatten.pair import Pair
 from yobx_flatten import (
+    export_program,
     functions_from_fields,
     make_flattening_function_for_dataclass,
     mirror,
@@ -26,7 +27,12 @@ from yobx_flatten import (
     static_field,
     unregister_class_flattening,
 )
-from yobx_flatten.errors import AlreadyRegisteredError, InvalidArgumentError, InvalidRegistrationError
+from yobx_flatten.errors import (
+    AlreadyRegisteredError,
+    InvalidArgumentError,
+    InvalidRegistrationError,
+    NotRegisteredError,
+)
 
 
 def flatten(pair):
@@ -298,8 +304,6 @@ def test_a_subclass_is_a_leaf_until_it_is_decorated(local):
 
 def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
     """The message says that the registration of its base does not count, and gives the line."""
-    from yobx_flatten import export_program
-    from yobx_flatten.errors import NotRegisteredError
 
     class Sub(TrainState):
         pass

@@ -24,6 +24,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.errors import AlreadyRegisteredError, NotRegisteredError
 from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
+from yobx_flatten.registry.claims import Registry
 
 THREADS = 3
 
@@ -118,8 +119,6 @@ class Scene:
                 assert not self.workers[thread].do(left.__exit__, DrawnError, error, None)
 
     def fail_to_enter(self, thread, count):
-        from yobx_flatten.registry.claims import Registry
-
         claim, calls = Registry.claim, itertools.count(1)
 
         def fail(registry, recipe):

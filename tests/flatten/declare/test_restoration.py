@@ -8,6 +8,7 @@ import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import ModelOutput
 
 from tests import registry_snapshot
 from tests.flatten import other_libraries
@@ -93,8 +94,6 @@ def test_a_class_registered_inside_by_the_user_stays(left_as_found):
 
 def test_a_model_output_defined_inside_stays_registered():
     """transformers registers the class when it is made, and never again."""
-    from transformers.utils import ModelOutput
-
     # by hand: `forgotten_afterwards` needs the class, which does not exist yet
     with block():
         local = types.new_class("LocalOutput", (ModelOutput,))

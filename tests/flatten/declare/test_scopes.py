@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 import torch.utils._pytree as pytree
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from tests.registry_snapshot import changes_since
 from yobx_flatten import Undo, register_cache_flattening, register_flattening_functions, unregister_cache_flattening
@@ -17,9 +19,6 @@ needs_transformers = pytest.mark.skipif(
 @needs_transformers
 def test_each_class_says_whether_this_call_put_ours_in_force():
     """The first call registers the caches; a second one finds them."""
-    from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-    from transformers.modeling_outputs import BaseModelOutput
-
     expected = {DynamicCache, StaticCache, EncoderDecoderCache}
     if pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is None:  # transformers < 5.17
         expected.add(BaseModelOutput)
@@ -36,9 +35,6 @@ def test_each_class_says_whether_this_call_put_ours_in_force():
 @needs_transformers
 def test_the_four_documented_classes_come_apart_inside_the_block():
     """`DynamicCache`, `StaticCache`, `EncoderDecoderCache` and `BaseModelOutput`; what was done can be read inside."""
-    from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-    from transformers.modeling_outputs import BaseModelOutput
-
     with register_flattening_functions(patch_transformers=True) as undo:
         nodes = {cls for cls in (DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput) if is_node(cls)}
     assert nodes == {DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput}

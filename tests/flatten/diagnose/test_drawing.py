@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 
+import numpy
 import torch
 import transformers
 
@@ -171,8 +172,6 @@ def test_a_repr_that_fails_is_named():
 
 def test_arrays_are_shown_with_their_library():
     """They are no tensors of torch."""
-    import numpy
-
     assert drawn([numpy.zeros((2, 2), dtype="int32")]).endswith("[0]: numpy int32[2, 2]")
 
 

@@ -16,6 +16,7 @@ import transformers
 from torch.export import Dim, export
 
 from yobx_flatten import (
+    DynamicShapesError,
     explain_error,
     make_dynamic_cache,
     register,
@@ -412,8 +413,6 @@ def test_the_block_is_named_for_a_cache_that_is_not_there_to_be_looked_at():
 
 def test_our_own_errors_explain_themselves():
     """Their text is kept."""
-    from yobx_flatten import DynamicShapesError
-
     explained = explain_error(DynamicShapesError("x: no"))
     assert (explained.known, str(explained)) == (True, "x: no")
 

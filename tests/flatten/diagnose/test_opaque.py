@@ -5,9 +5,11 @@ import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy
 import pytest
 import torch
 from hypothesis import given
+from transformers import DynamicCache
 
 from tests import fresh_process
 from tests.flatten.core.test_contents import Trap
@@ -148,8 +150,6 @@ def test_the_text_names_place_class_size_and_line():
 
 def test_a_cache_of_transformers_is_one_finding():
     """Its layers come apart with it."""
-    from transformers import DynamicCache
-
     cache = DynamicCache()
     for layer in range(3):
         cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
@@ -255,8 +255,6 @@ def test_a_registered_cache_inside_an_object_is_left_alone():
 
 def test_arrays_of_numpy_count_inside_objects():
     """They are data all the same."""
-    import numpy
-
     (found,) = find_unregistered(Plain([numpy.zeros(4)]))
     assert (found.tensors, found.nbytes) == (1, 32)
 

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 import yobx_flatten
 from yobx_flatten import errors, explain_error, export_program
+from yobx_flatten.__main__ import main
 from yobx_flatten.diagnose.spec_diff import compare_outputs
 from yobx_flatten.errors.tried_versions import (
     NEWEST_TRIED,
@@ -187,8 +188,6 @@ def test_the_command_line_names_no_version_for_what_was_typed_and_for_files(erro
 
 def test_env_names_the_newest_tried_versions(install, capsys):
     """Next to the installed ones, and in JSON."""
-    from yobx_flatten.__main__ import main
-
     assert main(["env"]) == 0
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if line}
     for name, tried in NEWEST_TRIED.items():
@@ -202,8 +201,6 @@ def test_env_names_the_newest_tried_versions(install, capsys):
 
 def test_env_states_that_a_version_is_newer_than_any_tried(newer, capsys):
     """With the line that installs the one that was tried."""
-    from yobx_flatten.__main__ import main
-
     assert main(["env"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "transformers 99.1.0 is newer than the newest tried (5.24.0). If something fails: "

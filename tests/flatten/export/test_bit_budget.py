@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -105,8 +107,6 @@ def _exported(path, ratio):
 @pytest.mark.slow  # exports a model twice, and measures a file for each kind of matrix
 def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
     """A model that 4 bits alone cannot hold gets 8 bits for some matrices, and the report lists them."""
-    import onnx
-
     loose = _exported(tmp_path / "loose.onnx", 1.5).report
     before = loose.quality.perplexity_ratio
     assert before > 1.0005
@@ -127,8 +127,6 @@ def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
 
 def test_a_tied_table_is_in_the_file_once(tmp_path):
     """The embedding returns what the head multiplies with, row by row, as onnxruntime itself computes both."""
-    import onnx
-    import onnxruntime
 
     class Tied(torch.nn.Module):
         def __init__(self):

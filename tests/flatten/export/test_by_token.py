@@ -6,8 +6,12 @@ import math
 
 import numpy
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from yobx_flatten import export_folder, export_onnx, verify_folder
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
@@ -34,8 +38,6 @@ class _Layers(torch.nn.Module):
 
 
 def _run(path, feeds):
-    import onnxruntime
-
     return onnxruntime.InferenceSession(path).run(None, feeds)[0]
 
 
@@ -104,9 +106,6 @@ def test_seven_bits_share_one_zero_and_lose_less_than_rounding_to_nearest():
 
 
 def _tokenizer(folder, words=96):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(33, 33 + words - 4))]
     made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # characters
@@ -116,8 +115,6 @@ def _tokenizer(folder, words=96):
 
 def _sentence_model(folder):
     """A small BERT that pools, some of whose channels are large."""
-    from transformers import BertConfig, BertModel
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -221,8 +218,6 @@ def test_a_file_that_is_too_far_is_refused_with_what_to_type(tmp_path, monkeypat
 @pytest.mark.parametrize("kind", ["Albert", "Roberta"])
 def test_layers_that_share_weights_or_count_positions_from_two(tmp_path, kind):
     """All layers of ALBERT multiply with the same matrices; the positions of RoBERTa begin behind its padding."""
-    import transformers
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = getattr(transformers, f"{kind}Config")(vocab_size=96, max_position_embeddings=80, **sizes)
     with torch.random.fork_rng(devices=[]):

@@ -16,11 +16,13 @@ from yobx_flatten import (
     DynamicShapesError,
     ReplayError,
     decode_inputs,
+    export_onnx,
     export_program,
     register_flattening_functions,
 )
 from yobx_flatten.diagnose.inputs import check_inputs
 from yobx_flatten.export.proof.eager_runs import Case
+from yobx_flatten.runners.open import open_runner
 
 specs = pytest.importorskip("torch.fx.experimental.dynamic_spec", reason="an older torch has no dynamic_spec")
 if not hasattr(specs, "SeqSpec"):
@@ -309,9 +311,6 @@ def test_strict_traces_assert_the_same():
 
 def test_a_file_has_the_names_of_the_variables_and_states_what_they_are(tmp_path):
     """Axes in the file are called as the variables; of two variables with one name, the second has a number."""
-    from yobx_flatten import export_onnx
-    from yobx_flatten.runners.open import open_runner
-
     rows, width, other = ShapeVar("rows"), ShapeVar("width"), ShapeVar("width")
 
     class Sums(torch.nn.Module):

@@ -8,6 +8,7 @@ import torch
 from yobx_flatten import export_program
 from yobx_flatten.errors import FlattenError
 from yobx_flatten.export import traced
+from yobx_flatten.model_folder.source.classes import small_model
 
 
 class Reader(torch.nn.Module):
@@ -109,8 +110,6 @@ def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
 @pytest.mark.timeout(900)  # 105 s on an idle machine
 def test_the_batch_of_swin_varies():
     """Its windows are counted from batch, height and width."""
-    from yobx_flatten.model_folder.source.classes import small_model
-
     model, pictures = small_model("swin"), torch.randn(4, 3, 32, 32)
     exported = export_program(model, kwargs={"pixel_values": torch.randn(2, 3, 32, 32)})
     found = exported.program.module()(pixel_values=pictures)

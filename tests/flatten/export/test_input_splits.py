@@ -5,7 +5,9 @@ import copy
 import math
 
 import numpy
+import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 
@@ -29,8 +31,6 @@ def _with_outliers(rows=48, width=128, seed=0):
 
 def _product(path, linear, x, how="int8", **options):
     """What onnxruntime computes for a projection with quantized weights."""
-    import onnxruntime
-
     free = ({0: torch.export.Dim.DYNAMIC},)
     export_onnx(linear, (x,), path=path, cases=[], dynamic_shapes=free)
     model = ir.load(path)
@@ -145,7 +145,6 @@ def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
 
 def test_products_of_the_same_inputs_share_the_parts(tmp_path):
     """Queries, keys and values: one zeroed copy, one gather and one sum of blocks; a batch of none and of five."""
-    import onnxruntime
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -177,7 +176,6 @@ def test_products_of_the_same_inputs_share_the_parts(tmp_path):
 
 def test_layers_that_share_a_matrix_have_large_channels_of_their_own(tmp_path):
     """As those of ALBERT: the rows in float are those that meet the channels of each input."""
-    import onnxruntime
 
     class Shared(torch.nn.Module):
         def __init__(self):
@@ -220,8 +218,6 @@ def _spoiled():
 
 def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_path):
     """Its scores are several times nearer than with inputs in one part; the report names both."""
-    import onnx
-
     model, losses, kinds = _spoiled(), {}, {}
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
@@ -240,8 +236,6 @@ def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_pat
 @pytest.mark.parametrize("weights", ["int8", "keep"])
 def test_a_head_that_an_embedding_reads_is_split_too(tmp_path, monkeypatch, weights):
     """The stored matrix is the same, so a tied table needs no second copy; two rows for all inputs are no nearer."""
-    import onnx
-
     model, losses, sizes = _spoiled(), {}, {}
     with torch.no_grad():
         model.model.norm.weight[3::32] *= 100
@@ -281,8 +275,6 @@ def _quality(divergence):
 )
 def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whole, parted, exact, kind):
     """In one part, in two, or as they are."""
-    import onnx
-
     measured = iter([_quality(one) for one in (whole, parted, exact) if one is not None])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})
@@ -296,8 +288,6 @@ def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whol
 
 def test_weights_stay_in_8_bits_where_only_their_inputs_cost_too_much(tmp_path, monkeypatch):
     """How inputs are rounded is decided before a matrix is put into full."""
-    import onnx
-
     measured = iter([_quality(2e-2), _quality(4e-4)])  # perplexities 1.02 and 1.0004 times the model's; 1.01 is allowed
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})

@@ -1,6 +1,8 @@
 """Quantised weights and inputs of full precision: the product is that of the weights in the file, for any input."""
 
 import numpy
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -21,15 +23,11 @@ def _weights(bits, columns=COLUMNS):
 
 
 def _found(path, x):
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(path)
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
 def _kinds(path):
-    import onnx
-
     nodes = onnx.load(path).graph.node
     (product,) = [node for node in nodes if node.op_type == "MatMulNBits"]
     return {attribute.name: attribute.i for attribute in product.attribute}, [node.op_type for node in nodes]

@@ -1,6 +1,8 @@
 """Files that hold the integers a checkpoint had: onnxruntime computes with the same weights."""
 
 import numpy
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -26,8 +28,6 @@ def _linear(bias=False, **form):
 
 
 def _graph(path):
-    import onnx
-
     return onnx.load(path).graph
 
 
@@ -35,8 +35,6 @@ def _graph(path):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_product_is_that_of_the_same_weights(tmp_path, name, block):
     """The rows of the identity read them out, which the operator's rounding of activations leaves as they are."""
-    import onnxruntime
-
     linear, path = _linear(block=block, **FORMS[name]), tmp_path / "m.onnx"
     x = torch.eye(COLUMNS)
     export_onnx(linear, (x,), path=path, cases=[], quantize="keep", dynamic_shapes=None)
@@ -58,7 +56,6 @@ def test_integers_take_the_room_of_their_bits(tmp_path, name):
 
 def test_a_product_with_a_bias_and_others_of_the_same_inputs(tmp_path):
     """The sums of blocks are computed once for all products of an input."""
-    import onnxruntime
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -81,7 +78,6 @@ def test_a_product_with_a_bias_and_others_of_the_same_inputs(tmp_path):
 @pytest.mark.parametrize("name", FORMS)
 def test_an_embedding_alone_is_kept_too(tmp_path, name):
     """Its rows are gathered from the integers."""
-    import onnxruntime
 
     class Reader(torch.nn.Module):
         def __init__(self):
@@ -145,7 +141,6 @@ def test_int4_rounds_what_has_no_integers_and_keeps_the_rest(tmp_path):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_session_without_optimisation_computes_the_same(tmp_path, name, quantize):
     """onnxruntime's product with scales that are no constants is zero then, and no error."""
-    import onnxruntime
 
     class Tied(torch.nn.Module):
         def __init__(self):

@@ -1,6 +1,7 @@
 """Scores of the last tokens alone: the input for them, its proof, and the loop that asks for them."""
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -15,8 +16,6 @@ FAMILIES = ["llama", "qwen3", "gemma3_text", "phi", "gpt2"]
 
 
 def _session(path):
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # of an input with a value it says that it is no constant
     return onnxruntime.InferenceSession(path, options)

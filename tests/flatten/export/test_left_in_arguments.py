@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from yobx_flatten import export_onnx, export_program, pytree_dataclass, register_flattening_functions
 from yobx_flatten.errors import GenerationError, RoundTripError
@@ -273,8 +274,6 @@ class TestCacheOfTransformers:
 
     @pytest.fixture
     def scores(self):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         class Scores(torch.nn.Module):
             def __init__(self):
                 super().__init__()

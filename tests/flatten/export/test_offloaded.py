@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import accelerate
 import numpy as np
 import onnx
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cache_words import cache_of
-from yobx_flatten import InvalidArgumentError, export_onnx, export_program
+from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, export_program
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import stream_layers
+from yobx_flatten.model_folder.source.classes import small_model
 
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
@@ -130,8 +132,6 @@ def test_quantised_weights_are_those_of_the_float_file(tmp_path, monkeypatch, bi
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_path):
     """The program has them; the module brings them for a call, as before."""
-    import accelerate
-
     module = tied_head()
     expected = module(TOKENS)["logits"]
     if where == "cpu":
@@ -149,11 +149,6 @@ def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_pat
 @needs_accelerate
 def test_inputs_are_made_for_an_offloaded_model():
     """On the device where it computes, with the cache of the same model in memory."""
-    import accelerate
-
-    from yobx_flatten import DecodeSizes, decode_inputs
-    from yobx_flatten.model_folder.source.classes import small_model
-
     model = small_model("llama")
     expected = decode_inputs(model, DecodeSizes())
     accelerate.cpu_offload(model, torch.device("cpu"))

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 
+import numpy
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 pytest.importorskip("openvino")
 
@@ -142,7 +144,6 @@ def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
 
 def _off_by_one(read, presents):
     """The state of the model, and scores that are off by 1."""
-    import numpy
     from openvino import opset13 as operators
 
     kept = keep_in_state(read, presents)
@@ -185,8 +186,6 @@ def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):
 
 def test_a_decoder_after_an_encoder_keeps_its_own_tokens_in_place(tmp_path):
     """The keys of what the encoder read stay inputs; the first call fills the state of the others, with beams too."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)).eval()

@@ -8,8 +8,10 @@ import shutil
 import pytest
 import torch
 from torch.export import Dim
+from transformers import CLIPConfig, CLIPModel, DetrConfig, DetrForObjectDetection, ResNetConfig
 
 from yobx_flatten import Case, export_program, register_flattening_functions
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners.open import open_runner
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
@@ -62,8 +64,6 @@ def _diffusion_transformer():
 
 
 def _clip():
-    from transformers import CLIPConfig, CLIPModel
-
     text = {**SMALL, "vocab_size": 50, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 49}
     vision = {**SMALL, "image_size": 16, "patch_size": 8}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
@@ -75,8 +75,6 @@ def _clip():
 
 
 def _detection():
-    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
-
     backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 2, depths=[1] * 2, out_features=["stage2"])
     sizes = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     config = DetrConfig(
@@ -95,8 +93,6 @@ def _detection():
 
 
 def _speech_encoder():
-    from yobx_flatten.model_folder.source.classes import small_model
-
     model = small_model("whisper")
     sizes = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
     encoder = model.get_encoder()

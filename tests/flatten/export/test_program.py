@@ -13,7 +13,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MixtralConfi
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.export.exported_files import exported_file
-from tests.models import WINDOW, make_model
+from tests.models import WINDOW, make_model, new_cache
 from yobx_flatten import (
     Case,
     DecodeSizes,
@@ -21,6 +21,7 @@ from yobx_flatten import (
     NotRegisteredError,
     ReplayError,
     decode_inputs,
+    dynamic_shapes,
     export_onnx,
     export_program,
     register_flattening_functions,
@@ -218,8 +219,6 @@ def test_an_encoder_decoder_is_exported_and_replayed(name):
 
 def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
     """Without the helper; the graph serves another length."""
-    from yobx_flatten import dynamic_shapes
-
     model, kwargs = make_model("gemma2"), decode_inputs(make_model("gemma2"), DecodeSizes())
     with register_flattening_functions(patch_transformers=True):
         program = torch.onnx.export(
@@ -367,8 +366,6 @@ def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
 @pytest.mark.parametrize("room", [32, 12])
 def test_a_static_cache_is_exported_and_replayed(room):
     """Keys of fixed length, counted by a tensor: other batch sizes, and as many tokens seen as there is room for."""
-    from tests.models import new_cache
-
     model = make_model("llama")
     like = dict.fromkeys(("input_ids", "attention_mask", WORD))
     like[WORD] = new_cache("llama", static=True, room=room)

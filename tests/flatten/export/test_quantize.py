@@ -5,6 +5,8 @@ import logging
 import os
 from types import SimpleNamespace
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from yobx_flatten.export import quantization as quantizing
 from yobx_flatten.export.proof.quality import Distance, text_losses
 from yobx_flatten.export.quantization import Quantization
 from yobx_flatten.export.runtimes.file_options import has_kernels
+from yobx_flatten.model_folder.source.classes import small_model
 
 
 def _held_out(rows: int = 4) -> torch.Tensor:
@@ -39,8 +42,6 @@ def _exported(path, quantize, **options):
 
 def _stored(path) -> dict[str, tuple[int, int]]:
     """By name of a product: bytes in the file, and in float32."""
-    import onnx
-
     graph = onnx.load(path).graph
     sizes = {tensor.name: len(tensor.raw_data) for tensor in graph.initializer}
     sizes |= {
@@ -56,8 +57,6 @@ def _stored(path) -> dict[str, tuple[int, int]]:
 
 def _contents(path):
     """The operators of a file with their inputs, and the bytes of its weights."""
-    import onnx
-
     graph = onnx.load(path).graph
     return [(node.op_type, *node.input) for node in graph.node], {w.name: w.raw_data for w in graph.initializer}
 
@@ -76,8 +75,6 @@ def test_a_program_writes_the_file_that_export_onnx_writes(tmp_path, options):
 @pytest.mark.parametrize(("weights", "allowed", "bytes_each"), [("int8", 1.005, 0.29), ("int4", 1.03, 0.2)])
 def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_each):
     """All 15 projections are stored in so many bits; the text is one that the model has not seen."""
-    import onnxruntime
-
     tokens, path = _held_out(), tmp_path / "model.onnx"
     exported = _exported(path, Quantization(weights, tokens=tokens))
     stored = _stored(path)
@@ -123,10 +120,6 @@ def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
 
 def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
     """GPT-2: the products with biases are quantised, and the embedding reads the table of the head."""
-    import onnx
-
-    from yobx_flatten.model_folder.source.classes import small_model
-
     model = small_model("gpt2")
     inputs = decode_inputs(model, DecodeSizes())
     report = export_onnx(model, kwargs=inputs, path=tmp_path / "gpt2.onnx", cases=[], steps=2, quantize="int8").report
@@ -141,8 +134,6 @@ def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
 
 def test_products_of_other_modules_are_compared_by_their_outputs(tmp_path):
     """Without scores there is no perplexity; a matrix of less than a block stays as it is."""
-    import onnx
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)).eval()
@@ -158,8 +149,6 @@ def test_products_of_other_modules_are_compared_by_their_outputs(tmp_path):
 
 def test_quantised_weights_are_those_of_the_model_up_to_half_a_step(tmp_path):
     """A step of 4 bits is a fifteenth of the range of 32 weights; the identity reads them out."""
-    import onnxruntime
-
     linear = torch.nn.Linear(64, 40, bias=False)
     x = torch.eye(64)
     export_onnx(linear, (x,), path=tmp_path / "m.onnx", cases=[], quantize="int4", dynamic_shapes=None)
@@ -287,8 +276,6 @@ def test_a_program_of_weights_without_kernels_stays_a_program(tmp_path):
 
 def test_weights_without_kernels_are_written_unproven(tmp_path):
     """For another provider: the file has bfloat16, and the report states that nothing was run."""
-    import onnx
-
     module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
     report = export_onnx(module, (x,), path=tmp_path / "m.onnx", proof="none").report
     assert "UNPROVEN" in str(report)
@@ -298,8 +285,6 @@ def test_weights_without_kernels_are_written_unproven(tmp_path):
 
 def test_weights_in_float16_are_quantised_with_scales_of_float16(tmp_path):
     """The operator takes activations of that type."""
-    import onnx
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         linear, x = torch.nn.Linear(64, 64).half(), torch.randn(3, 64).half()

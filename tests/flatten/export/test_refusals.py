@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch.export import Dim
@@ -121,8 +122,6 @@ def test_inputs_on_another_device_are_named():
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_offloaded_weights_are_named_before_a_plain_export():
     """`export_program` brings them; `torch.export` finds none, and `check_inputs` states the line that brings them."""
-    import accelerate
-
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     accelerate.cpu_offload(module, torch.device("cpu"))
     (warning,) = check_inputs(module, (X,))

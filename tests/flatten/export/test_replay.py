@@ -1,5 +1,6 @@
 """The replay: what a program may not return in the place of something else, and what a module is afterwards."""
 
+import onnxruntime
 import pytest
 import torch
 
@@ -130,8 +131,6 @@ def test_a_module_is_as_it_was_when_its_export_fails():
 
 def test_an_onnx_file_that_forgets_what_forward_writes_says_so(tmp_path):
     """Every call begins with the state of the export: 0 + 1, each time."""
-    import onnxruntime
-
     module = Counts()
     exported = export_onnx(module, (X,), path=tmp_path / "counts.onnx", cases=[])
     assert "keeps no state between calls: n always" in str(exported.report)

@@ -7,6 +7,7 @@ import traceback
 import onnxruntime
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from yobx_flatten import Case, export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
@@ -228,8 +229,6 @@ class Normed(nn.Module):
 
 
 def _bert():
-    from transformers import BertConfig, BertModel
-
     return BertModel(
         BertConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     )

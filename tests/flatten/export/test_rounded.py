@@ -1,16 +1,17 @@
 """Matrices in 8 bits: no further from the weights than half a step, and tables of embeddings among them."""
 
 import numpy
+import onnx
+import onnxruntime
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from yobx_flatten import export_onnx
 from yobx_flatten.export.quantization import Quantization
 
 
 def _encoder(words=1200, scale=1.0):
-    from transformers import BertConfig, BertModel
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(**sizes, vocab_size=words, max_position_embeddings=64)
     with torch.random.fork_rng(devices=[]):
@@ -24,16 +25,12 @@ def _encoder(words=1200, scale=1.0):
 
 
 def _initializers(path):
-    import onnx
-
     graph = onnx.load(path).graph
     return graph, {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
 
 
 def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
     """The table of the words is most of it, and is in 8 bits; embeddings of sentences stay where they are."""
-    import onnxruntime
-
     model, path = _encoder(), tmp_path / "m.onnx"
     ids = torch.randint(0, 1200, (8, 12), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -50,7 +47,6 @@ def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_a_table_is_within_half_a_step(tmp_path, scale):
     """Of 127 steps for the largest of its block; scales below what float16 holds are in float32."""
-    import onnxruntime
 
     class Reader(torch.nn.Module):
         def __init__(self):
@@ -76,8 +72,6 @@ def test_a_table_is_within_half_a_step(tmp_path, scale):
 
 def test_rows_that_are_no_whole_blocks_are_filled(tmp_path):
     """The identity reads the weights of a projection of 80 inputs out."""
-    import onnxruntime
-
     linear, path = torch.nn.Linear(80, 48, bias=False), tmp_path / "m.onnx"
     export_onnx(linear, (torch.eye(80),), path=path, cases=[], quantize="int8", dynamic_shapes=None)
     found = onnxruntime.InferenceSession(path).run(None, {"input": torch.eye(80).numpy()})[0].T
@@ -89,8 +83,6 @@ def test_rows_that_are_no_whole_blocks_are_filled(tmp_path):
 
 def _read_out(path, linear, block_size):
     """The weights that a file multiplies with, by the identity, which rounding to 8 bits keeps."""
-    import onnxruntime
-
     eye, how = torch.eye(linear.in_features), Quantization("int8", block_size=block_size)
     export_onnx(linear, (eye,), path=path, cases=[], quantize=how, dynamic_shapes=None)
     return onnxruntime.InferenceSession(path).run(None, {"input": eye.numpy()})[0].T

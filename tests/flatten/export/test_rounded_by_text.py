@@ -4,6 +4,9 @@ import copy
 import heapq
 import statistics
 
+import onnx
+import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 
@@ -28,8 +31,6 @@ def _exported(path, dtype=torch.float32, **options):
 
 def _divergence(path, tokens: torch.Tensor) -> float:
     """Mean divergence of the file's scores from the model's, in nats, without any code of ours."""
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(path)
     feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
     for node in session.get_inputs():
@@ -44,8 +45,6 @@ def _divergence(path, tokens: torch.Tensor) -> float:
 
 def test_the_moments_are_those_of_what_modules_receive(tmp_path):
     """Of each projection, over all tokens, each of one size: the first of a row, too, which calls have cached."""
-    import onnx_ir as ir
-
     path = tmp_path / "m.onnx"
     model, inputs, _ = _exported(path)
     seen: dict[int, list[torch.Tensor]] = {}
@@ -107,8 +106,6 @@ def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path, bits, part):
 
 def test_weights_in_4_bits_multiply_in_half_precision(tmp_path):
     """With float16 for all other weights, scales among them: as near to the model in float32 as the file in float32."""
-    import onnx
-
     chosen = Quantization("int4", perplexity_ratio=2.0, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
     held_out, found = text_of(heapq)[4 * 96 : 8 * 96].reshape(4, 96), {}
     for dtype in (torch.float16, torch.float32):

@@ -7,6 +7,7 @@ import textwrap
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -68,8 +69,6 @@ def test_the_weights_next_to_the_model_are_those_of_the_module(external):
 
 def test_onnxruntime_computes_with_the_second_file(external):
     """The same logits as the module's, for another number of tokens than the example's."""
-    import onnxruntime
-
     module, path, found = external
     assert found.report.onnx_bytes == path.stat().st_size + (path.parent / "a.onnx.data").stat().st_size
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

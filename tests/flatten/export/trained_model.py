@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 import torch
+from transformers import LlamaForCausalLM
 
 from yobx_flatten.model_folder.source.classes import small_config
 
@@ -24,8 +25,6 @@ def text_of(module: Any) -> torch.Tensor:
 @functools.cache
 def trained_model() -> Any:
     """Return the model, in evaluation mode: hidden size 128, two layers, about a tenth of a byte's chance."""
-    from transformers import LlamaForCausalLM
-
     config = small_config("llama")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     for name, size in {**sizes, "initializer_range": 0.02}.items():

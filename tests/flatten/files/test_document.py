@@ -19,6 +19,7 @@ from yobx_flatten.files.document import (
     read_document,
     read_text,
 )
+from yobx_flatten.generate.own_class import config_from
 
 
 @dataclasses.dataclass
@@ -95,8 +96,6 @@ def test_a_configuration_is_read_as_transformers_reads_it(tmp_path):
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"])
 def test_the_configuration_of_a_class_comes_back(name, tmp_path):
     """Those with infinite bounds of a time step: the object is the one that transformers reads."""
-    from yobx_flatten.generate.own_class import config_from
-
     config = transformers.AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
     stated = read_configuration(tmp_path / "config.json", dict[str, Any], failure=DamagedFileError)

@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 
+import filelock
 import psutil
 import pytest
 import torch
@@ -226,7 +227,6 @@ def test_data_have_another_name_each_time(tmp_path):
 
 def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypatch):
     """Too few descriptors, or a disk without locks: the error of the system, and not an endless search."""
-    import filelock
 
     def refuse(self, *args, **options):
         raise OSError(24, "Too many open files")
@@ -240,8 +240,6 @@ def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypat
 
 
 def test_a_leftover_that_cannot_be_locked_is_left_for_the_next_one(tmp_path, monkeypatch):
-    import filelock
-
     (tmp_path / ".target.writing-1" / "old").mkdir(parents=True)
     with monkeypatch.context() as patched:
 
@@ -286,8 +284,6 @@ def test_a_text_goes_to_what_is_not_a_file_as_it_is(tmp_path):
 
 def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     """For a moment it has no lock, as the leftover of a killed process."""
-    import filelock
-
     acquire, taken = filelock.FileLock.acquire, []
 
     def acquire_too_late(lock, *args, **kwargs):

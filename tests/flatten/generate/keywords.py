@@ -3,6 +3,13 @@
 from typing import Any
 
 import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
 
 __all__ = ["KEYWORDS", "Kept", "same_tokens"]
 
@@ -29,15 +36,11 @@ def _ten(**options: Any) -> Any:
 
 
 def _processor(first: list[int]) -> dict[str, Any]:
-    from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
-
     suppress = SuppressTokensLogitsProcessor(first)
     return {"logits_processor": LogitsProcessorList([suppress]), "max_new_tokens": 14}
 
 
 def _criteria(first: list[int]) -> dict[str, Any]:
-    from transformers import MaxTimeCriteria, StoppingCriteriaList
-
     return {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(0.0)]), "max_new_tokens": 14}
 
 
@@ -78,8 +81,6 @@ def same_tokens(name: str, doors: tuple[Any, Any], given: dict[str, Any], assist
         given: the inputs.
         assistant: a model that proposes tokens.
     """
-    from transformers import GenerationConfig
-
     model = doors[0]
     first = model.generate(**given, do_sample=False, max_new_tokens=14)[0, -5:].tolist()
     results = []

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import onnxruntime
 import pytest
 import torch
 
@@ -77,8 +78,6 @@ def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
 
 def test_what_comes_out_goes_in_without_a_copy(mistral):
     """The object that the next call is given is the one that the last call returned."""
-    import onnxruntime
-
     _, generator = mistral
     sequence = generator.steps.begin(*prompts().values(), None, None, ())
     given = []

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.exported_folders import exported
-from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, open_generator
+from yobx_flatten import InvalidArgumentError, OnnxGenerator, Sampling, export_folder, open_generator
 from yobx_flatten.generate.settings import settings_of
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,6 @@ def test_short_sound_after_given_tokens_is_padded_as_the_model_pads_it(whisper):
 
 def test_draws_follow_the_seed(whisper):
     """Two calls of one seed are equal, and torch's own generator stays as it was."""
-    from yobx_flatten import Sampling
-
     _, generator = whisper
     call = {"language": "en", "max_new_tokens": 12, "sampling": Sampling(do_sample=True, seed=4)}
     before = torch.get_rng_state()

@@ -2,9 +2,11 @@
 
 import copy
 
+import onnx
 import peft
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -47,8 +49,6 @@ def test_every_word_is_read_off_a_signature(word):
 @pytest.mark.parametrize("name", ["RobertaForCausalLM", "XmodForCausalLM", "ErnieForCausalLM", "BertGenerationDecoder"])
 def test_forwards_that_state_tuples_of_tensors_take_a_cache(name):
     """As the installed transformers states them."""
-    import transformers
-
     assert argument_of(getattr(transformers, name).forward) == WORD
 
 
@@ -163,8 +163,6 @@ def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, pro
 
     Such a file has no input for the scores of the last token either, which is for generating.
     """
-    import onnx
-
     inputs = {CACHE if name == WORD else name: value for name, value in decode_inputs(llama, DecodeSizes()).items()}
     report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "model.onnx", proof=proof).report
     assert report.output_names[:2] == ["logits", "present.0.key"]
@@ -182,8 +180,6 @@ def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, pro
 @pytest.mark.slow
 def test_cache_outputs_of_other_names_are_refused_when_a_file_is_opened(llama, tmp_path):
     """A generator would feed the old cache again; a replay would compare by position."""
-    import onnx
-
     export_onnx(llama, (), decode_inputs(llama, DecodeSizes()), path=tmp_path / "model.onnx", proof="none")
     model = onnx.load(tmp_path / "model.onnx")
     for node in model.graph.node:

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.utils._pytree as pytree
+import transformers
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
-from yobx_flatten import DecodeSizes, decode_inputs, export_program, register_flattening_functions
+from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_program, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.cases import contiguous, next_inputs
 
@@ -90,7 +91,6 @@ def test_what_is_made_contiguous_holds_the_same_values():
 
 def test_a_model_that_is_ambiguous_without_token_types_says_so():
     """PaliGemma in eager mode gives two results without them; with them the program is right."""
-    from yobx_flatten import ReplayError, export_program
     from yobx_flatten.model_folder.source.classes import small_model
 
     model = small_model("paligemma")
@@ -114,8 +114,6 @@ def test_a_model_that_is_ambiguous_without_token_types_says_so():
 @pytest.mark.parametrize("kind", ["Bert", "Electra"])
 def test_cases_of_an_encoder_are_named_by_their_length(kind):
     """Nothing is past in a call without a cache; a decoder's names are of its cache."""
-    import transformers
-
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=40, **sizes)).eval()
     ids = torch.randint(0, 40, (2, 5))

@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 import torch
+from transformers import ByT5Tokenizer
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
@@ -23,8 +24,6 @@ _ROOT = tempfile.TemporaryDirectory(prefix="exported_folders")
 @functools.cache
 def saved(name: str) -> tuple[Any, pathlib.Path]:
     """Return a small model and the folder that `save_pretrained` wrote, with a tokenizer of bytes."""
-    from transformers import ByT5Tokenizer
-
     model = small_model(name)
     folder = pathlib.Path(_ROOT.name) / f"{name}-saved"
     model.save_pretrained(folder)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, ModelSourceError, export_folder
@@ -25,8 +26,6 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """The trained model in a folder, with a tokenizer of bytes."""
-    from transformers import ByT5Tokenizer
-
     path = tmp_path_factory.mktemp("source") / "model"
     trained_model().save_pretrained(path)
     ByT5Tokenizer(extra_ids=0).save_pretrained(path)
@@ -42,8 +41,6 @@ def folder(source, prompts, tmp_path_factory):
 
 def test_the_perplexity_is_that_of_the_prompts(folder, source):
     """Computed again by the model alone, of all tokens but the first two of the row."""
-    from transformers import ByT5Tokenizer
-
     stated = json.loads((folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
     ids = torch.tensor(ByT5Tokenizer(extra_ids=0)("\n".join(PROMPTS), add_special_tokens=False)["input_ids"])[None]
     with torch.no_grad():

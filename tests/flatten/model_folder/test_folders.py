@@ -5,9 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import onnxruntime
 import pytest
 import torch
+import transformers
 
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
@@ -47,8 +50,6 @@ def test_a_folder_holds_what_tools_expect():
 
 def test_inputs_and_outputs_have_the_names_of_other_tools():
     """Keys and values of each layer in turn, and no counter, although every layer slides."""
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(exported("mistral")[1] / "model.onnx")
     cache = [f"{index}.{part}" for index in range(2) for part in ("key", "value")]
     inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{name}" for name in cache)]
@@ -157,10 +158,6 @@ def test_the_module_without_a_counter_does_what_the_model_does():
 @needs_transformers("5.17", "there is no Qwen3-VL, or it takes no types of tokens")
 def test_image_tokens_that_are_not_masked_as_text_are_refused():
     """A prompt of such a model generates other text with a causal decoder."""
-    from types import SimpleNamespace
-
-    import transformers
-
     with pytest.raises(GenerationError, match="token_type_ids to mark image tokens"):
         vision_language_pieces(SimpleNamespace(forward=transformers.Qwen3VLForConditionalGeneration.forward))
 

@@ -5,8 +5,10 @@ import json
 
 import gguf
 import numpy
+import onnx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_gguf import LAYERS, WORDS, write
 from yobx_flatten import export_folder
@@ -45,8 +47,6 @@ def test_weights_that_the_file_lacks_are_random_on_purpose_only(held, task):
 
 def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
     """4 bits, and 8 for the table: what the library gguf reads is what onnxruntime gathers."""
-    import onnx
-
     done, place = folder
     assert done.verified.ok
     assert done.reports["model.onnx"].quality.weights == "keep"
@@ -70,8 +70,6 @@ def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
 
 def test_the_folder_reads_and_writes_text(folder):
     """Its tokenizer is that of the file, and nothing states that the weights are in a GGUF."""
-    from transformers import AutoTokenizer
-
     _, place = folder
     tokenizer = AutoTokenizer.from_pretrained(place)
     assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
@@ -82,10 +80,6 @@ def test_the_folder_reads_and_writes_text(folder):
 
 def test_the_model_is_that_of_transformers(held):
     """All weights in full, of ordinary layers."""
-    from transformers import AutoModelForCausalLM
-
-    from yobx_flatten.model_folder.source.find import find_model
-
     model = find_model(str(held)).load()
     eager = AutoModelForCausalLM.from_pretrained(held.parent, gguf_file=held.name, dtype=torch.float32).eval()
     ids = torch.randint(0, WORDS, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,6 @@
 """Folders of models that read sound or images, and of those that have no folder: a reason in one line."""
 
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -23,8 +24,6 @@ def speech_model():
 
 
 def outputs_of(folder, name, value):
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(["logits"], {name: value.numpy()})[0])
 

@@ -1,5 +1,6 @@
 """Folders of encoders that read raw sound or pictures, of models that compare, and the names of tasks."""
 
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -65,8 +66,6 @@ def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, mode
 
 def test_a_model_that_compares_pictures_and_texts_is_one_file(tmp_path):
     """Of numbers of texts and pictures that no case has, in onnxruntime, as eager."""
-    import onnxruntime
-
     text = {**SIZES, "vocab_size": 259, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
     vision = {**SIZES, "image_size": 32, "patch_size": 8}
     model = made(transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=vision))
@@ -107,8 +106,6 @@ def test_pictures_whose_size_is_stated_by_two_numbers_are_of_one_size(tmp_path):
 
 def test_a_model_of_choices_is_one_file(tmp_path):
     """It ended in a ZeroDivisionError: its rows are choices of a question."""
-    import onnxruntime
-
     model = made(transformers.BertForMultipleChoice, small_config("bert"))
     assert export_folder(model, tmp_path / "out").task == "multiple-choice"
     ids = torch.randint(3, 250, (2, 5, 8), generator=torch.Generator().manual_seed(1))
@@ -135,8 +132,6 @@ def voice():
 
 def test_a_voice_speaks_sentences_of_any_length(tmp_path):
     """VITS: its attention pads a table for long sentences and cuts it for those of 5 tokens and fewer."""
-    import onnxruntime
-
     model = voice()
     assert export_folder(model, tmp_path / "out").verified.ok
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
@@ -192,8 +187,6 @@ def siglip(kind):
 @pytest.mark.parametrize("name", ["SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"])
 def test_pictures_are_of_one_size_where_others_cannot_be_traced(tmp_path, name):
     """SigLIP: torch's guard of any height and width refused one picture, so the file states the example's."""
-    import onnxruntime
-
     model = siglip(getattr(transformers, name))
     done = export_folder(model, tmp_path / "out")
     assert "pictures must have the example's size" in str(done.reports["model.onnx"])

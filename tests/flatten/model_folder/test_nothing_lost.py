@@ -163,8 +163,6 @@ def test_a_length_that_its_code_divides_by_names_the_way_for_one_length(tmp_path
 
 def test_an_encoder_in_training_mode_is_refused_with_the_line_to_type(tmp_path):
     """Its dropout draws; after a training that is the usual mistake."""
-    from yobx_flatten.model_folder.source.classes import small_config
-
     model = transformers.BertModel(small_config("bert")).train()
     with pytest.raises(GenerationError, match=r"BertModel is in training mode.*\n    model\.eval\(\)"):
         export_folder(model, tmp_path / "out", proof="none")

@@ -3,8 +3,10 @@
 import copy
 import json
 
+import onnx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
@@ -102,8 +104,6 @@ WRITERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "torch
 
 def _saved(folder, method, bits=4, stated=()):
     """A small Llama of integers, and the same model in full: of weights in float64 that are rounded once."""
-    from safetensors.torch import save_file
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = copy.deepcopy(small_model("llama"))
@@ -144,8 +144,6 @@ def test_weights_are_those_that_the_integers_stand_for(tmp_path, method, bits):
 @pytest.mark.parametrize("method", WRITERS)
 def test_the_folder_holds_the_same_integers(tmp_path, method):
     """With blocks of their own size; nothing has to be typed for it."""
-    import onnx
-
     _saved(tmp_path / "held", method)
     done = export_folder(tmp_path / "held", tmp_path / "out")
     assert done.verified.ok
@@ -159,8 +157,6 @@ def test_the_folder_holds_the_same_integers(tmp_path, method):
 
 def test_inputs_in_another_order_are_read(tmp_path):
     """GPTQ can order the inputs by their activation: `g_idx` states the group of each."""
-    from safetensors.torch import load_file, save_file
-
     _saved(tmp_path, "gptq", stated={"desc_act": True})
     before = find_model(str(tmp_path)).load().state_dict()
     held = load_file(tmp_path / "model.safetensors")

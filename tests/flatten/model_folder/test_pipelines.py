@@ -5,6 +5,7 @@ import json
 import numpy
 import pytest
 import torch
+from tokenizers import BertWordPieceTokenizer
 
 pytest.importorskip("PIL")
 
@@ -25,8 +26,6 @@ SQUARE = {"size": {"height": 32, "width": 32}}
 
 def letters():
     """A tokenizer of single letters, with the special tokens of BERT."""
-    from tokenizers import BertWordPieceTokenizer
-
     words = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     made = BertWordPieceTokenizer(vocab={word: number for number, word in enumerate(words)})
     return transformers.BertTokenizer(tokenizer_object=made._tokenizer, model_max_length=32)

@@ -4,8 +4,11 @@ import importlib.util
 import json
 import shutil
 
+import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import numpy_helper
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
@@ -41,9 +44,6 @@ def test_the_quality_is_measured_again_from_the_folder(folder):
 
 def test_a_file_with_other_weights_fails(folder, tmp_path):
     """A scale that is changed: the structure is right, and the perplexity is not."""
-    import onnx
-    from onnx import numpy_helper
-
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     model = onnx.load(broken / "model.onnx")
@@ -58,8 +58,6 @@ def test_a_file_with_other_weights_fails(folder, tmp_path):
 
 def test_the_folder_generates(folder):
     """As its file does, token by token, when it is fed everything from the start."""
-    import onnxruntime
-
     ids = torch.tensor([[108, 115, 104, 107, 106]])
     sequence = OnnxGenerator(folder, threads=1).generate(ids, max_new_tokens=12)
     session = onnxruntime.InferenceSession(folder / "model.onnx")

@@ -1,5 +1,7 @@
 """Folders of models that write spectrograms, next to `model.generate_speech` with the same seed."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -118,8 +120,6 @@ def test_a_prenet_that_computes_something_else_is_not_published(tmp_path, monkey
 
 def test_a_folder_whose_case_says_something_else_is_not_verified(folder, tmp_path):
     """One number of the spectrogram is another one."""
-    import shutil
-
     shutil.copytree(folder[1], tmp_path / "out")
     stored = tmp_path / "out/cases/generate.case"
     case = load_case(stored)

@@ -1,5 +1,6 @@
 """Encoders of public reports: padded sound, texts longer than a branch of the model's code, rows without padding."""
 
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -22,8 +23,6 @@ def listener(norm):
 
 def test_padded_sound_is_heard_as_the_model_hears_it(tmp_path):
     """Wav2Vec2 with layer norms needs the mask that its processor returns; without, rows that end early are off."""
-    import onnxruntime
-
     model = listener("layer")
     assert export_folder(model, tmp_path / "out").task == "ctc"
     sound = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))

@@ -3,8 +3,12 @@
 import dataclasses
 import shutil
 
+import numpy
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper
+from transformers import ByT5Tokenizer
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import export_folder, open_model, verify_folder
@@ -121,10 +125,6 @@ def test_the_stated_count_is_that_of_one_call_for_the_whole_text(folder):
 @pytest.mark.parametrize("broken", ["a matrix of zeros", "scales of other rows"])
 def test_a_broken_file_fails_where_it_generates(folder, tmp_path, broken):
     """A head whose scales are zero, or whose bits and zero points are those of the next row: the structure is right."""
-    import numpy
-    import onnx
-    from onnx import numpy_helper
-
     path = tmp_path / "broken"
     shutil.copytree(folder, path)
     model = onnx.load(path / "model.onnx")
@@ -142,8 +142,6 @@ def test_a_broken_file_fails_where_it_generates(folder, tmp_path, broken):
 
 
 def _tokenizer(folder, template="{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}\n"):
-    from transformers import ByT5Tokenizer
-
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

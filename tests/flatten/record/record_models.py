@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+import transformers
 
 __all__ = ["MODELS", "generate_inputs", "make_generator"]
 
@@ -91,8 +92,6 @@ MODELS = [*_CAUSAL, *_ENCODER_DECODER, "gemma3_vision"]
 @functools.cache
 def make_generator(name: str) -> Any:
     """Return the model of that name, built once per process; it never stops before it is told to."""
-    import transformers
-
     if name == "gemma3_vision":
         config = transformers.Gemma3Config(
             text_config=transformers.Gemma3TextConfig(**_SIZES, **_MIXED, **_TOKENS, query_pre_attn_scalar=8),

@@ -6,9 +6,13 @@ import textwrap
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests import fresh_process
-from yobx_flatten import NotRegisteredError, RecordedCalls, RecordError, record_calls
+from tests.cache_words import WORD
+from tests.flatten.record.record_models import generate_inputs, make_generator
+from yobx_flatten import NotRegisteredError, RecordedCalls, RecordError, StaticDataError, record_calls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.complex128, torch.int8]
 
@@ -61,9 +65,6 @@ def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
 
 def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
     """The classes of the caches are registered there, the phases and shapes are the same, and no pickle is read."""
-    from tests.cache_words import WORD
-    from tests.flatten.record.record_models import generate_inputs, make_generator
-
     model = make_generator("mistral")
     with record_calls(model, to=tmp_path) as calls, torch.no_grad():
         model.generate(**generate_inputs("mistral"), max_new_tokens=3, do_sample=False)
@@ -157,9 +158,6 @@ def test_a_spec_with_an_enum_imports_no_module(tmp_path, monkeypatch):
 
 def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
     """The rest of the file is not looked at."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
     model, file = Passes(), tmp_path / "call-00000.safetensors"
     with record_calls(model, to=tmp_path):
         model(torch.ones(2))
@@ -182,8 +180,6 @@ def test_calls_are_replayed_in_any_function(tmp_path):
 
 def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
     """An object that is no data is named; nothing half-written stays."""
-    from yobx_flatten import StaticDataError
-
     model = Passes()
     with pytest.raises(StaticDataError, match="at streamer"), record_calls(model, to=tmp_path):
         model(torch.ones(2), streamer=object())

@@ -6,6 +6,8 @@ import onnxruntime
 import pytest
 import torch
 
+from tests.flatten.model_folder.exported_folders import exported
+from yobx_flatten import open_model, verify_folder
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, MissingDependencyError
 from yobx_flatten.runners.onnx_session import CPU, check_runs_on, choose_providers, is_on_cpu, only_for_onnxruntime
 
@@ -77,9 +79,6 @@ def test_a_provider_that_did_not_start_is_an_error():
 @pytest.mark.skipif("OpenVINOExecutionProvider" not in onnxruntime.get_available_providers(), reason="another build")
 def test_a_second_provider_generates_the_tokens_of_the_model():
     """Where onnxruntime-openvino is installed: the cache crosses between calls, and the folder is verified there."""
-    from tests.flatten.model_folder.exported_folders import exported
-    from yobx_flatten import open_model, verify_folder
-
     model, folder = exported("gemma3_text")
     ids = torch.randint(4, 258, (2, 7), generator=torch.Generator().manual_seed(0))
     found = open_model(folder, device="openvino").generate(ids, max_new_tokens=20, do_sample=False)

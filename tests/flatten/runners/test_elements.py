@@ -6,6 +6,12 @@ import pytest
 import torch
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
+from yobx_flatten import (
+    create_input_tensors_from_onnx_model,
+    create_onnx_model_from_input_tensors,
+    load_nested,
+    save_nested,
+)
 from yobx_flatten.runners.ports import ELEMENTS
 
 # What ONNX calls the types that it has under their own name, and what stands for the others.
@@ -36,8 +42,6 @@ def test_what_is_stored_has_the_bytes_of_the_tensor(dtype):
 @pytest.mark.parametrize("engine", ["onnxruntime", "onnx.reference"])
 def test_a_run_returns_the_numbers(dtype, engine, tmp_path):
     """onnxruntime and the reference of ONNX return what torch says the tensor holds."""
-    from yobx_flatten import save_nested
-
     tensor = random_tensor(dtype, (64,), seed=3)
     save_nested(tmp_path / "x.onnx", {"x": tensor})
     found = run(tmp_path / "x.onnx", engine)["x"]
@@ -80,8 +84,6 @@ def every_code(name):
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
     """onnx's own reader finds the numbers, and onnx's own writer writes the same bytes."""
-    from yobx_flatten import save_nested
-
     codes = every_code(name)
     arrays = {"all": codes, "odd": codes[1:], "grid": codes[:4].reshape(2, 2), "one": codes[3], "none": codes[:0]}
     save_nested(tmp_path / "x.onnx", arrays)
@@ -99,8 +101,6 @@ def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_type_comes_back_bit_by_bit(name, external, tmp_path):
     """In one file and in two, as an array of the same type."""
-    from yobx_flatten import load_nested, save_nested
-
     codes = every_code(name)
     arrays = [codes, codes[1:].copy(), codes[::-1], codes[:4].reshape(2, 2), codes[3], codes[:0].reshape(0, 3)]
     arrays.append(numpy.tile(codes, 700)[:-1])
@@ -114,8 +114,6 @@ def test_a_packed_type_comes_back_bit_by_bit(name, external, tmp_path):
 @pytest.mark.parametrize("name", PACKED)
 def test_a_run_returns_the_numbers_of_a_packed_type(name, engine, tmp_path):
     """As float32; `create_input_tensors_from_onnx_model` makes the type of it again."""
-    from yobx_flatten import create_input_tensors_from_onnx_model, create_onnx_model_from_input_tensors
-
     if engine == "onnxruntime" and name == "float4_e2m1fn":
         pytest.skip("onnxruntime 1.31 has no kernel that casts it")
     codes = every_code(name)
@@ -128,8 +126,6 @@ def test_a_run_returns_the_numbers_of_a_packed_type(name, engine, tmp_path):
 
 
 def test_both_engines_find_data_in_the_second_file(tmp_path):
-    from yobx_flatten import save_nested
-
     tensor = torch.arange(5000.0)
     save_nested(tmp_path / "x.onnx", [tensor, tensor.bfloat16()], external_data=True)
     for engine in ("onnxruntime", "onnx.reference"):

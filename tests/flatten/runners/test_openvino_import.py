@@ -2,6 +2,7 @@
 
 import os
 
+import numpy
 import pytest
 import torch
 
@@ -33,7 +34,6 @@ def test_the_import_forks_nothing():
 
 def test_a_refused_call_states_the_reason(tmp_path):
     """It stands after the places in OpenVINO's sources, which are the first lines of its message."""
-    import numpy
     import openvino
     from openvino import opset13
 

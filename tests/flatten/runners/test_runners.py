@@ -3,6 +3,7 @@
 import shutil
 
 import numpy
+import onnxruntime
 import pytest
 import torch
 
@@ -123,8 +124,6 @@ def test_an_array_of_another_type_is_refused(tmp_path):
 
 def test_a_session_gets_the_caller_s_options_and_providers(files):
     """One thread, one provider."""
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     model, folder = files

@@ -1,6 +1,8 @@
 """A stored case against a model file."""
 
 import copy
+import re
+import sys
 
 import numpy
 import onnx
@@ -10,11 +12,16 @@ import torch
 import transformers
 
 from yobx_flatten import (
+    DecodeSizes,
     InvalidArgumentError,
     MissingDependencyError,
     ReplayError,
     StoredCase,
+    decode_inputs,
+    dynamic_shapes,
+    export_onnx,
     load_case,
+    register_flattening_functions,
     replay_case,
     save_case,
 )
@@ -74,8 +81,6 @@ def test_the_tolerance_is_the_caller_s(adder):
     ],
 )
 def test_what_cannot_be_compared_is_an_error_of_its_output(adder, outputs, message):
-    import re
-
     report = replay_case(StoredCase({"x": ONES, "y": ONES}, outputs), adder)
     assert report.max_difference == float("inf")
     assert re.search(message, str(report))
@@ -166,8 +171,6 @@ def test_a_number_of_python_takes_the_type_of_the_input(code, number, tmp_path):
 
 
 def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime, .*\n    pip install"):
         replay_case(StoredCase({"x": ONES, "y": ONES}, ONES), adder)
@@ -176,8 +179,6 @@ def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch
 @pytest.mark.slow
 def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(tmp_path):
     """By the names that each of them gives to the tensors of a cache; in the block and outside of it."""
-    from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, export_onnx, register_flattening_functions
-
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8,

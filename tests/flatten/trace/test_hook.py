@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
+import transformers.cache_utils as cache_utils
+import transformers.masking_utils as masking_utils
 from torch.export import Dim, ExportedProgram, export  # imported before any block is open, as users do
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -220,9 +222,6 @@ HAS_WINDOW_TENSOR = "_sliding_window_tensor" in vars(DynamicSlidingWindowLayer(8
 
 def traced_attributes():
     """What a trace replaces, by name."""
-    import transformers.cache_utils as cache_utils
-    import transformers.masking_utils as masking_utils
-
     return {
         f"{getattr(owner, '__name__', owner)}.{name}": vars(owner)[name]
         for owner, name in [

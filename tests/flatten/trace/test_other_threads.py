@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
+from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
 pytestmark = pytest.mark.slow
 
@@ -116,8 +117,6 @@ def test_an_export_beside_eager_models_serves_all_lengths():
 def test_traces_that_overlap_put_the_choice_of_kernels_back(order):
     """torch keeps it for the process: whichever of two traces ends last, what was found comes back."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
-
-    from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
     before = _cur_sdpa_kernel_backends()
     go_on = [threading.Event(), threading.Event()]

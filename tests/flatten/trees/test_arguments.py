@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.models import make_model
 from yobx_flatten import (
     Case,
     DecodeSizes,
@@ -128,7 +129,5 @@ def test_sizes_that_no_call_can_have_are_refused(wrong):
 
 def test_a_cache_is_not_filled_with_nothing():
     """No past and a cache exclude each other."""
-    from tests.models import make_model
-
     with pytest.raises(InvalidArgumentError, match=r"no tokens to fill the cache with \(batch 2, past 0, new 3\)"):
         decode_inputs(make_model("llama"), DecodeSizes(past=0))

@@ -8,6 +8,7 @@ import logging
 import math
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from tests import fresh_process
 from tests.flatten.other_libraries import forget
@@ -74,8 +77,6 @@ def test_the_element_type_of_a_tensor_is_its_onnx_code(dtype, code):
 @needs_onnx
 def test_the_codes_are_those_of_onnx():
     """Every type of the table has the name that ONNX gives the NumPy type of this code."""
-    import onnx
-
     known = set(onnx.TensorProto.DataType.values())
     theirs = {
         code: onnx.helper.tensor_dtype_to_np_dtype(code).name
@@ -383,8 +384,6 @@ def pair(*shape):
 @needs_transformers
 def test_a_cache_shows_the_class_of_every_layer():
     """The line of the documentation."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     cache = DynamicCache()
     cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=3)]
     for index in range(2):
@@ -435,8 +434,6 @@ def test_a_value_of_onnxruntime_shows_type_and_shape():
 
 
 def test_an_encoder_decoder_cache_names_its_two_caches():
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
     inner = DynamicCache()
     inner.update(*pair(1, 2, 3, 4), 0)
     assert string_type(EncoderDecoderCache(inner, DynamicCache())) == (
@@ -476,7 +473,6 @@ def test_layers_without_keys_show_their_states():
 @needs_transformers
 def test_model_outputs_show_their_fields_and_batches_their_data():
     from transformers import BatchEncoding, LlamaConfig
-    from transformers.modeling_outputs import BaseModelOutput
 
     output = BaseModelOutput(last_hidden_state=torch.ones(2, 3), attentions=(torch.ones(1),))
     assert string_type(output, with_shape=True) == ("BaseModelOutput(last_hidden_state:T1s2x3,attentions:(T1s1,))")

@@ -7,7 +7,8 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
-from transformers import MistralConfig, MistralForCausalLM
+from onnxruntime.quantization import quantize_dynamic
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from yobx_flatten import Case, export_onnx
 from yobx_flatten.__main__ import main
@@ -281,8 +282,6 @@ def test_a_damaged_file_leaves_the_others_of_its_folder_judged(right, model, tmp
 
 def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):
     """onnxruntime's own dynamic quantisation is measured; a file whose weights are lost is not excused."""
-    from onnxruntime.quantization import quantize_dynamic
-
     how = {"op_types_to_quantize": ["MatMul"]}  # it takes the Attention of ONNX for the one of com.microsoft
     quantize_dynamic(saved(right, tmp_path), tmp_path / "int8.onnx", per_channel=True, **how)
     (one,) = verify_file(tmp_path / "int8.onnx", model, explain=False).files.values()
@@ -370,8 +369,6 @@ def first_call(right_model, path):
             self.model = right_model
 
         def forward(self, input_ids, position_ids):
-            from transformers import DynamicCache
-
             cache = DynamicCache()  # without the configuration: it keeps all tokens
             scores = self.model(input_ids, position_ids=position_ids, past_key_values=cache).logits
             return scores, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

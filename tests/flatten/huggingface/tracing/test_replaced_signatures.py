@@ -11,7 +11,15 @@ import pytest
 from yobx_flatten import errors
 from yobx_flatten.huggingface.tracing import replacement, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
-from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, EXPERTS, LOOPS, POSITIONS, RECURRENCES, SPARSE
+from yobx_flatten.huggingface.tracing.models import (
+    CHUNK_SCANS,
+    EXPERTS,
+    LOOPS,
+    POSITIONS,
+    RECURRENCES,
+    SPARSE,
+    model_replacements,
+)
 
 TABLES = (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE)
 
@@ -137,8 +145,6 @@ def test_a_parameter_that_is_not_known_is_a_warning():
 
 def test_a_changed_release_is_named_in_a_trace(monkeypatch):
     """The tables are read through the same check: a model whose function changed keeps its own."""
-    from yobx_flatten.huggingface.tracing.models import model_replacements
-
     changed = types.ModuleType("transformers.models.dbrx.modeling_dbrx")
 
     class DbrxExperts:

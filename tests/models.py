@@ -18,20 +18,19 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 from tests.cache_words import WORD
 
-__all__ = ["ENCODER_DECODERS", "WINDOW", "Started", "continued_alike", "go_on", "make_model", "new_cache", "start"]
+__all__ = [
+    "BART_SIZES", "ENCODER_DECODERS", "SIZES", "T5_SIZES", "WINDOW", "Started", "continued_alike", "go_on",
+    "make_model", "new_cache", "start",
+]  # fmt: skip
 
 WINDOW = 8
 
-_SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "num_hidden_layers": 2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+_BART_PARTS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+BART_SIZES = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in _BART_PARTS.items()}
+BART_SIZES["d_model"] = 32
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _NO_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MIXED = ["sliding_attention", "full_attention"]
 
@@ -58,22 +57,12 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        {**T5_SIZES, "decoder_start_token_id": 0},
     ),
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 128,
-            "decoder_start_token_id": 2,
-        },
+        {**BART_SIZES, "max_position_embeddings": 128, "decoder_start_token_id": 2},
     ),
 }
 

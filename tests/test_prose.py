@@ -36,15 +36,8 @@ PHRASES = {
 def texts() -> list[Path]:
     """The pages, and the source of both packages with its docstrings, comments and messages."""
     folders = [
-        "yobx_flatten",
-        "roundpipe_runtime",
-        "docs",
-        "examples",
-        "matrix",
-        "benchmarks",
-        "notebooks",
-        "README.md",
-    ]
+        "yobx_flatten", "roundpipe_runtime", "docs", "examples", "matrix", "benchmarks", "notebooks", "README.md",
+    ]  # fmt: skip
     folders += ["CHANGELOG.md", "CONTRIBUTING.md"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in listed.split() if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]

@@ -24,19 +24,8 @@ from yobx_flatten.terminal import failures
 from yobx_flatten.terminal.failures import Terminated
 
 COMMANDS = [
-    "demo",
-    "export",
-    "verify",
-    "adapter",
-    "generate",
-    "chat",
-    "check",
-    "explain",
-    "list",
-    "env",
-    "bench",
-    "matrix",
-]
+    "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",
+]  # fmt: skip
 
 
 def run(*arguments, **options):
@@ -78,6 +67,8 @@ def test_every_command_has_help(name):
     ("arguments", "words"),
     [
         (["exprt"], "No such command 'exprt'"),
+        (["demo", "--models", "llama,lama"], "unknown model 'lama'; choose from llama, gemma3, mistral, t5"),
+        (["demo", "--outptu", "here"], "No such option: --outptu"),
         (["export"], "Missing argument 'MODEL'"),
         (["export", "llama"], "Missing option '--output'"),
         (["export", "llama", "-o", "x", "--to", "tf"], "'--to': 'tf' is not one of"),

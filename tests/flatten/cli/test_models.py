@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -204,27 +205,23 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_nothing(no_export, tmp_path, monkeypatch, capsys):
-    """Half-way: the first file is written, the second does not fit."""
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "generate.case"), 2, "the disk is full.*"),
+        (KeyboardInterrupt(), 130, "interrupted, nothing was written"),  # Typer ends a command without a word then
+    ],
+    ids=["a full disk", "Ctrl-C"],
+)
+def test_an_export_that_ends_half_way_leaves_nothing(error, status, words, no_export, tmp_path, monkeypatch, capsys):
+    """The first file is written, the second is not."""
 
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
+    def ending(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr(write.stored_cases, "store_generation", full)
-    assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, capsys):
-    """Half-way: the first file is written. Typer ends a command without a word then."""
-
-    def pressed(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(write.stored_cases, "store_generation", pressed)
-    assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
+    monkeypatch.setattr(write.stored_cases, "store_generation", ending)
+    assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == status
+    assert re.fullmatch(f"yobx-flatten: {words}", capsys.readouterr().err.splitlines()[-1])
     assert list(tmp_path.iterdir()) == []
 
 

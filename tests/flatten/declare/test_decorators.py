@@ -151,13 +151,8 @@ def test_every_table_of_torch_takes_it_apart_alike(obj):
 def test_paths_name_fields_and_keys():
     """A dataclass has attributes, a keyed class its keys, any other class positions."""
     assert paths([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)]) == [
-        "[0].weights",
-        "[0].bias",
-        "[1]['first']",
-        "[1]['second']",
-        "[2][0]",
-        "[2][1]",
-    ]
+        "[0].weights", "[0].bias", "[1]['first']", "[1]['second']", "[2][0]", "[2][1]",
+    ]  # fmt: skip
 
 
 class Step(torch.nn.Module):

@@ -72,14 +72,8 @@ with block():
 print(changes())
 """
     assert in_a_fresh_process(program) == [
-        "flatten_dynamic_cache True",
-        "their_flatten False",
-        "2",
-        "['DynamicCache', 'Pair']",
-        "[]",
-        "[2.0]",
-        "[]",
-    ]
+        "flatten_dynamic_cache True", "their_flatten False", "2", "['DynamicCache', 'Pair']", "[]", "[2.0]", "[]",
+    ]  # fmt: skip
 
 
 def test_the_cpp_pytree_may_be_imported_after_the_block():
@@ -130,12 +124,5 @@ print([finder for finder in sys.meta_path if type(finder).__module__.startswith(
 print([name for name, value in vars(trace.__spec__.loader).items() if callable(value)])
 """
     assert in_a_fresh_process(program) == [
-        "False",
-        "while traced: False",
-        "True",
-        "7.0",
-        "False",
-        "True True",
-        "[]",
-        "[]",
-    ]
+        "False", "while traced: False", "True", "7.0", "False", "True True", "[]", "[]",
+    ]  # fmt: skip

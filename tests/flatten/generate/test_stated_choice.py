@@ -8,21 +8,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as warpers
 
 from tests.flatten.generate.eager_runner import EagerRunner
+from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, Sampling
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.sampling import probabilities
 from yobx_flatten.generate.settings import read_settings, settings_of
 from yobx_flatten.generate.steps import Parts
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-}
+SMALL = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5}
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 
@@ -30,7 +23,7 @@ MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 def _pair(config=None, **entries):
     """A model whose generation configuration has these entries, and a generator that reads them from its two files."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **{"eos_token_id": None, **(config or {})})).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, **{"eos_token_id": None, **(config or {})})).eval()
     model.generation_config = GenerationConfig(**{"pad_token_id": 0, "bos_token_id": 1, **entries})
     settings = settings_of(model.config.to_dict(), json.loads(model.generation_config.to_json_string()))
     return model, Generator(Parts(EagerRunner(model)), settings)

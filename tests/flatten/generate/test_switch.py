@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.errors import GenerationError
 from yobx_flatten.huggingface.position_switch import rereads_at_switch, switch_of
@@ -20,18 +21,8 @@ LONGROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": SWITCH,
 }
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
+TOKENS = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
+SMALL = {**SIZES, **TOKENS, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5}
 
 
 def _phi3():

@@ -169,17 +169,10 @@ def nested():
 
 
 NESTED_PATHS = [
-    "['logits']",
-    "['inner']['features']",
-    "['several'][0]['features']",
-    "['several'][0]['mask']",
-    "['hidden_states'][0]",
-    "['hidden_states'][1]",
-    "['cache']['key_0']",
-    "['cache']['value_0']",
-    "['cache']['key_1']",
-    "['cache']['value_1']",
-]
+    "['logits']", "['inner']['features']", "['several'][0]['features']", "['several'][0]['mask']",
+    "['hidden_states'][0]", "['hidden_states'][1]", "['cache']['key_0']", "['cache']['value_0']",
+    "['cache']['key_1']", "['cache']['value_1']",
+]  # fmt: skip
 
 
 def test_outputs_inside_outputs_come_back():
@@ -280,12 +273,8 @@ def test_a_batch_feature_may_hold_anything():
         named, spec = pytree.tree_flatten_with_path(one)
         rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], spec)
     assert [pytree.keystr(path) for path, _ in named] == [
-        "['pixel_values']",
-        "['sizes'][0][0]",
-        "['sizes'][0][1]",
-        "['name']",
-        "['extra']",
-    ]
+        "['pixel_values']", "['sizes'][0][0]", "['sizes'][0][1]", "['name']", "['extra']",
+    ]  # fmt: skip
     assert type(rebuilt) is BatchFeature
     assert vars(rebuilt) == vars(one)
 
@@ -316,11 +305,8 @@ def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
         named, spec = pytree.tree_flatten_with_path(one)
         rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], spec)
     assert [pytree.keystr(path) for path, _ in named][:4] == [
-        ".atom_embeds",
-        ".attention_mask",
-        ".position_embeddings[0]",
-        ".position_embeddings[1]",
-    ]
+        ".atom_embeds", ".attention_mask", ".position_embeddings[0]", ".position_embeddings[1]",
+    ]  # fmt: skip
     assert type(rebuilt) is type(one)
     assert rebuilt.atom_embeds is one.atom_embeds
     assert rebuilt.token_attention_bias[0] is one.token_attention_bias[0]

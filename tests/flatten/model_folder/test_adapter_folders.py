@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
-from tests.flatten.model_folder.words import SIZES
+from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError

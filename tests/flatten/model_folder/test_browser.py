@@ -18,7 +18,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.flatten.model_folder.words import SIZES, WORDS, word_tokenizer
+from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from tests.models import SIZES
 from yobx_flatten import export_folder
 from yobx_flatten.export import Quantization
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tests.flatten.model_folder.words import SIZES, WORDS, word_tokenizer
+from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from tests.models import SIZES
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.source.classes import small_model
 

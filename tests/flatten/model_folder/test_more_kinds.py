@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 
-from tests.flatten.model_folder.words import SIZES, made
+from tests.flatten.model_folder.words import made
+from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
 from yobx_flatten.model_folder.source.classes import small_config, small_model

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.test_more_kinds import voice
-from tests.flatten.model_folder.words import SIZES, made
+from tests.flatten.model_folder.words import made
+from tests.models import SIZES
 from yobx_flatten import GenerationError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.model_folder.pieces.tasks import pieces_for

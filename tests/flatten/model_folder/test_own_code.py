@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
-from tests.flatten.model_folder.words import SIZES
+from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ModelSourceError

@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 
-from tests.flatten.model_folder.words import SIZES, made
+from tests.flatten.model_folder.words import made
+from tests.models import SIZES
 from yobx_flatten import GenerationError, export_folder, export_program
 from yobx_flatten.model_folder.pieces.one_call import plain_pieces
 from yobx_flatten.model_folder.pieces.tasks import pieces_for

@@ -179,13 +179,9 @@ def test_the_values_of_a_good_configuration_come_back(tmp_path):
 
 # what transformers reads of a folder, or an export copies
 READ = [
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-    "chat_template.jinja",
+    "config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja",
     "additional_chat_templates/short.jinja",
-]
+]  # fmt: skip
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and pipes")

@@ -68,26 +68,6 @@ def copied(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_missing_weight_is_named(copied):
-    """It is not replaced by random numbers."""
-    weights = load_file(copied / "model.safetensors")
-    name = next(name for name in weights if "down_proj" in name)
-    left = {key: value for key, value in weights.items() if key != name}
-    save_file(left, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelSourceError, match=rf"lacks the weight {re.escape(name)} of LlamaForCausalLM"):
-        export_folder(copied, copied.parent / "out", weights="stream")
-    assert not (copied.parent / "out").exists()
-
-
-def test_a_weight_of_another_shape_is_named(copied):
-    """With both shapes."""
-    weights = load_file(copied / "model.safetensors")
-    weights["model.norm.weight"] = torch.ones(3)
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelSourceError, match=r"model.norm.weight has shape \(3,\), but LlamaForCausalLM takes"):
-        open_model(find_model(str(copied)), dtype="float32", weights="stream", to="onnx")
-
-
 def test_a_missing_file_of_weights_is_named(tmp_path):
     """Of several, which the index lists."""
     small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")

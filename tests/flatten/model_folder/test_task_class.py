@@ -7,17 +7,11 @@ import pytest
 import torch
 import transformers
 
+from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator, open_model
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.2,
-}
+SMALL = {**SIZES, "vocab_size": 99, "initializer_range": 0.2}
 IDS = torch.tensor([[5, 9, 11, 42, 7], [8, 3, 17, 60, 98]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
 
@@ -39,7 +33,7 @@ def stored(tmp_path, kind, config):
 )
 def test_embeddings_of_a_checkpoint_with_a_head_are_those_of_automodel(tmp_path, kind, config, stored_as):
     """The file of a masked language model wrote scores of the vocabulary, and was called verified."""
-    folder = stored(tmp_path, kind, getattr(transformers, config)(**SIZES, pad_token_id=1))
+    folder = stored(tmp_path, kind, getattr(transformers, config)(**SMALL, pad_token_id=1))
     with torch.no_grad():
         wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
     done = export_folder(folder, tmp_path / "out", task="feature-extraction", proof="sample")
@@ -78,7 +72,7 @@ def test_a_base_with_tied_scores_writes_text_where_the_task_asks_for_it(tmp_path
 )
 def test_a_head_that_the_checkpoint_lacks_is_refused_by_name(tmp_path, kind, task, line):
     """Any encoder was exported under the name of any task."""
-    folder = stored(tmp_path, kind, transformers.BertConfig(**SIZES))
+    folder = stored(tmp_path, kind, transformers.BertConfig(**SMALL))
     with pytest.raises((ModelSourceError, InvalidArgumentError), match=line):
         export_folder(folder, tmp_path / "out", task=task)
     assert not (tmp_path / "out").exists()
@@ -87,7 +81,7 @@ def test_a_head_that_the_checkpoint_lacks_is_refused_by_name(tmp_path, kind, tas
 def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
     """The class of an object is the caller's choice, so the line names what to pass."""
     torch.manual_seed(0)
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).eval()
     stated = list(model.config.architectures or [])
     with pytest.raises(
         InvalidArgumentError, match=r"export_folder\(model\.base_model, \.\.\., task='feature-extraction'"
@@ -114,7 +108,7 @@ def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
 )
 def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_path, kind, config):
     """Its class is not one of the task's names, and its scores were exported as features."""
-    model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES)).eval()
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL)).eval()
     with pytest.raises(InvalidArgumentError, match=rf"A {kind} returns the scores of its head.*\n.*model\.base_model"):
         export_folder(model, tmp_path / "out", task="feature-extraction")
     assert not (tmp_path / "out").exists()
@@ -130,7 +124,7 @@ def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_pat
 )
 def test_a_checkpoint_of_pretraining_is_exported_without_its_head(tmp_path, kind, config, base, more):
     """No task was asked for. The scores of pretraining were exported under the name of features."""
-    folder = stored(tmp_path, kind, getattr(transformers, config)(**SIZES | more, pad_token_id=1))
+    folder = stored(tmp_path, kind, getattr(transformers, config)(**SMALL | more, pad_token_id=1))
     with torch.no_grad():
         wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
     done = export_folder(folder, tmp_path / "out", to="program", proof="sample")
@@ -147,7 +141,7 @@ def test_a_checkpoint_of_pretraining_is_exported_without_its_head(tmp_path, kind
 )
 def test_a_loaded_model_keeps_its_head_and_the_report_names_it(tmp_path, kind, config):
     """The class of an object is the caller's choice. The line for embeddings is followed."""
-    model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES)).eval()
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL)).eval()
     done = export_folder(model, tmp_path / "out", to="program", proof="none")
     assert f"{kind} was exported, with its head. For embeddings, export model.base_model." in str(
         done.reports["model.pt2"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from tests.flatten.model_folder.words import SIZES
+from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
 from yobx_flatten.model_folder.pieces.grid_images import TiledVisionEncoder
 from yobx_flatten.model_folder.source.classes import small_model

@@ -6,39 +6,17 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models import BART_SIZES, SIZES, T5_SIZES
+
 __all__ = ["MODELS", "generate_inputs", "make_generator"]
 
 _VOCABULARY, _IMAGE = 96, 5
-_SIZES = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+_SIZES = {**SIZES, "vocab_size": _VOCABULARY, "num_key_value_heads": 2, "head_dim": 8}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _WINDOW = {"sliding_window": 8}
 _MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
-_BART_LIKE = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "decoder_start_token_id": 1,
-}
+_VISION = {**SIZES, "image_size": 16, "patch_size": 4}
+_BART_LIKE = {**BART_SIZES, "vocab_size": _VOCABULARY, "decoder_start_token_id": 1}
 
 # name -> configuration, model, what the configuration is given
 _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -57,26 +35,17 @@ _ENCODER_DECODER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
-        {
-            "vocab_size": _VOCABULARY,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "decoder_start_token_id": 0,
-        },
+        {"vocab_size": _VOCABULARY, **T5_SIZES, "decoder_start_token_id": 0},
     ),
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
-        {"vocab_size": _VOCABULARY, **_BART_LIKE, "max_position_embeddings": 64, "forced_eos_token_id": None},
+        {**_BART_LIKE, "max_position_embeddings": 64, "forced_eos_token_id": None},
     ),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
         {
-            "vocab_size": _VOCABULARY,
             **_BART_LIKE,
             "num_mel_bins": 8,
             "max_source_positions": 20,

@@ -82,13 +82,8 @@ def test_paths_have_keys_of_jax():
         path for path, _ in jax.tree_util.tree_flatten_with_path([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)])[0]
     ]
     assert [jax.tree_util.keystr(path) for path in paths] == [
-        "[0].weights",
-        "[0].bias",
-        "[1]['first']",
-        "[1]['second']",
-        "[2][0]",
-        "[2][1]",
-    ]
+        "[0].weights", "[0].bias", "[1]['first']", "[1]['second']", "[2][0]", "[2][1]",
+    ]  # fmt: skip
 
 
 # Registered, taken back, registered again.

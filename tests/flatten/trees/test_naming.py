@@ -12,14 +12,9 @@ def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
     """`past_key_values.0.key`, and `past_key_values.length` where the cache needs its counter."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
     assert leaf_names(kwargs) == [
-        "input_ids",
-        "attention_mask",
-        "past_key_values.0.key",
-        "past_key_values.0.value",
-        "past_key_values.1.key",
-        "past_key_values.1.value",
-        "past_key_values.length",
-    ]
+        "input_ids", "attention_mask", "past_key_values.0.key", "past_key_values.0.value", "past_key_values.1.key",
+        "past_key_values.1.value", "past_key_values.length",
+    ]  # fmt: skip
 
 
 def test_outputs_are_called_present():

@@ -13,6 +13,7 @@ import transformers
 from transformers.cache_utils import StaticCache
 
 from tests.cache_words import WORD, cache_of
+from tests.models import SIZES
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
 from yobx_flatten.huggingface.cases import next_inputs
 
@@ -20,19 +21,8 @@ __all__ = ["WINDOW", "assert_serves", "export_decode", "small_model", "some_size
 
 WINDOW = 8
 STEPS = 3
-_SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1}
+_SIZES = {**SIZES, **_TOKENS, "vocab_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
 @functools.cache

@@ -117,29 +117,17 @@ def test_packages_depend_in_one_direction(module):
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
     shared = ("yobx_flatten.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
-    inner = (".errors.dependencies", ".errors.failures", ".errors.tried_versions")
     inner = (
-        *inner,
-        ".core.compare",
-        ".core.effects",
-        ".core.interrupts",
-        ".huggingface.cache_names",
-        ".lazy_names",
-        ".private_names.of_torch",
-        ".recipe.aliases",
+        *(f".errors.{name}" for name in ("dependencies", "failures", "tried_versions")),
+        *(f".core.{name}" for name in ("compare", "effects", "interrupts")),
+        *(".huggingface.cache_names", ".lazy_names", ".private_names.of_torch", ".recipe.aliases"),
+        *(f".model_folder.source.{name}" for name in ("configuration", "packed_weights", "tokenizer_files")),
+        # one way to read one weight
+        *(f".model_folder.source.{name}" for name in ("classes", "find", "gguf_file", "open")),
+        # one way to a disk, and one to run what a file chooses
+        *(f".files.{name}" for name in ("document", "limited", "scratch", "tensors")),
+        ".registry.patches",  # one way to replace an attribute for a while
     )
-    inner = (*inner, ".model_folder.source.configuration", ".model_folder.source.packed_weights")
-    inner = (*inner, ".model_folder.source.tokenizer_files")
-    # one way to read one weight
-    inner = (*inner, *(f".model_folder.source.{name}" for name in ("classes", "find", "gguf_file", "open")))
-    inner = (
-        *inner,
-        ".files.document",
-        ".files.limited",
-        ".files.scratch",
-        ".files.tensors",
-    )  # one way to a disk, and one to run what a file chooses
-    inner = (*inner, ".registry.patches")  # one way to replace an attribute for a while
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}
     foreign = [found for found in imports_of(module) if found.target.partition(".")[0] in set(PACKAGES) - {package}]

@@ -21,14 +21,3 @@ def test_padded_rows_go_past_the_window_as_the_model_does(name):
     assert len(generator.parts.decoder.shared) == len(generator.parts.decoder.slots)
     found = generator.generate(**prompts(), max_new_tokens=TOKENS)
     assert found.tolist() == expected(model, prompts()).tolist()
-
-
-@pytest.mark.slow
-def test_two_streams_have_memory_of_their_own():
-    """Read in turns, they yield the columns of `generate`."""
-    generator = OnnxGenerator(exported("llama", optimize="onnxruntime")[1], threads=1)
-    whole = generator.generate(**prompts(), max_new_tokens=6)[:, 9:]
-    streams = [generator.stream(**prompts(), max_new_tokens=6) for _ in range(2)]
-    pairs = list(zip(*streams, strict=True))
-    assert [first.tolist() for first, _ in pairs] == whole.T.tolist()
-    assert [second.tolist() for _, second in pairs] == whole.T.tolist()

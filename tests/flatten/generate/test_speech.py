@@ -2,54 +2,22 @@
 
 import pytest
 import torch
-import transformers
 
+from tests.flatten.generate.listeners import listener, rows_that_end, sound
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, Sampling, export_folder, open_generator
 from yobx_flatten.generate.settings import settings_of
 
 pytestmark = pytest.mark.slow
 
-LANGUAGES = {
-    "is_multilingual": True,
-    "lang_to_id": {"<|en|>": 182, "<|de|>": 183},
-    "task_to_id": {"transcribe": 184, "translate": 185},
-    "no_timestamps_token_id": 189,
-    "prev_sot_token_id": 187,
-    "return_timestamps": False,
-    "max_initial_timestamp_index": 5,
-}
-
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory):
     """A model whose configuration of generation states languages, tasks and times, and its folder."""
-    tokens = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
-    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
-    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
-    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
-    sizes |= {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16, "max_source_positions": 50}
-    config = transformers.WhisperConfig(**sizes, **tokens, max_target_positions=60, init_std=0.4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.WhisperForConditionalGeneration(config).eval()
-    suppressed = {"begin_suppress_tokens": [20, 180], "suppress_tokens": [1, 2, 7]}
-    model.generation_config = transformers.GenerationConfig(**tokens, **suppressed, max_length=58)
-    for name, value in LANGUAGES.items():
-        setattr(model.generation_config, name, value)
+    model = listener(begin_suppress_tokens=[20, 180], max_length=58)
     folder = tmp_path_factory.mktemp("whisper") / "out"
     assert export_folder(model, folder).verified.ok
     return model, open_generator(folder)
-
-
-def sound(frames, rows=2):
-    return torch.randn(rows, 16, frames, generator=torch.Generator().manual_seed(3))
-
-
-def padded_rows(frames, end):
-    mask = torch.ones(2, frames, dtype=torch.int64)
-    mask[1, end:] = 0
-    return mask
 
 
 @pytest.mark.parametrize(
@@ -61,8 +29,8 @@ def padded_rows(frames, end):
         (100, {"language": "en", "return_timestamps": True, "max_new_tokens": 30}),
         (60, {"language": "en", "max_new_tokens": 12}),
         (100, {"language": "en", "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12}),
-        (330, {"language": "en", "return_timestamps": True, "attention_mask": padded_rows(330, 210)}),
-        (330, {"return_timestamps": True, "num_beams": 2, "attention_mask": padded_rows(330, 330)}),
+        (330, {"language": "en", "return_timestamps": True, "attention_mask": rows_that_end(330, 210)}),
+        (330, {"return_timestamps": True, "num_beams": 2, "attention_mask": rows_that_end(330, 330)}),
     ],
     ids=["detected", "translation", "languages", "times", "short", "beams", "windows", "beams of windows"],
 )

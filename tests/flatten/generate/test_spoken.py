@@ -2,43 +2,16 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 
+from tests.flatten.generate.listeners import listener, stated
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator
 
-LANGUAGES = {"<|en|>": 182, "<|de|>": 183, "<|fr|>": 186}
-OWN = {
-    "is_multilingual": True,
-    "lang_to_id": LANGUAGES,
-    "task_to_id": {"transcribe": 184, "translate": 185},
-    "no_timestamps_token_id": 189,
-    "prev_sot_token_id": 187,
-    "return_timestamps": False,
-}
 SOUND = torch.randn(6, 16, 100, generator=torch.Generator().manual_seed(1)) * 3
-
-
-def _configured(model, **entries):
-    config = GenerationConfig(
-        decoder_start_token_id=181, eos_token_id=180, pad_token_id=180, bos_token_id=180, suppress_tokens=[1, 2, 7]
-    )
-    for name, value in {**OWN, **entries}.items():
-        setattr(config, name, value)
-    model.generation_config = config
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16}
-    places = {"max_source_positions": 50, "max_target_positions": 60}
-    layers = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-    layers = {f"{side}_{what}": count for side in ("encoder", "decoder") for what, count in layers.items()}
-    tokens = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
-    config = WhisperConfig(**sizes, **places, **layers, **tokens, init_std=0.4)
-    model = WhisperForConditionalGeneration(config).eval()
-    _configured(model)
-    folder = tmp_path_factory.mktemp("spoken") / "out"
+    model, folder = listener(), tmp_path_factory.mktemp("spoken") / "out"
     assert export_folder(model, folder, proof="sample").verified.ok
     return model, folder
 
@@ -47,7 +20,7 @@ def exported(tmp_path_factory):
 def test_the_language_is_detected_for_each_row(exported):
     """Several languages among the rows, each with the tokens of the model."""
     model, folder = exported
-    _configured(model, lang_to_id={f"<|{token}|>": token for token in range(20, 180)})
+    model.generation_config = stated(lang_to_id={f"<|{token}|>": token for token in range(20, 180)})
     model.generation_config.save_pretrained(folder)
     many = torch.randn(200, 16, 100, generator=torch.Generator().manual_seed(2)).cumsum(-1)
     heard = model.detect_language(many)
@@ -72,7 +45,7 @@ def test_the_language_is_detected_for_each_row(exported):
 def test_what_is_stated_is_the_prompt(entries, exported):
     """With the tokens of the model, as many as it makes."""
     model, folder = exported
-    _configured(model, **entries)
+    model.generation_config = stated(**entries)
     if entries.get("lang_to_id", 0) is None:
         del model.generation_config.lang_to_id
     model.generation_config.save_pretrained(folder)
@@ -85,7 +58,7 @@ def test_what_is_stated_is_the_prompt(entries, exported):
 def test_a_language_that_the_model_does_not_have_is_refused(exported):
     """As it is by the model."""
     model, folder = exported
-    _configured(model, language="xx")
+    model.generation_config = stated(language="xx")
     model.generation_config.save_pretrained(folder)
     with pytest.raises(InvalidArgumentError, match="xx"):
         open_generator(folder).generate(input_features=SOUND)

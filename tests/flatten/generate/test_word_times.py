@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import transformers
 
+from tests.flatten.generate.listeners import listener, rows_that_end, sound
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, open_model
 
@@ -14,61 +14,38 @@ pytestmark = [
 ]
 
 HEADS = [[2, 3], [1, 2], [1, 0]]  # of two of three layers, in an order of their own
-TOKENS = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
-OWN = {
-    "is_multilingual": True,
-    "lang_to_id": {"<|en|>": 182, "<|de|>": 183},
-    "task_to_id": {"transcribe": 184, "translate": 185},
-    "no_timestamps_token_id": 189,
-    "prev_sot_token_id": 187,
-    "return_timestamps": False,
-    "max_initial_timestamp_index": 5,
-    "suppress_tokens": [1, 2, 7, 180],  # no text ends early
-}
 
 
-def listener(heads=None):
-    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 3)
-    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
-    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
-    sizes |= {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16, "max_source_positions": 50}
-    config = transformers.WhisperConfig(**sizes, **TOKENS, max_target_positions=60, init_std=0.4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.WhisperForConditionalGeneration(config).eval()
-    model.generation_config = transformers.GenerationConfig(**TOKENS, max_length=58)
-    for name, value in {**OWN, "alignment_heads": heads}.items():
-        setattr(model.generation_config, name, value)
-    return model
+def aligned(heads=None):
+    """A model of three layers, whose texts do not end early."""
+    return listener(3, suppress_tokens=[1, 2, 7, 180], max_length=58, alignment_heads=heads)
 
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
     """A model and its folder, whose decoders return the weights of three heads."""
-    model, folder = listener(HEADS), tmp_path_factory.mktemp("words") / "out"
+    model, folder = aligned(HEADS), tmp_path_factory.mktemp("words") / "out"
     assert export_folder(model, folder, word_times=True).verified.ok
     return model, folder
-
-
-def sound(frames):
-    return torch.randn(2, 16, frames, generator=torch.Generator().manual_seed(3))
-
-
-def ends(frames, end):
-    mask = torch.ones(2, frames, dtype=torch.int64)
-    mask[1, end:] = 0
-    return mask
 
 
 @pytest.mark.parametrize(
     ("frames", "asked"),
     [
         (100, {"language": "en"}),
-        (100, {"return_timestamps": True, "attention_mask": ends(100, 70)}),
-        (60, {"language": "de", "attention_mask": ends(60, 50)}),
+        (100, {"return_timestamps": True, "attention_mask": rows_that_end(100, 70)}),
+        (60, {"language": "de", "attention_mask": rows_that_end(60, 50)}),
         (100, {"language": "en", "num_beams": 3}),
-        (330, {"language": "en", "return_timestamps": True, "attention_mask": ends(330, 210)}),
-        (330, {"return_timestamps": True, "num_beams": 2, "attention_mask": ends(330, 250), "return_segments": True}),
+        (330, {"language": "en", "return_timestamps": True, "attention_mask": rows_that_end(330, 210)}),
+        (
+            330,
+            {
+                "return_timestamps": True,
+                "num_beams": 2,
+                "attention_mask": rows_that_end(330, 250),
+                "return_segments": True,
+            },
+        ),
     ],
     ids=["one window", "rows that end", "short", "beams", "windows", "beams of windows"],
 )
@@ -112,7 +89,7 @@ def test_a_head_that_is_not_in_the_files_is_refused(heard):
 
 def test_without_the_option_no_weights_are_computed(tmp_path):
     """The files are what they were, and the error names the option."""
-    export_folder(listener(HEADS), tmp_path / "out", to="program", proof="none")
+    export_folder(aligned(HEADS), tmp_path / "out", to="program", proof="none")
     generator = open_generator(tmp_path / "out", trust=True)
     assert not any("attention" in name for name in generator.parts.decoder.outputs)
     with pytest.raises(InvalidArgumentError, match="word_times=True"):
@@ -124,8 +101,8 @@ def test_without_the_option_no_weights_are_computed(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (listener, "alignment_heads, and this WhisperFor.* names none"),
-        (lambda: listener([[3, 0]]), r"has \[3, 0\], and the decoder has 3 layers of 4 heads"),
+        (aligned, "alignment_heads, and this WhisperFor.* names none"),
+        (lambda: aligned([[3, 0]]), r"has \[3, 0\], and the decoder has 3 layers of 4 heads"),
         (lambda: exported("t5")[0], "alignment_heads"),
         (lambda: exported("llama")[0], "is for Whisper"),
     ],

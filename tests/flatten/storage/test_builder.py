@@ -11,7 +11,6 @@ from tests.flatten.storage.storage_values import State, same
 from yobx_flatten import (
     InvalidArgumentError,
     MiniOnnxBuilder,
-    NotRegisteredError,
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
 )
@@ -161,12 +160,3 @@ def test_tensors_go_to_the_device():
     found = create_input_tensors_from_onnx_model(model, device="meta")
     assert found[0].device.type == "meta"
     assert found[1].tolist() == [1, 1]
-
-
-def test_an_unregistered_object_is_refused():
-    class Strange:
-        def __init__(self):
-            self.x = torch.ones(1)
-
-    with pytest.raises(NotRegisteredError, match=r"x\.0 is a .*Strange"):
-        create_onnx_model_from_input_tensors({"x": [Strange()]})

@@ -3,12 +3,21 @@
 import numpy
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from yobx_flatten.verify import verify_file
 
 from .peer_files import WRITTEN, llama, mistral, t5
-from .test_planted_faults import constant, permuted_head, read_through, renamed, returned_through, stale_mask
+from .test_planted_faults import (
+    clipped_tokens,
+    first_row_for_all,
+    permuted_head,
+    renamed,
+    stale_cache,
+    stale_mask,
+    wrong_axis,
+    wrong_position,
+)
 
 FILES = {
     "optimum/encoder_model": t5,
@@ -25,37 +34,6 @@ def changed_constant(proto, name, change):
     """Change the values of a constant of the file."""
     (held,) = (tensor for tensor in proto.graph.initializer if tensor.name == name)
     held.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(held).copy()), name))
-
-
-def wrong_axis(proto, name, axis):
-    """Turn an output round along an axis."""
-    ends = {"begin": -1, "end": -(2**31), "axis": axis, "step": -1}
-    slice_ = helper.make_node("Slice", ["unchanged", *ends], [name])
-    returned_through(proto, name, *(constant(one, [value]) for one, value in ends.items()), slice_)
-
-
-def first_row_for_all(proto, name):
-    nodes = [constant("first", [0]), helper.make_node("Gather", ["unchanged", "first"], ["row"], axis=0)]
-    nodes += [helper.make_node("Shape", ["unchanged"], ["shape"]), helper.make_node("Expand", ["row", "shape"], [name])]
-    returned_through(proto, name, *nodes)
-
-
-def stale_cache(proto, name):
-    """The newest token of a part of the cache is left out, and the oldest is there twice."""
-    nodes = [constant(one, [value]) for one, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
-    nodes += [helper.make_node("Slice", ["unchanged", "begin", "end", "axis"], ["older"])]
-    nodes += [helper.make_node("Slice", ["unchanged", "begin", "first", "axis"], ["oldest"])]
-    returned_through(proto, name, *nodes, helper.make_node("Concat", ["oldest", "older"], [name], axis=2))
-
-
-def positions_of_zero(proto):
-    nodes = [constant("zero", 0), helper.make_node("Mul", ["position_ids", "zero"], ["changed"])]
-    read_through(proto, "position_ids", *nodes)
-
-
-def clipped_tokens(proto):
-    nodes = [constant("most", 30), helper.make_node("Min", ["input_ids", "most"], ["changed"])]
-    read_through(proto, "input_ids", *nodes)
 
 
 def larger_epsilon(proto):
@@ -86,7 +64,7 @@ FAULTS = {
         "genai/model",
         lambda proto: changed_constant(proto, "cos_cache", lambda values: numpy.roll(values, 1, axis=0)),
     ),
-    "clipped tokens": ("torch/model", clipped_tokens),
+    "clipped tokens": ("torch/model", lambda proto: clipped_tokens(proto, 30)),
     "first row for all": ("torch/model", lambda proto: first_row_for_all(proto, proto.graph.output[0].name)),
     "stale mask of a decoder": ("torch/model", stale_mask),
     "permuted heads of a weight": (
@@ -99,7 +77,7 @@ FAULTS = {
         "transformers/prefill",
         lambda proto: changed_constant(proto, "val_39", lambda values: values * 1000),
     ),
-    "positions of zero": ("transformers/decode", positions_of_zero),
+    "positions of zero": ("transformers/decode", wrong_position),
     "scores turned round": ("transformers/decode", lambda proto: wrong_axis(proto, "logits", 2)),
 }
 

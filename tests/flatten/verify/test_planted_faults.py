@@ -123,33 +123,29 @@ def wrong_position(proto):
     read_through(proto, "position_ids", *nodes)
 
 
-def first_row_for_all(proto):
+def first_row_for_all(proto, name="logits"):
     nodes = [constant("first", [0]), helper.make_node("Gather", ["unchanged", "first"], ["row"], axis=0)]
-    nodes += [
-        helper.make_node("Shape", ["unchanged"], ["shape"]),
-        helper.make_node("Expand", ["row", "shape"], ["logits"]),
-    ]
-    returned_through(proto, "logits", *nodes)
+    nodes += [helper.make_node("Shape", ["unchanged"], ["shape"]), helper.make_node("Expand", ["row", "shape"], [name])]
+    returned_through(proto, name, *nodes)
 
 
-def wrong_axis(proto):
-    """The order of the tokens is turned round along another axis than the one of the vocabulary."""
-    nodes = [constant(name, [value]) for name, value in {"begin": -1, "end": -(2**31), "axis": 1, "step": -1}.items()]
-    slice_ = helper.make_node("Slice", ["unchanged", "begin", "end", "axis", "step"], ["logits"])
-    returned_through(proto, "logits", *nodes, slice_)
+def wrong_axis(proto, name="logits", axis=1):
+    """An output is turned round along an axis; the scores along another one than that of the vocabulary."""
+    ends = {"begin": -1, "end": -(2**31), "axis": axis, "step": -1}
+    slice_ = helper.make_node("Slice", ["unchanged", *ends], [name])
+    returned_through(proto, name, *(constant(one, [value]) for one, value in ends.items()), slice_)
 
 
-def stale_cache(proto):
+def stale_cache(proto, name="present.1.value"):
     """The cache that comes out lacks its newest token, and has its oldest twice."""
-    nodes = [constant(name, [value]) for name, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
+    nodes = [constant(one, [value]) for one, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
     nodes += [helper.make_node("Slice", ["unchanged", "begin", "end", "axis"], ["older"])]
     nodes += [helper.make_node("Slice", ["unchanged", "begin", "first", "axis"], ["oldest"])]
-    nodes += [helper.make_node("Concat", ["oldest", "older"], ["present.1.value"], axis=2)]
-    returned_through(proto, "present.1.value", *nodes)
+    returned_through(proto, name, *nodes, helper.make_node("Concat", ["oldest", "older"], [name], axis=2))
 
 
-def clipped_tokens(proto):
-    nodes = [constant("most", 40), helper.make_node("Min", ["input_ids", "most"], ["changed"])]
+def clipped_tokens(proto, most=40):
+    nodes = [constant("most", most), helper.make_node("Min", ["input_ids", "most"], ["changed"])]
     read_through(proto, "input_ids", *nodes)
 
 

@@ -57,7 +57,7 @@ def test_a_call_without_a_cache_is_the_last():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),)), id="past the window"),
+        pytest.param(("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}), id="past the window"),
         pytest.param(("T5Config", "T5ForConditionalGeneration"), id="with an encoder"),
     ],
 )

@@ -56,7 +56,7 @@ def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
     "names",
     [
         pytest.param(("LlamaConfig", "LlamaForCausalLM"), id="llama", marks=pytest.mark.extended),
-        pytest.param(("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),)), id="mistral"),
+        pytest.param(("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}), id="mistral"),
     ],
 )
 def test_a_strict_export_serves_other_lengths(names):

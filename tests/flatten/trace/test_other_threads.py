@@ -15,7 +15,7 @@ from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
 pytestmark = pytest.mark.slow
 
-MISTRAL = ("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),))
+MISTRAL = ("MistralConfig", "MistralForCausalLM", {"sliding_window": 8})
 ROUNDS = 25
 IDS = torch.arange(1, 13).reshape(2, 6)
 MASK = torch.ones_like(IDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.models import SIZES
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
 from yobx_flatten.huggingface.cases import next_inputs
 
-__all__ = ["WINDOW", "assert_serves", "export_decode", "small_model", "some_sizes"]
+__all__ = ["WINDOW", "assert_serves", "export_decode", "small_model", "some_sizes", "steps_of"]
 
 WINDOW = 8
 STEPS = 3
@@ -25,18 +24,14 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer
 _SIZES = {**SIZES, **_TOKENS, "vocab_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
-@functools.cache
-def small_model(config_class: str, model_class: str, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+def small_model(config_class: str, model_class: str, options: dict[str, Any] | None = None) -> Any:
     """Return a small model with random weights; skip the test where the installed transformers has no such class.
 
-    Args:
-        config_class: name of the configuration.
-        model_class: name of the model.
-        options: what differs from the usual sizes, as pairs; ``...`` leaves a field alone.
+    Options are what differs from the usual sizes; ``...`` leaves a field alone.
     """
     if not hasattr(transformers, config_class):
         pytest.skip(f"transformers {transformers.__version__} has no {config_class}")
-    chosen = {key: value for key, value in {**_SIZES, **dict(options)}.items() if value is not ...}
+    chosen = {key: value for key, value in {**_SIZES, **(options or {})}.items() if value is not ...}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return getattr(transformers, model_class)(getattr(transformers, config_class)(**chosen)).eval()
@@ -62,13 +57,14 @@ def assert_serves(program: Any, model: Any, cases: Iterable[DecodeSizes], *, roo
     """Compare some steps of every case, each fed with the cache that came out of the one before."""
     for sizes in cases:
         case = inputs(model, sizes, room, seed=sizes.past)
-        found, expected = _steps(program, case), _steps(model, case)
+        found, expected = steps_of(program, case), steps_of(model, case)
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             difference = (ours - theirs).abs().max().item()
             assert difference < 1e-4, f"{sizes}, step {step}: logits differ by {difference:.1e}"
 
 
-def _steps(call: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def steps_of(call: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Logits of some decode steps, each fed with the cache that came out of the one before."""
     logits = []
     kwargs = copy.deepcopy(kwargs)
     for _ in range(STEPS):

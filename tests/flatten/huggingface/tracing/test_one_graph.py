@@ -11,9 +11,9 @@ import transformers.cache_utils as cache_utils
 from tests import fresh_process
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
+from tests.flatten.huggingface.tracing.one_graph import steps_of
 from tests.models import WINDOW, make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, make_dynamic_cache, register_flattening_functions
-from yobx_flatten.huggingface.cases import next_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -27,26 +27,12 @@ SIZES = {
     "past the window, a padded row": DecodeSizes(batch=4, past=2 * WINDOW + 5, new=1, padding=3),
     "past the window, a padded row, a chunk": DecodeSizes(batch=2, past=WINDOW + 1, new=3, padding=WINDOW + 1),
 }
-STEPS = 3
 
 
 def _program(name: str, **options: object) -> torch.export.ExportedProgram:
     """Export plainly, without our helper: what a user types."""
     kwargs = decode_inputs(make_model(name), EXAMPLE)
     return torch.export.export(make_model(name), (), kwargs, dynamic_shapes=dynamic_shapes(kwargs), **options)
-
-
-def _steps(call: object, kwargs: dict[str, object]) -> list[torch.Tensor]:
-    """Logits of some decode steps, each fed with the cache that came out of the one before."""
-    logits = []
-    kwargs = copy.deepcopy(kwargs)
-    for _ in range(STEPS):
-        given = {**kwargs, WORD: copy.deepcopy(cache_of(kwargs))}
-        with torch.no_grad():
-            outputs = call(**given)
-        logits.append(outputs.logits)
-        kwargs = next_inputs(kwargs, outputs)
-    return logits
 
 
 @pytest.fixture(scope="module", params=cases(["llama", "gemma2", "gemma3", "mistral"], quick=["gemma2"]))
@@ -62,7 +48,7 @@ def test_one_program_serves_every_length(exported, sizes):
     """Three decode steps equal the eager model's, on either side of the window, for other batches and chunks."""
     name, _, module = exported
     kwargs = decode_inputs(make_model(name), sizes, seed=sizes.past)
-    for found, expected in zip(_steps(module, kwargs), _steps(make_model(name), kwargs), strict=True):
+    for found, expected in zip(steps_of(module, kwargs), steps_of(make_model(name), kwargs), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -121,8 +107,8 @@ def test_an_example_below_the_window_serves_lengths_past_it(name):
         module = program.module()
         for sizes in SIZES.values():
             case = decode_inputs(make_model(name), sizes)
-            expected = _steps(make_model(name), case)
-            for found, wanted in zip(_steps(module, case), expected, strict=True):
+            expected = steps_of(make_model(name), case)
+            for found, wanted in zip(steps_of(module, case), expected, strict=True):
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -134,8 +120,8 @@ def test_position_ids_may_be_given():
     case = decode_inputs(model, SIZES["past the window, a padded row"], like=like)
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
-        found = _steps(program.module(), case)
-    for logits, expected in zip(found, _steps(model, case), strict=True):
+        found = steps_of(program.module(), case)
+    for logits, expected in zip(found, steps_of(model, case), strict=True):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -178,8 +164,8 @@ def test_a_program_exported_from_a_built_cache_takes_a_real_one():
     case = decode_inputs(model, DecodeSizes(batch=3, past=11, new=1))
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
-        found = _steps(program.module(), case)
-    for logits, expected in zip(found, _steps(model, case), strict=True):
+        found = steps_of(program.module(), case)
+    for logits, expected in zip(found, steps_of(model, case), strict=True):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -20,51 +20,26 @@ from tests.flatten.huggingface.tracing.one_graph import (
 )
 from yobx_flatten import DecodeSizes, register_flattening_functions
 
-_MIXED = ("sliding_attention", "full_attention")
-_EXPERTS = (("num_local_experts", 4), ("num_experts_per_tok", 2))
+_SLIDES = {"sliding_window": WINDOW}
+_MIXED = {**_SLIDES, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+_CHUNKS = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
+# the last two layers read the keys of the first two
+_SHARED = {**_SLIDES, "layer_types": _MIXED["layer_types"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+_SHARED |= {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": [48] * 4, "laurel_rank": 8}
+_SHARED |= {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "head_dim": 8}
 MODELS = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", ()),
-    "mistral": ("MistralConfig", "MistralForCausalLM", (("sliding_window", WINDOW),)),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        (("sliding_window", WINDOW), ("layer_types", _MIXED), ("head_dim", 8), ("query_pre_attn_scalar", 8)),
-    ),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", (("sliding_window", WINDOW), ("layer_types", _MIXED))),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        (("sliding_window", WINDOW), ("layer_types", _MIXED), ("head_dim", 8), *_EXPERTS),
-    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _SLIDES),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", _MIXED),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_MIXED, **_EXPERTS}),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
-        (
-            ("attention_chunk_size", WINDOW),
-            ("layer_types", ("chunked_attention", "full_attention")),
-            ("no_rope_layers", (1, 0)),
-            ("intermediate_size_mlp", 48),
-            ("head_dim", 8),
-            *_EXPERTS,
-        ),
+        {**_CHUNKS, **_EXPERTS, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48},
     ),
-    # the last two layers read the keys of the first two
-    "gemma3n": (
-        "Gemma3nTextConfig",
-        "Gemma3nForCausalLM",
-        (
-            ("sliding_window", WINDOW),
-            ("num_hidden_layers", 4),
-            ("layer_types", _MIXED * 2),
-            ("num_kv_shared_layers", 2),
-            ("activation_sparsity_pattern", (0.95, 0.95, 0.0, 0.0)),
-            ("intermediate_size", (48,) * 4),
-            ("vocab_size_per_layer_input", 96),
-            ("hidden_size_per_layer_input", 8),
-            ("laurel_rank", 8),
-            ("head_dim", 8),
-        ),
-    ),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", _SHARED),
 }
 EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
 ROOM = 64
@@ -79,18 +54,7 @@ pytestmark = [
 
 
 def _model(name):
-    config, model, options = MODELS[name]
-    lists = ("layer_types", "no_rope_layers", "activation_sparsity_pattern", "intermediate_size")
-    return small_model(
-        config, model, tuple((k, _Listed(v) if k in lists and type(v) is tuple else v) for k, v in options)
-    )
-
-
-class _Listed(list):
-    """A list that can be the key of a cache."""
-
-    def __hash__(self):
-        return hash(tuple(self))
+    return small_model(*MODELS[name])
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from matrix.models import make_model
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
+from tests.models import SIZES
 from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
 
 pytestmark = [
@@ -20,67 +21,22 @@ pytestmark = [
 ]
 
 
-class _Listed(list):
-    """A list that can be the key of a cache."""
-
-    def __hash__(self):
-        return hash(tuple(self))
-
-
-class _Options(dict):
-    """Options that can be the key of a cache."""
-
-    def __hash__(self):
-        return hash(tuple(self))
-
-
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_JAMBA |= {"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+_MINIMAX = {"layer_types": ["full_attention", "linear_attention"], "num_local_experts": 2, "head_dim": 8}
 MODELS = {
-    "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        (
-            ("attn_layer_period", 2),
-            ("attn_layer_offset", 1),
-            ("expert_layer_period", 2),
-            ("expert_layer_offset", 1),
-            ("num_experts", 2),
-            ("mamba_d_state", 4),
-            ("mamba_dt_rank", 4),
-            ("use_mamba_kernels", False),
-        ),
-    ),
-    "minimax": (
-        "MiniMaxConfig",
-        "MiniMaxForCausalLM",
-        (
-            ("layer_types", _Listed(["full_attention", "linear_attention"])),
-            ("num_local_experts", 2),
-            ("head_dim", 8),
-            ("block_size", 4),
-        ),
-    ),
-    "zaya": ("ZayaConfig", "ZayaForCausalLM", (("head_dim", 8), ("num_experts", 2), ("num_experts_per_tok", 1))),
+    "jamba": ("JambaConfig", "JambaForCausalLM", _JAMBA),
+    "minimax": ("MiniMaxConfig", "MiniMaxForCausalLM", {**_MINIMAX, "block_size": 4}),
+    "zaya": ("ZayaConfig", "ZayaForCausalLM", {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1}),
 }
 EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
 
 
-EXPERTS = {
-    "dbrx": (
-        "DbrxConfig",
-        "DbrxForCausalLM",
-        (
-            *((name, ...) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")),
-            ("num_key_value_heads", ...),
-            ("max_position_embeddings", ...),
-            ("d_model", 32),
-            ("n_heads", 4),
-            ("n_layers", 2),
-            ("max_seq_len", 128),
-            ("attn_config", _Options(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8)),
-            ("ffn_config", _Options(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)),
-        ),
-    )
-}
+_DBRX = dict.fromkeys((*SIZES, "num_key_value_heads", "max_position_embeddings"), ...)
+_DBRX |= {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}
+_DBRX["attn_config"] = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}
+_DBRX["ffn_config"] = {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+EXPERTS = {"dbrx": ("DbrxConfig", "DbrxForCausalLM", _DBRX)}
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -100,27 +56,14 @@ def test_a_recurrence_has_one_program(name):
 
 
 # 5.24 has the first model that calls its layers in a loop; where only the last call writes, the others read the past
-LOOPED = (
-    "DoryConfig",
-    "DoryForCausalLM",
-    (
-        ("head_dim", 8),
-        ("num_hidden_layers", 4),
-        ("layer_types", _Listed(["sliding_attention", "full_attention"] * 2)),
-        ("sliding_window", WINDOW),
-        ("n_input_layers", 1),
-        ("n_output_layers", 1),
-        ("n_recurrent_loops", 3),
-        ("ngpt_alpha_init", 0.5),
-    ),
-)
+LOOPED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": WINDOW}
+LOOPED |= {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "ngpt_alpha_init": 0.5, "head_dim": 8}
 
 
 @pytest.mark.parametrize("mode", cases(["per_loop", "last_loop"], quick=["last_loop"]))
 def test_a_loop_over_layers_has_one_program(mode):
     """Also of sizes past the window, where what the calls before the last read is shorter than the text."""
-    config, model_class, options = LOOPED
-    model = small_model(config, model_class, (*options, ("recurrent_kv_cache_mode", mode)))
+    model = small_model("DoryConfig", "DoryForCausalLM", {**LOOPED, "recurrent_kv_cache_mode": mode})
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, DecodeSizes(2, 5, 3)), model, some_sizes())
 
@@ -139,7 +82,7 @@ def test_attention_to_chosen_keys_has_one_program(name):
 
 def test_positions_from_the_mask_have_one_program():
     """OPT cuts the positions of a padded mask behind the past: one program for one token and many."""
-    model = small_model("OPTConfig", "OPTForCausalLM", (("ffn_dim", 48), ("word_embed_proj_dim", 32)))
+    model = small_model("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32})
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
 

@@ -32,12 +32,8 @@ torch_takes_them = pytest.mark.skipif(
 )
 DictSpec, IntVar, ObjectSpec, ParamsSpec = specs.DictSpec, specs.IntVar, specs.ObjectSpec, specs.ParamsSpec
 SeqSpec, ShapesSpec, ShapeVar, STATIC, TensorSpec = (
-    specs.SeqSpec,
-    specs.ShapesSpec,
-    specs.ShapeVar,
-    specs.STATIC,
-    specs.TensorSpec,
-)
+    specs.SeqSpec, specs.ShapesSpec, specs.ShapeVar, specs.STATIC, specs.TensorSpec,
+)  # fmt: skip
 
 
 class Adds(torch.nn.Module):

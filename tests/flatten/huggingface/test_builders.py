@@ -227,7 +227,7 @@ def test_what_is_no_pair_is_named(make, given, message):
         (
             make_static_cache,
             (pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4}),
-            "hold 5 tokens, .* has room for 4",
+            "hold 5 tokens, but the layer has room for 4",
         ),
         (functools.partial(make_static_cache, length=-1), (pairs(1, 16),), "length"),
         (functools.partial(make_static_cache, length=17), (pairs(1, 16),), "length"),

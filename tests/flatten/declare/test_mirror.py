@@ -398,7 +398,11 @@ def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"source": "numpy"}, InvalidArgumentError, "out of 'torch', 'jax', 'optree', found the str 'numpy'"),
+        (
+            {"source": "numpy"},
+            InvalidArgumentError,
+            "one of the libraries 'torch', 'jax', 'optree', found the str 'numpy'",
+        ),
         ({"source": "jax", "to": "tensorflow"}, InvalidArgumentError, "found the str 'tensorflow'"),
         ({"source": "jax", "to": "jax"}, InvalidArgumentError, "expected a library in source=, and others in to="),
         ({"source": "jax", "to": ()}, InvalidArgumentError, "expected a library in source=, and others in to="),

@@ -128,11 +128,17 @@ def test_static_data_comes_through_unchanged():
 @pytest.mark.parametrize(
     "obj",
     [
-        TrainState({"w": 1}, {"m": 2}, 3), FixedShape(1, (2,)), MyState(1, 2), LinearParams(1, 2),
-        DenseParams(1, 2), FieldState({"w": 1}, {}, 3), Dense(1, 2), Keyed(1, 2),
+        TrainState({"w": 1}, {"m": 2}, 3),
+        FixedShape(1, (2,)),
+        MyState(1, 2),
+        LinearParams(1, 2),
+        DenseParams(1, 2),
+        FieldState({"w": 1}, {}, 3),
+        Dense(1, 2),
+        Keyed(1, 2),
     ],
     ids=lambda obj: type(obj).__name__,
-)  # fmt: skip
+)
 def test_every_table_of_torch_takes_it_apart_alike(obj):
     """Python, C++ and fx see the same leaves in the same order."""
     leaves, spec = pytree.tree_flatten(obj)

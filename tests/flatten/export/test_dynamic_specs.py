@@ -32,8 +32,12 @@ torch_takes_them = pytest.mark.skipif(
 )
 DictSpec, IntVar, ObjectSpec, ParamsSpec = specs.DictSpec, specs.IntVar, specs.ObjectSpec, specs.ParamsSpec
 SeqSpec, ShapesSpec, ShapeVar, STATIC, TensorSpec = (
-    specs.SeqSpec, specs.ShapesSpec, specs.ShapeVar, specs.STATIC, specs.TensorSpec,
-)  # fmt: skip
+    specs.SeqSpec,
+    specs.ShapesSpec,
+    specs.ShapeVar,
+    specs.STATIC,
+    specs.TensorSpec,
+)
 
 
 class Adds(torch.nn.Module):

@@ -12,10 +12,15 @@ from yobx_flatten.model_folder.source.classes import small_model
 @pytest.mark.parametrize(
     ("name", "has_table"),
     [
-        ("gpt2", True), ("opt", True), ("bart", True), ("whisper", True), ("llama", False), ("t5", False),
+        ("gpt2", True),
+        ("opt", True),
+        ("bart", True),
+        ("whisper", True),
+        ("llama", False),
+        ("t5", False),
         ("bloom", False),
     ],
-)  # fmt: skip
+)
 def test_whether_positions_end_is_found_by_calling_the_model(name, has_table):
     """A table has a last row; rotations, distances and slopes go on."""
     model = small_model(name)

@@ -192,12 +192,21 @@ def test_a_combination_of_flags_comes_back():
 @pytest.mark.parametrize(
     "value",
     [
-        torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), object(), [].append, lambda: None, np.zeros(2),
-        np.datetime64("2026-01-01"), np.dtype(">f4"), np.dtype([("a", "f4")]), type("Text", (str,), {})("a"),
-        type("Items", (dict,), {})(a=1), json,
+        torch.zeros(2),
+        torch.nn.Parameter(torch.zeros(2)),
+        object(),
+        [].append,
+        lambda: None,
+        np.zeros(2),
+        np.datetime64("2026-01-01"),
+        np.dtype(">f4"),
+        np.dtype([("a", "f4")]),
+        type("Text", (str,), {})("a"),
+        type("Items", (dict,), {})(a=1),
+        json,
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"a": (v,)}], ids=["bare", "list", "nested"])
 def test_what_cannot_come_back_is_refused(value, wrap):
     """Anything else is named with its type, wherever it stands, and the message says what to do."""

@@ -60,10 +60,16 @@ def test_an_array_shows_its_rank_or_its_shape():
 @pytest.mark.parametrize(
     ("dtype", "code"),
     [
-        (torch.float32, 1), (torch.int64, 7), (torch.bool, 9), (torch.bfloat16, 16), (torch.float8_e4m3fn, 17),
-        (torch.float4_e2m1fn_x2, 23), (torch.float8_e8m0fnu, 24), (torch.int1, 0),
+        (torch.float32, 1),
+        (torch.int64, 7),
+        (torch.bool, 9),
+        (torch.bfloat16, 16),
+        (torch.float8_e4m3fn, 17),
+        (torch.float4_e2m1fn_x2, 23),
+        (torch.float8_e8m0fnu, 24),
+        (torch.int1, 0),
     ],
-)  # fmt: skip
+)
 def test_the_element_type_of_a_tensor_is_its_onnx_code(dtype, code):
     assert string_type(torch.empty(2, dtype=dtype)) == f"T{code}r1"
 

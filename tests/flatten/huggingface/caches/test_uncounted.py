@@ -24,10 +24,14 @@ def made_by_hand(kinds, counts, length=3):
 @pytest.mark.parametrize(
     ("kinds", "counts", "expected"),
     [
-        ("DW", (None, 0), [3]), ("WD", (0, None), [3]), ("DWW", (None, 0, 3), [3, 3]), ("WW", (0, 0), [3, 3]),
-        ("WW", (9, 0), [9, 9]), ("WW", (0, 9), [9, 9]),
+        ("DW", (None, 0), [3]),
+        ("WD", (0, None), [3]),
+        ("DWW", (None, 0, 3), [3, 3]),
+        ("WW", (0, 0), [3, 3]),
+        ("WW", (9, 0), [9, 9]),
+        ("WW", (0, 9), [9, 9]),
     ],
-)  # fmt: skip
+)
 def test_it_has_seen_what_a_full_layer_or_another_one_has(kinds, counts, expected):
     """Else what it holds. The layers that were given keep what they say."""
     cache = made_by_hand(kinds, counts)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DeviceError
@@ -188,9 +188,7 @@ class Outcome:
     def __enter__(self) -> Outcome:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> bool:
         self.error = error
         return True
 
@@ -276,9 +274,7 @@ class Uninterrupted:
                 self._error = error
                 self._stop(error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._before is None:
             return
         signal.signal(signal.SIGINT, self._before)

@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -117,9 +116,7 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, record: StepRecord | EvalRecord) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -124,9 +123,7 @@ class Training:
     def __enter__(self) -> Training:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def train(self) -> None:

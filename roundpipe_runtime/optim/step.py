@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -129,9 +128,7 @@ class OptimizerCtx:
         _DEPTH.set(_DEPTH.get() + 1)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _DEPTH.set(_DEPTH.get() - 1)
 
 

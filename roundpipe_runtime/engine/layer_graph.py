@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -189,36 +188,20 @@ def _watch(call: Callable[[], T], code: Any) -> T:
     reenters, mode = traits_of(code).reenters, _mode(code)
     if mode in reenters or sys.getprofile() is not None:
         return call()
-    with _watched() as seen:
-        result = call()
-    if seen.all or seen.names:
-        reenters[mode] = bool(seen.names)
-    return result
-
-
-@dataclasses.dataclass
-class _CheckpointCalls:
-    """Checkpoint functions of torch that ran in a thread; and whether the list is complete (no other profiler)."""
-
-    names: list[str] = dataclasses.field(default_factory=list)
-    all: bool = True
-
-
-@contextmanager
-def _watched() -> Iterator[_CheckpointCalls]:
-    """Record which checkpoint code of torch runs in this thread during the block, if the thread has no profiler."""
-    checkpoint = sys.modules.get("torch.utils.checkpoint")
-    file = getattr(checkpoint, "__file__", None)
-    seen = _CheckpointCalls()
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    seen: list[str] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename == file:
-            seen.names.append(frame.f_code.co_name)
+            seen.append(frame.f_code.co_name)
 
     sys.setprofile(look)
     try:
-        yield seen
+        result = call()
     finally:
-        seen.all = sys.getprofile() is look
-        if seen.all:  # a profiler that was started meanwhile stays
+        is_alone = sys.getprofile() is look
+        if is_alone:  # a profiler that was started meanwhile stays
             sys.setprofile(None)
+    if is_alone or seen:
+        reenters[mode] = bool(seen)
+    return result

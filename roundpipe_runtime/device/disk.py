@@ -90,7 +90,7 @@ class DiskMemory:
         self._closing.atexit = False
         self._together, self._backlog = together, backlog
         self._users = 0
-        # parts of the file that were left and that the writer has not been given yet: offsets and bytes
+        # parts of the file that were left and that the writer has not been given yet: starts and ends
         self._written: list[tuple[int, int]] = []
         self._unchanged: list[tuple[int, int]] = []
         self._parts: list[_Part] = []  # by address
@@ -226,11 +226,13 @@ class DiskMemory:
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
             release(start, end)
-        spans = [(part.offset + start - part.address, end - start) for part, start, end in ranges]
+        of_file = [
+            (part.offset - part.address + start, part.offset - part.address + end) for part, start, end in ranges
+        ]
         with self._lock:
             kind = self._written if written else self._unchanged
-            kind += spans
-            if sum(nbytes for _, nbytes in kind) < self._together:
+            kind += of_file
+            if sum(end - start for start, end in kind) < self._together:
                 return
             self._begin_writing()
         self._wait(self._backlog)
@@ -240,7 +242,7 @@ class DiskMemory:
         written, unchanged = self._written, self._unchanged
         self._written, self._unchanged = [], []
         writing = self._writer.submit(self._write, written, unchanged)
-        self._writing.append((writing, sum(nbytes for _, nbytes in written)))
+        self._writing.append((writing, sum(end - start for start, end in written)))
 
     def settle(self) -> None:
         """Wait until all released tensors are written to the disk."""
@@ -260,17 +262,17 @@ class DiskMemory:
 
     def _write(self, written: Sequence[tuple[int, int]], unchanged: Sequence[tuple[int, int]]) -> None:
         file = self._file
-        for offset, nbytes in _joined(written):
-            write_out(file, offset, nbytes)
-        for offset, nbytes in _joined([*written, *unchanged]):
-            drop_cached(file, offset, nbytes)
+        for start, end in _joined(written):
+            write_out(file, start, end - start)
+        for start, end in _joined([*written, *unchanged]):
+            drop_cached(file, start, end - start)
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
         """Pages of the tensors that live here."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
-        for start, end in ranges_of(held):
+        for start, end in pages_of(held):
             part = self._part_at(start)
             while part is not None and start < end:  # parts may be adjacent in memory
                 stop = min(end, part.address + part.nbytes)
@@ -360,14 +362,18 @@ def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Itera
             memory.leave(group, written=written)
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Parts of a file in order, each once: tensors share pages."""
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges from a start to an end, in order, each once: tensors share pages.
+
+    >>> _joined([(8192, 12288), (0, 4096), (4096, 8192), (16384, 20480)])
+    [(0, 12288), (16384, 20480)]
+    """
     found: list[tuple[int, int]] = []
-    for offset, nbytes in sorted(spans):
-        if found and offset <= sum(found[-1]):
-            found[-1] = found[-1][0], max(sum(found[-1]), offset + nbytes) - found[-1][0]
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            found.append((offset, nbytes))
+            found.append((start, end))
     return found
 
 
@@ -467,17 +473,14 @@ def _libc() -> ctypes.CDLL:
     return library
 
 
-def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined."""
-    size = mmap.PAGESIZE
-    found: list[tuple[int, int]] = []
-    for start, nbytes in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
-        first, end = start // size * size, -(-(start + nbytes) // size) * size
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > first:
-            found.append((first, end))
-    return found
+def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined.
+
+    >>> pages_of([torch.frombuffer(bytearray(3), dtype=torch.uint8)])[0][1] % mmap.PAGESIZE
+    0
+    """
+    size, held = mmap.PAGESIZE, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    return _joined((start // size * size, _rounded(start + nbytes, size)) for start, nbytes in held if nbytes)
 
 
 def fetch(start: int, end: int) -> bool:
@@ -493,7 +496,7 @@ def release(start: int, end: int) -> None:
 def page_out(tensor: torch.Tensor) -> None:
     """Remove the pages of a tensor from memory; unchanged pages of a mapped file are not written."""
     if hasattr(mmap, "MADV_DONTNEED"):  # on other kernels the meaning of the number is not known
-        for start, end in ranges_of([tensor]):
+        for start, end in pages_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)
 
 

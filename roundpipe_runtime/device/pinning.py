@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 from ..errors import ConfigError, DeviceError
 from .accelerator import AcceleratorDevice, is_held_elsewhere
 from .composite import all_tensors, is_composite, memory_of, parts_of, plain_numbers, states_of
+from .disk import pages_of
 from .protocol import Device
 from .transfer import sent_dtype
 
@@ -130,34 +130,19 @@ def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device)
     library = torch.cuda.cudart()
     registered: list[int] = []
     weakref.finalize(model, _unregister, library, registered).atexit = False
-    for start, nbytes in _page_ranges([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
-        status = int(library.cudaHostRegister(start, nbytes, 0))
+    for start, end in pages_of(tensors):
+        status = int(library.cudaHostRegister(start, end - start, 0))
         if status == 0:
             registered.append(start)
         elif status != _ALREADY_REGISTERED:
-            raise DeviceError(f'pin_model="register": cannot pin {nbytes} bytes of parameters: CUDA error {status}.')
+            raise DeviceError(
+                f'pin_model="register": cannot pin {end - start} bytes of parameters: CUDA error {status}.'
+            )
 
 
 def _unregister(library: Any, starts: Sequence[int]) -> None:
     for start in starts:
         library.cudaHostUnregister(start)
-
-
-def _page_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Whole pages that contain these ranges of memory, each page once: small tensors share pages.
-
-    >>> _page_ranges([(8192, 10), (100, 50), (4090, 10), (0, 4096)])
-    [(0, 12288)]
-    """
-    found: list[tuple[int, int]] = []
-    for start, nbytes in sorted(ranges):
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if found and first <= found[-1][0] + found[-1][1]:
-            first, before = found.pop()
-            stop = max(stop, first + before)
-        found.append((first, stop - first))
-    return found
 
 
 # Pinned memory for many tensors of known sizes, in slabs that torch's allocator does not round up.

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from yobx_flatten.registry.patches import AttributePatch
 
 from ..errors import ConfigError
 
@@ -44,22 +46,10 @@ class CompiledLayers:
             if isinstance(target, nn.Module) and any(True for _ in target.parameters())
         }
 
-    @contextlib.contextmanager
-    def standing(self, index: int) -> Iterator[None]:
+    def standing(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Make calls of a layer run its compiled code in the with block; the caller holds the layer's lock."""
         target, called = self._called.get(index, (None, None))
-        if target is None:
-            yield
-            return
-        before = vars(target).get(_CALLED)
-        setattr(target, _CALLED, called)
-        try:
-            yield
-        finally:
-            if before is None:
-                delattr(target, _CALLED)
-            else:
-                setattr(target, _CALLED, before)
+        return contextlib.nullcontext() if target is None else AttributePatch(target, _CALLED, called)
 
 
 NOT_COMPILED = CompiledLayers(())

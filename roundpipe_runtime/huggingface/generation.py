@@ -18,6 +18,7 @@ from yobx_flatten.errors.failures import result_or
 from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.patches import AttributePatch
 
 from ..batch.entries import is_cache
 from ..errors import CutError
@@ -30,21 +31,12 @@ from .cutting.cut import Cut, cut
 _PROMPT, _PADDING = 5, 2
 
 
-@contextlib.contextmanager
-def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which calls of a model run ``forward`` instead of the model's own forward."""
+def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
+    """Return a context manager in which calls of a model run ``forward`` instead of the model's own forward."""
     # `generate` is a method of the model and calls it, so only an attribute of this object can replace the forward
     inner = model_inside(model)
-    held = inner.__dict__
-    before = held.get("forward")
-    held["forward"] = functools.wraps(inner.forward, updated=())(OtherForward(forward, before))
-    try:
-        yield
-    finally:
-        if before is None:
-            del held["forward"]
-        else:
-            held["forward"] = before
+    other = OtherForward(forward, vars(inner).get("forward"))
+    return AttributePatch(vars(inner), "forward", functools.wraps(inner.forward, updated=())(other))
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:

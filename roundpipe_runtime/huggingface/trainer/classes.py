@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import DeviceSpec, parse_devices
 from ...device.generator import generator_kept
@@ -123,22 +124,13 @@ class FrozenModelTrainer(PipelineTrainer):
         with self._rp_called_through_pipeline():
             return super()._precompute_ref_logps(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _rp_called_through_pipeline(self) -> Iterator[None]:
+    def _rp_called_through_pipeline(self) -> contextlib.AbstractContextManager[None]:
         """Run calls of the model itself through its pipeline in the block."""
         held = None if getattr(self, "model_init", None) is not None else self.model.__dict__
         if held is None or isinstance(held.get("forward"), PipelineForward) or self.pipeline.cut.report.is_whole:
-            yield
-            return
-        before = held.get("forward")
-        held["forward"] = functools.wraps(self.model.forward, updated=())(PipelineForward(self, before))
-        try:
-            yield
-        finally:
-            if before is None:
-                del held["forward"]
-            else:
-                held["forward"] = before
+            return contextlib.nullcontext()
+        other = PipelineForward(self, held.get("forward"))
+        return AttributePatch(held, "forward", functools.wraps(self.model.forward, updated=())(other))
 
 
 class PipelineForward(OtherForward):

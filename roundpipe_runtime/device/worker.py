@@ -77,18 +77,7 @@ class Worker:
         self._threads.shutdown(wait=True)
 
 
-# Threads do not survive a fork, and an executor does not notice: in the child its work would never begin.
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _start_again() -> None:
-    for worker in list(_WORKERS):
-        if not worker.is_closed:
-            worker._start()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_again)
 
 
 class Mailbox:
@@ -224,13 +213,17 @@ def free_after_fork(lock: L) -> L:
     return lock
 
 
-def _free() -> None:
+def _start_again() -> None:
+    """Threads do not survive a fork, and an executor does not notice: in the child its work would never begin."""
+    for worker in list(_WORKERS):
+        if not worker.is_closed:
+            worker._start()
     for lock in _LOCKS:
         lock._at_fork_reinit()  # as the standard library does with the locks of its modules
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_free)
+    os.register_at_fork(after_in_child=_start_again)
 
 
 class Uninterrupted:

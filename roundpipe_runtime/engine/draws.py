@@ -37,15 +37,6 @@ _UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()
 _LOCK = threading.Lock()
 
 
-# Record the random draws of a run's layers: their seeds, and generator states before and after.
-#
-# The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
-# masks. The caller's generators advance when the run is committed, and only those that a layer has drawn from:
-#
-#     one microbatch      each call continues where the previous one ended, as in the layers without a pipeline
-#     several             each call starts at its own state, since layers draw at the same time, on several devices
-
-
 def run_base() -> int:
     """Return the seed of a run: a digest of the state of torch's generator."""
     with generator_lock():

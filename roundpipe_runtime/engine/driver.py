@@ -142,8 +142,7 @@ class Engine(RunLifecycle):
     ) -> list[PyTree]:
         """Run the layers of a span without any lasting effect, and return the last one's output for each microbatch."""
         # span: indices of the layers, starting with the first
-        with self._leaving_no_trace():
-            return self._outputs_within(microbatches, config, span, trial=trial)
+        return self._outputs_within(microbatches, config, span, trial=trial)
 
     def try_backward(
         self,
@@ -189,12 +188,10 @@ class Engine(RunLifecycle):
         self.check_can_run()
         # A trial must leave no trace: no gradient, no buffer, no draw, and no change of the next run's devices.
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
-        with self.lock, gradient_mode_kept(), torch.no_grad():
+        with self._leaving_no_trace(), torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
-            cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
             run.discard()
-            self.round_robin.cursor = cursor  # restore the device order of the next run
             return outputs
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:

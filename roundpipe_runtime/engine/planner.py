@@ -16,6 +16,7 @@ from ..optim.copyable import LargeTables, TableRule, needed_bytes, rule_for
 from ..optim.parameters import scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
+from .checks import is_due
 
 # Forward seconds on the CPU below which two threads are slower than one: torch releases the GIL at each operator, so
 # they would take it from each other all the time.
@@ -72,7 +73,7 @@ class Planner:
         """
         self._runs[kind] += 1
         number = self._runs[kind]
-        return number <= _MEASURED_FIRST or _is_power_of_two(number) or _is_power_of_two(number + 1)
+        return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
         """Return the measured cost of each layer in runs of this kind, or of another kind if there were none."""
@@ -177,7 +178,3 @@ def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> flo
 def _limit(memory: Sequence[int | None]) -> float | None:
     known = [nbytes for nbytes in memory if nbytes is not None]
     return FOR_PARAMETERS * min(known) / 1e9 if known else None
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -406,21 +406,20 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
     (torch.Size([3, 3]), 2, 1, 1)
     """
     count = tokens.numel() // length
-    held_out = min(max(1, round(eval_share * count)), count - 1) if eval_share > 0 else 0
-    if count - held_out < 1 or (eval_share > 0 and held_out < 1):
+    training, held_out = split_rows(count, eval_share=eval_share, seed=seed)
+    if not len(training) or (eval_share > 0 and not len(held_out)):
         wanted = "two rows of" if eval_share > 0 and count else "one row of"
         raise FineTuneError(
             f"The text has {tokens.numel()} tokens, which do not fill {wanted} {length}. Give more text, or shorter "
             f"rows: --length {max(2, tokens.numel() // 8)}"
         )
-    training, held_out_rows = split_rows(count, eval_share=eval_share, seed=seed)
     rows = tokens[: count * length].view(count, length)
     digest = hashlib.sha256(rows.numpy().data)
     digest.update(str(length).encode())
     return Blocks(
         tokens=rows,
         training=training,
-        held_out=held_out_rows,
+        held_out=held_out,
         left_over=tokens.numel() - count * length,
         digest=digest.hexdigest(),
     )

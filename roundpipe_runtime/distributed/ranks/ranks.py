@@ -110,9 +110,7 @@ class MeshRanks(Ranks):
 
     def fail_step(self, text: str) -> None:
         """Notify the other ranks, which may wait in their optimizer step, that the step of this rank has failed."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is gone, which the other ranks notice at their next exchange
+        with contextlib.suppress(RuntimeError):  # the store is gone: other ranks notice it at their next exchange
             self.alarm.notify_step_failed(text)
         self._close("step")
 

@@ -245,20 +245,8 @@ class LayerCall(CallState):
     # entries: leaves that get the gradients of the inputs; `None` for inputs without one
 
     __slots__ = (
-        *(
-            "contents",
-            "device",
-            "drawing",
-            "draws",
-            "entered",
-            "entries",
-            "given",
-            "generator",
-            "microbatch",
-            "module",
-            "output",
-        ),
-        *("resident", "spec", "traits", "training", "values", "versions"),
+        *("contents", "device", "drawing", "draws", "entered", "entries", "generator", "given", "microbatch", "module"),
+        *("output", "resident", "spec", "traits", "training", "values", "versions"),
     )
 
     def __init__(

@@ -332,9 +332,7 @@ class PipelineTrainer(CheckpointingTrainer):
         """Make the optimizer for the parameters that the pipeline gives to optimizers."""
         pipeline, own = self.pipeline, self.model
         try:
-            self.model = (
-                pipeline  # whose parameters an optimizer is made of: before transformers 5 that was no argument
-            )
+            self.model = pipeline  # whose parameters an optimizer is made of: no argument before transformers 5
             with OptimizerCtx():
                 made: torch.optim.Optimizer = super().create_optimizer()
         finally:

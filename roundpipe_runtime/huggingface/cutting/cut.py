@@ -219,14 +219,7 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     """Return a :class:`Cut` that has the whole model as its only piece."""
     # refused: reason and message of each split that was tried before
     size = sum(map(stored_bytes, model.parameters()))
-    report = CutReport(
-        type(model).__name__,
-        (),
-        (type(model).__name__,),
-        (size,),
-        None,
-        tuple(refused),
-    )
+    report = CutReport(type(model).__name__, (), (type(model).__name__,), (size,), None, tuple(refused))
     return Cut.of(model, [Whole(model)], report, {})
 
 
@@ -386,14 +379,14 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
             raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
         program = CutPlan(calls, (), embeddings=frozenset(_embeddings(model, layers)))
         copies: list[nn.Module] = []
-        tracks: list[_Tracks] = []
+        reads_of: list[set[str]] = []  # names of the parameters that each copy has read
         while True:
             try:
-                return _run(program, model, layers, args, kwargs, copies, tracks)
+                return _run(program, model, layers, args, kwargs, copies, reads_of)
             # a trial shows what the plan still lacks: an embedding computed in later phases, or an output read there
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
-                copies, tracks = [], []
+                copies, reads_of = [], []
             except MissingValueError as missing:
                 if missing.key in program.keep:
                     raise CutError("structure", f"{missing}") from missing
@@ -407,7 +400,7 @@ def _run(
     args: tuple[Any, ...],
     kwargs: Kwargs,
     copies: list[nn.Module],
-    tracks: list[_Tracks],
+    reads_of: list[set[str]],
 ) -> CutPlan:
     ends: list[int] = []
     keep = set(program.keep)
@@ -419,14 +412,13 @@ def _run(
             # a copy for each phase, as in the pipeline: a module that caches a value computed from a parameter reads
             # the parameter in its first call only, and each phase makes this call on another device
             copies.append(copy_with_stubs(model, layers, program.embeddings))
-            tracks.append(_Tracks(copies[-1]))
+            reads_of.append(_tracked(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
         result = Phase(trial, number, copies[number]).advance(state)
         if isinstance(result, Finished):
             ends.append(len(program.calls))
-            used = [track.used() for track in tracks[: len(ends)]]
             check_apart([call.layer for call in program.calls], reads)
-            used_names = _completed(used, model, layers)
+            used_names = _completed(reads_of[: len(ends)], model, layers)
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used_names, cache_reads=reads)
         state = result.state
         keep.add(result.needed)  # the next phase reads it
@@ -461,18 +453,12 @@ def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[s
             yield name
 
 
-class _Tracks:
-    """Records reads of a copy's parameters."""
-
-    def __init__(self, copied: nn.Module) -> None:
-        self._read: set[str] = set()
-        for path, module in copied.named_modules():
-            prefix = f"{path}." if path else ""
-            module.__dict__["_parameters"] = _Tracked(module._parameters, prefix, self._read)
-
-    def used(self) -> set[str]:
-        """Return the names of the parameters that were read."""
-        return set(self._read)
+def _tracked(copied: nn.Module) -> set[str]:
+    """Record reads of a copy's parameters; return the set that gets the names of those that are read."""
+    read: set[str] = set()
+    for path, module in copied.named_modules():
+        module.__dict__["_parameters"] = _Tracked(module._parameters, f"{path}." if path else "", read)
+    return read
 
 
 class _Tracked(dict[str, Any]):

@@ -52,7 +52,6 @@ def test_names_are_those_of_the_model(tmp_path):
     plain = small_model(norm=True, seed=9)
     plain.load_state_dict(safetensors_torch.load_file(saved.path / "model.safetensors"))
     assert same_bits(weights(plain), weights(pipe))
-    pipe.close()
 
 
 def test_buffers_are_there_again(tmp_path):
@@ -65,7 +64,6 @@ def test_buffers_are_there_again(tmp_path):
     load_checkpoint(tmp_path, pipe)
     assert same_bits(weights(pipe), expected)
     assert int(pipe[4].num_batches_tracked) == 3
-    pipe.close()
 
 
 def test_a_tied_weight_is_stored_once(tmp_path):
@@ -80,7 +78,6 @@ def test_a_tied_weight_is_stored_once(tmp_path):
     load_checkpoint(tmp_path, pipe)
     assert pipe[3].weight is pipe[2].weight
     assert torch.equal(pipe[2].weight, expected)
-    pipe.close()
 
 
 def test_a_model_without_the_tie_gets_two_copies(tmp_path):
@@ -91,7 +88,6 @@ def test_a_model_without_the_tie_gets_two_copies(tmp_path):
     load_checkpoint(tmp_path, untied)
     assert torch.equal(untied[3].weight, pipe[2].weight)
     assert untied[3].weight is not untied[2].weight
-    pipe.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -101,11 +97,9 @@ def test_dropout_goes_on_where_it_was(tmp_path, devices):
     first = run(pipe)
     save_checkpoint(tmp_path, pipe)
     second = run(pipe)
-    pipe.close()
     again = pipeline(devices, dropout=0.5, seed=3)
     load_checkpoint(tmp_path, again)
     assert run(again) == second != first
-    again.close()
 
 
 def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
@@ -117,7 +111,6 @@ def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
     pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     expected = [master.detach().clone() for master in pipe.optim_parameters()]
     save_checkpoint(tmp_path, pipe)
-    pipe.close()
     again = pipeline(dtype=torch.float32, seed=3)
     load_checkpoint(tmp_path, again)
     found = [master.detach() for master in again.optim_parameters()]
@@ -125,7 +118,6 @@ def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
     assert not same_bits(found, [parameter.float() for parameter in again.model.parameters()])
     run(again)  # which publishes: parameters stay the masters, rounded
     assert same_bits([m.detach().bfloat16() for m in expected], [p.detach() for p in again.model.parameters()])
-    again.close()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -135,12 +127,10 @@ def test_gradients_that_wait_for_a_step_are_there_again(tmp_path, dtype):
     run(pipe)
     expected = [target.grad.clone() for target in pipe.optim_parameters()]
     save_checkpoint(tmp_path, pipe)
-    pipe.close()
     again = pipeline(dtype=dtype, seed=3)
     run(again)
     load_checkpoint(tmp_path, again)
     assert same_bits([target.grad for target in again.optim_parameters()], expected)
-    again.close()
 
 
 def test_gradients_of_before_are_gone(tmp_path):
@@ -150,7 +140,6 @@ def test_gradients_of_before_are_gone(tmp_path):
     run(pipe)
     load_checkpoint(tmp_path, pipe)
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    pipe.close()
 
 
 class Counting(nn.Module):
@@ -180,7 +169,6 @@ def test_what_a_state_dict_leaves_out_and_what_is_no_tensor(tmp_path):
     run(pipe)
     module.words = {"seen": (3, "times"), "where": torch.ones(2)}
     save_checkpoint(tmp_path, pipe)
-    pipe.close()
     again = Counting()
     load_checkpoint(tmp_path, again)
     assert again.seen == 3
@@ -205,8 +193,6 @@ def test_pipelines_inside_of_a_module(tmp_path):
     load_checkpoint(tmp_path, again)
     assert same_bits([*again["first"].optim_parameters(), *again["second"].parameters()], expected)
     assert run(again["second"]) == loss
-    for pipe in (*both.values(), *again.values()):
-        pipe.close()
 
 
 def test_a_step_in_the_background_is_waited_for(tmp_path):
@@ -222,7 +208,6 @@ def test_a_step_in_the_background_is_waited_for(tmp_path):
     load_checkpoint(tmp_path, again)
     assert same_bits(weights(again), weights(pipe))
     assert not same_bits(weights(again), before)
-    pipe.close()
 
 
 @pytest.mark.parametrize(
@@ -298,8 +283,6 @@ def test_training_goes_on_with_steps_in_the_background(tmp_path, is_async):
     load_checkpoint(tmp_path, again, optimizer=other)
     assert train(again, other, 3) == expected
     assert same_bits(weights(again), weights(pipe))
-    pipe.close()
-    again.close()
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
@@ -319,5 +302,3 @@ def test_training_goes_on_with_other_microbatches(tmp_path, microbatches):
     first = pipe.forward_backward((inputs,), label=labels, loss_fn=mse, run_config=config)
     assert torch.equal(first, second)
     assert same_bits([p.grad for p in again.parameters()], [p.grad for p in pipe.parameters()])
-    pipe.close()
-    again.close()

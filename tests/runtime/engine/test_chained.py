@@ -23,6 +23,7 @@ from roundpipe_runtime import (
     WeightedLoss,
 )
 from tests.cases import examples
+from tests.runtime.small import near_gradients
 
 F = nn.functional
 WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
@@ -91,11 +92,7 @@ def handing_on(sizes):
     return cut
 
 
-TABLES = {
-    "itself": lambda table: table,
-    "a copy": lambda table: table.clone(),
-    "a view": lambda table: table[:],
-}
+TABLES = {"itself": lambda table: table, "a copy": lambda table: table.clone(), "a view": lambda table: table[:]}
 LOSSES = {
     "sum": (lambda out, label: (out - label).square().sum(), "sum"),
     "mean": (F.mse_loss, "mean"),
@@ -191,8 +188,7 @@ def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refuse
     event("ran")
     assert torch.allclose(found, expected, rtol=1e-4), (found, expected)
     for one, other in zip([first, second], models, strict=True):
-        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+        assert near_gradients(one, other, rtol=1e-3, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -226,8 +222,7 @@ def test_a_forward_has_the_outputs_and_gradients_of_the_plain_model_or_is_refuse
         assert torch.allclose(torch.as_tensor(found[name]), torch.as_tensor(value), atol=1e-6), name
     for outputs in (found, expected):
         (outputs["hidden"].square().sum() + outputs["time"].sum() + outputs["mean"]).backward()
-    for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    assert near_gradients(model, plain_model, rtol=1e-3, atol=1e-5)
 
 
 def with_triangles(cut):

@@ -174,7 +174,6 @@ def test_frozen_parameters_are_uploaded_once_per_device(limited):
     with torch.no_grad():
         model[-1].weight.add_(1)
     assert run_wide(pipe) == (model[-1].weight.nbytes, 2 * frozen + model[-1].bias.nbytes)
-    pipe.close()
 
 
 def test_without_it_each_stage_uploads_what_it_has(limited):
@@ -183,7 +182,6 @@ def test_without_it_each_stage_uploads_what_it_has(limited):
     expected = 2 * nbytes(model, False) + nbytes(model, True)
     assert [run_wide(pipe), run_wide(pipe)] == [(expected, 0)] * 2
     assert set(pipe.parameter_traffic.kept.values()) == {0}
-    pipe.close()
 
 
 WRITES = {
@@ -211,7 +209,6 @@ def test_a_write_between_two_runs_is_seen(devices, write):
     nn.functional.mse_loss(plain(inputs), labels).backward()
     for found, expected in zip(gradients(model).values(), gradients(plain).values(), strict=True):
         torch.testing.assert_close(found, expected)
-    pipe.close()
 
 
 def test_a_write_that_no_sample_finds_needs_a_line(devices):
@@ -230,7 +227,6 @@ def test_a_write_that_no_sample_finds_needs_a_line(devices):
         torch.testing.assert_close(fresh, model(inputs))
     assert torch.equal(stale, before) or torch.equal(stale, fresh)
     assert not torch.equal(fresh, before)
-    pipe.close()
 
 
 def test_a_parameter_that_is_replaced_or_thawed_is_the_new_one(devices):
@@ -248,7 +244,6 @@ def test_a_parameter_that_is_replaced_or_thawed_is_the_new_one(devices):
     nn.functional.mse_loss(plain(inputs), labels).backward()
     for found, expected in zip(gradients(model).values(), gradients(plain).values(), strict=True):
         torch.testing.assert_close(found, expected)
-    pipe.close()
 
 
 class Renormed(nn.Module):
@@ -273,7 +268,6 @@ def test_a_layer_that_writes_its_parameter_is_refused(devices):
         with torch.no_grad(), pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
             pipe(torch.tensor([0, 4, 1]))
         assert torch.equal(pipe.model[0].table.weight, before)
-        pipe.close()
 
 
 def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
@@ -288,7 +282,6 @@ def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
     smallest = min(p.nbytes for p in model.parameters() if not p.requires_grad)
     assert all(frozen - 1 - max(p.nbytes for p in model.parameters()) <= found < frozen for found in kept.values())
     assert smallest > 0
-    pipe.close()
 
 
 # A share of the model as memory of a device, and what is asked to stay: what two stages leave, or more than there is
@@ -311,8 +304,6 @@ def test_a_device_without_room_for_the_model_trains_it_all_the_same(share, keep)
     if keep == "auto":
         assert traffic.reused > 0
         assert 0 < traffic.kept[device.name] <= FOR_PARAMETERS * device.memory_limit
-    for pipe in pipes:
-        pipe.close()
     device.close()
 
 
@@ -328,7 +319,6 @@ def test_activations_without_room_name_what_stays():
     assert "keep_parameters" in "".join(error.value.__notes__)
     assert pipe.parameter_traffic.kept == {device.name: 0}
     wide_loss(pipe)
-    pipe.close()
     device.close()
 
 
@@ -365,4 +355,3 @@ def test_a_call_with_none_releases_them(devices):
     with torch.no_grad():
         pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(keep_parameters=0))
     assert set(pipe.parameter_traffic.kept.values()) == {0}
-    pipe.close()

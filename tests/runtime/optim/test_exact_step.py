@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    GradScaler,
-    OptimizerCtx,
-    RoundPipeRunConfig,
-    RoundPipeWarning,
-    StageError,
-)
+from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipeRunConfig, RoundPipeWarning, StageError
 from roundpipe_runtime.device.worker import Worker
 from tests.runtime.small import batch, relative_error, same_bits, small_model
 
@@ -84,6 +78,11 @@ class Trained:
             if self.clears:
                 optimizer.zero_grad()
 
+    def steps(self, number):
+        for _ in range(number):
+            self.run()
+            self.step()
+
     def results(self):
         self.pipe.synchronize()
         states = [self.pipe.optim_parameters(), self.pipe.state_dict().values()]
@@ -98,9 +97,7 @@ def both_ways(wrap, make, steps=STEPS, **options):
     for mode in (False, "exact"):
         torch.manual_seed(0)
         trained = Trained(wrap, mode, make, **options)
-        for _ in range(steps):
-            trained.run()
-            trained.step()
+        trained.steps(steps)
         found.append(trained.results())
         if mode == "exact":
             assert trained.pipe._rp_engine.table.latest == steps - 1  # all but the first were next to a run
@@ -142,9 +139,7 @@ def test_all_steps_have_the_bits_of_synchronous_ones(wrap, case):
 def test_the_training_is_that_of_plain_pytorch(wrap):
     """Ten steps of AdamW lead to the parameters of a loop without a pipeline."""
     trained = Trained(wrap, "exact", adamw, model=lambda: small_model(tied=True))
-    for _ in range(10):
-        trained.run()
-        trained.step()
+    trained.steps(10)
     plain = small_model(tied=True).double()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     inputs, labels = (tensor.double() for tensor in batch(6))
@@ -202,9 +197,7 @@ def test_hooks_of_an_optimizer_run_once_and_around_the_whole_step(wrap):
                 nn.utils.clip_grad_norm_(group["params"], 0.05)
 
         trained.optimizers[0].register_step_pre_hook(before)
-        for _ in range(4):
-            trained.run()
-            trained.step()
+        trained.steps(4)
         trained.pipe.synchronize()
         assert calls == ["before"] * 4
 
@@ -219,9 +212,7 @@ def test_hooks_of_an_optimizer_run_once_and_around_the_whole_step(wrap):
         trained.optimizers[0].register_step_post_hook(after)
         word = pytest.warns(RoundPipeWarning, match="AdamW has hooks that run after its step")
         with word if mode == "exact" else contextlib.nullcontext():
-            for _ in range(4):
-                trained.run()
-                trained.step()
+            trained.steps(4)
         assert calls[4:] == ["before", "after"] * 4
         found.append(trained.results())
     assert same_bits(*found)
@@ -261,9 +252,7 @@ def test_what_saves_waits_for_the_step(wrap, of):
     """State dicts of model and optimizer hold the step that was just begun."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1, momentum=0.9))
     (optimizer,) = trained.optimizers
-    for _ in range(2):
-        trained.run()
-        trained.step()
+    trained.steps(2)
     trained.run()
     trained.pipe.synchronize()
     bias = trained.model[-1].bias
@@ -284,9 +273,7 @@ def test_what_saves_waits_for_the_step(wrap, of):
 def test_a_run_of_another_thread_waits_for_each_layer(wrap):
     """An evaluation next to the step has the outputs of the stepped model."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
-    for _ in range(2):
-        trained.run()
-        trained.step()
+    trained.steps(2)
     trained.run()
     trained.model[-1].bias.awaited = True
     go = trained.optimizers[0].go = threading.Event()
@@ -311,9 +298,7 @@ def test_a_pipeline_that_shares_parameters_waits(wrap):
     """It does not know of the other one's layers, so it waits for the whole step."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
     other = wrap(nn.Sequential(*trained.model[4:]), model_run_config=MEAN)
-    for _ in range(2):
-        trained.run()
-        trained.step()
+    trained.steps(2)
     trained.run()
     trained.model[-1].bias.awaited = True
     go = trained.optimizers[0].go = threading.Event()
@@ -420,9 +405,7 @@ class Fails(torch.optim.SGD):
 def test_an_error_in_a_layers_update_is_raised_once_by_the_next_run(wrap, dtype):
     """The layers before it are stepped, the others are not; training goes on."""
     trained = Trained(wrap, "exact", lambda params: Fails(params, lr=0.1), dtype=dtype, model=small_model)
-    for _ in range(2):
-        trained.run()
-        trained.step()
+    trained.steps(2)
     trained.run()
     trained.pipe.synchronize()
     before = [p.detach().clone() for p in trained.pipe.optim_parameters()]
@@ -446,9 +429,7 @@ def test_an_error_in_a_layers_update_is_raised_once_by_the_next_run(wrap, dtype)
 def test_an_error_before_the_optimizer_is_raised_by_the_call(wrap):
     """Nothing was stepped."""
     trained = Trained(wrap, "exact", adamw)
-    for _ in range(2):
-        trained.run()
-        trained.step()
+    trained.steps(2)
     trained.run()
 
     def broken():

@@ -14,7 +14,7 @@ import transformers
 from matrix.models import make_model
 from roundpipe_runtime import LossError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
-from tests.runtime.huggingface.hf_small import hf_batch, known_model, worst_gradient
+from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, known_model, worst_gradient
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -65,10 +65,8 @@ def made(term=None, kind=Llama):
     if term is not None:
         model.term = term
     ids = torch.randint(5, 64, (5, 6))
-    return model, {
-        "input_ids": ids,
-        "labels": torch.where(torch.arange(6) < torch.tensor([[0, 1, 5, 2, 3]]).T, -100, ids),
-    }
+    labels = torch.where(torch.arange(6) < torch.tensor([[0, 1, 5, 2, 3]]).T, -100, ids)
+    return model, {"input_ids": ids, "labels": labels}
 
 
 def wrapped(model, **options):
@@ -102,28 +100,24 @@ def test_any_term_gives_the_loss_and_gradients_of_the_plain_model(term, way):
     if term is not noise:  # whose numbers depend on the thread that draws them
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
 
 
+THREE = {"run_config": RoundPipeRunConfig(num_microbatch=3)}
+
+
+joined_warnings = pytest.mark.filterwarnings("ignore:The loss of:roundpipe_runtime.RoundPipeWarning")
+
+
+@joined_warnings
 @pytest.mark.parametrize("term", [term for term in TERMS if term is not noise], ids=lambda term: term.__name__)
 def test_any_term_is_proven_where_the_code_after_the_layers_is_frozen(term):
     """Where only layers train, as with LoRA, the ways, losses and gradients are those of the plain model."""
-    plain, batch = made(term)
-    plain.requires_grad_(False)
-    plain.model.layers.requires_grad_(True)
-    model = copy.deepcopy(plain)
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        config = RoundPipeRunConfig(num_microbatch=3)
-        loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+    model, batch = made(term)
+    model.requires_grad_(False)
+    model.model.layers.requires_grad_(True)
+    pipeline = assert_like_plain(model, batch, call=THREE, pipeline=wrapped(model))
     assert ways(pipeline) == [TERMS[term]]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
     assert model.lm_head.weight.grad is None
-    pipeline.close()
 
 
 class TwoNames(Llama):
@@ -145,16 +139,8 @@ class TwoNames(Llama):
 
 def test_a_module_with_two_names_is_proven():
     """The weights of the loss are items, and the gradients of the table and the head add up."""
-    plain, batch = made(kind=TwoNames)
-    model = copy.deepcopy(plain)
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
-    assert ways(pipeline) == ["items"]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+    model, batch = made(kind=TwoNames)
+    assert ways(assert_like_plain(model, batch, call=THREE, pipeline=wrapped(model))) == ["items"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "gpt_neox", "olmo2"])
@@ -177,7 +163,6 @@ def test_a_model_of_16_bits_is_proven_without_a_warning(name, frozen):
         loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
     assert ways(pipeline) == ["items"]
     assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=2**-8)
-    pipeline.close()
 
 
 def test_a_proof_changes_nothing():
@@ -192,7 +177,6 @@ def test_a_proof_changes_nothing():
     assert torch.equal(torch.get_rng_state(), before)
     assert pipeline._rp_engine.step == step
     assert all(parameter.grad is None for parameter in model.parameters())
-    pipeline.close()
 
 
 def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
@@ -206,7 +190,6 @@ def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
     assert ways(pipeline) == ["items", "items"]
-    pipeline.close()
 
 
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64], ids=["own", "copies"])
@@ -256,7 +239,6 @@ def test_the_report_states_how_losses_are_computed():
         assert len(lines) == 1
         assert lines[0].startswith("loss in training with input_ids, labels, use_cache: ")
         assert expected in lines[0]
-        pipeline.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -265,20 +247,14 @@ def test_a_group_with_few_rows_proves_its_loss(rows, term):
     """One microbatch of one row is a part of the batch where other groups have others: the row is tried three times."""
     model, batch = made(term)
     batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
-    plain = copy.deepcopy(model)
-    expected = plain(**batch).loss
-    expected.backward()
     pipeline = wrapped(model, replicas=rows)
-    one = RoundPipeRunConfig(num_microbatch=1)
+    one = {"run_config": RoundPipeRunConfig(num_microbatch=1)}
     if term is not None and rows > 1:
         with pytest.raises(LossError, match="not known to be a mean"):
-            pipeline.forward_backward(input_kwargs=batch, run_config=one)
+            pipeline.forward_backward(input_kwargs=batch, **one)
     else:
-        loss = pipeline.forward_backward(input_kwargs=batch, run_config=one)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert worst_gradient(model, plain) < 1e-6
+        assert_like_plain(model, batch, call=one, pipeline=pipeline)
     assert ways(pipeline) == ["items" if term is None else TERMS[term]]
-    pipeline.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -300,87 +276,50 @@ def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(rows):
         else:
             with pytest.raises(LossError):
                 run()
-        pipeline.close()
 
 
-def test_one_microbatch_is_not_proven():
-    """There is nothing to weigh, and the loss is the model's own."""
+@pytest.mark.parametrize("options", [{"num_microbatch": 1}, {"num_microbatch": 3, "loss_reduction": "joined"}], ids=str)
+def test_one_microbatch_and_a_joined_loss_are_not_proven(options):
+    """There is nothing to weigh: the loss is the model's own, or computed once of the whole batch as was asked for."""
     model, batch = made(spread)
-    plain = copy.deepcopy(model)
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=1))
-    assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
-    assert not pipeline._rp_losses.proofs
-    pipeline.close()
+    call = {"run_config": RoundPipeRunConfig(**options)}
+    assert not assert_like_plain(model, batch, call=call, pipeline=wrapped(model))._rp_losses.proofs
 
 
+@joined_warnings
 @pytest.mark.parametrize("term", [rows_alone, z_loss], ids=lambda term: term.__name__)
 def test_weights_of_16_bits_are_proven_as_strictly(term):
     """Rounding of bfloat16 hides no wrong weights, as the proof widens them."""
     model, batch = made(term)
     pipeline = wrapped(model.bfloat16())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        pipeline.forward_backward(input_kwargs=batch)
+    pipeline.forward_backward(input_kwargs=batch)
     assert ways(pipeline) == [TERMS[term]]
-    pipeline.close()
 
 
+@joined_warnings
 def test_masks_count_like_labels():
     """Pictures with as many masked patches each, then with others: the second batch is exact, too."""
     torch.manual_seed(0)
     config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, encoder_stride=4)
-    plain = transformers.ViTForMaskedImageModeling(config).double().train()
-    model = copy.deepcopy(plain)
+    model = transformers.ViTForMaskedImageModeling(config).double().train()
     masks = torch.arange(16) < torch.tensor([[4, 4, 4, 4, 4], [1, 9, 4, 2, 16]])[..., None]
     pictures = torch.randn(5, 3, 16, 16, dtype=torch.float64)
     batches = [{"pixel_values": pictures, "bool_masked_pos": mask} for mask in masks]
     pipeline = wrapped(model, example={name: value[:2] for name, value in batches[0].items()})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        for batch in batches:
-            plain.zero_grad()
-            model.zero_grad()
-            expected = plain(**batch).loss
-            expected.backward()
-            loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
-            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-            assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+    for batch in batches:
+        model.zero_grad()
+        assert_like_plain(model, batch, call=THREE, pipeline=pipeline)
 
 
 @pytest.mark.parametrize("padded", [[0, 1], [0], [5], [2]], ids=str)
 def test_a_mask_that_some_rows_do_not_need_is_proven_on_rows_alike(padded):
     """Zaya hands its layers a mask only where a row is padded: it runs in microbatches, with the plain numbers."""
-    plain = make_model("zaya").train()  # it computes in float32, whatever its weights are
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(make_model("zaya").train())  # it computes in float32, whatever its weights are
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[padded, :4] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
-    assert [proof.way for proof in pipeline._rp_losses.proofs.values()] == ["items"]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert worst_gradient(model, plain) < 1e-5
-    pipeline.close()
-
-
-def test_a_joined_loss_can_be_asked_for():
-    """``loss_reduction="joined"`` proves nothing, and computes the loss of the whole batch once."""
-    plain, batch = made(spread)
-    model = copy.deepcopy(plain)
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
-    loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-    assert not pipeline._rp_losses.proofs
-    pipeline.close()
+    assert ways(assert_like_plain(model, batch, rel=1e-5, call=THREE, pipeline=wrapped(model))) == ["items"]
 
 
 def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
@@ -397,9 +336,9 @@ def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
     for name, target in named.items():
         assert target.dtype == torch.float64
         assert (target.grad - expected[name].grad).norm() < 1e-4 * expected[name].grad.norm(), name
-    pipeline.close()
 
 
+@joined_warnings
 def test_a_penalty_without_labels_in_the_example_is_seen():
     """A term that appears with labels only is part of the check, so such a model runs in one piece, and is exact."""
 
@@ -411,15 +350,7 @@ def test_a_penalty_without_labels_in_the_example_is_seen():
                 outputs.loss = outputs.loss + sum(p.pow(2).sum() for name, p in named if "q_proj" in name)
             return outputs
 
-    plain, batch = made(kind=Regularised)
-    model = copy.deepcopy(plain)
-    expected = plain(**batch).loss
-    expected.backward()
+    model, batch = made(kind=Regularised)
     with pytest.warns(RoundPipeWarning, match="in one piece"):
         pipeline = wrapped(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+    assert_like_plain(model, batch, call=THREE, pipeline=pipeline)

@@ -2,7 +2,6 @@
 
 import copy
 import time
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import transformers
 
 from roundpipe_runtime import LossError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
-from tests.runtime.huggingface.hf_small import worst_gradient
+from tests.runtime.huggingface.hf_small import assert_like_plain, worst_gradient
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
@@ -19,33 +18,34 @@ CONFIG = transformers.LlamaConfig(
 
 def made():
     torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(CONFIG).double()
+    model = transformers.LlamaForCausalLM(CONFIG).double()
     ids = torch.randint(5, 100, (7, 10))
     labels = ids.masked_fill(torch.arange(10) < torch.tensor([0, 3, 5, 0, 8, 2, 9])[:, None], -100)
-    return plain, copy.deepcopy(plain), {"input_ids": ids, "labels": labels}
+    return model, {"input_ids": ids, "labels": labels}
+
+
+def wrapped(model, **options):
+    return wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, **options)
+
+
+THREE = RoundPipeRunConfig(num_microbatch=3)
 
 
 @pytest.mark.parametrize("adds", ["nothing", "a penalty"])
 def test_multiples_and_penalties_are_those_of_the_plain_model(adds):
     """Microbatches have other numbers of labels; what is the same for all of them is added once."""
-    plain, model, batch = made()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
+    model, batch = made()
 
     def loss_fn(of):
         return lambda outputs, _: (
             3 * outputs.loss + (0 if adds == "nothing" else of.lm_head.weight.square().sum() / 100)
         )
 
-    expected = loss_fn(plain)(plain(**batch), None)
-    expected.backward()
+    pipeline = wrapped(model)
     for _ in range(2):
         model.zero_grad()
-        found = pipeline.forward_backward(
-            input_kwargs=batch, loss_fn=loss_fn(model), run_config=RoundPipeRunConfig(num_microbatch=3)
-        )
-        assert found.item() == pytest.approx(expected.item(), rel=1e-6)  # transformers computes its loss in float32
-        assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+        call = {"loss_fn": loss_fn(model), "run_config": THREE}
+        assert_like_plain(model, batch, lambda one: loss_fn(one)(one(**batch), None), call=call, pipeline=pipeline)
 
 
 def of_its_own(outputs, _):
@@ -75,32 +75,26 @@ def value(found):
 @pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared, several, of_large_losses])
 def test_anything_else_is_computed_once(loss_fn):
     """Its weights are not those of the model's loss: loss and gradients are the reference model's, with a warning."""
-    plain, model, batch = made()
+    plain, batch = made()
+    model = copy.deepcopy(plain)
     expected = value(loss_fn(plain(**batch), None))
     expected.backward()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
+    pipeline = wrapped(model)
     with pytest.warns(RoundPipeWarning, match="The loss of loss_fn cannot be computed from the losses of microbatches"):
-        found = pipeline.forward_backward(
-            input_kwargs=batch, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=3)
-        )
+        found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
     assert value(found).item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
 
 
 def test_groups_of_rows_take_multiples_only():
     """Each group has its own rows: what is not a multiple is refused, before any gradient is changed."""
-    plain, model, batch = made()
-    expected = 2 * plain(**batch).loss
-    expected.backward()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, replicas=2)
+    model, batch = made()
+    pipeline = wrapped(model, replicas=2)
     with pytest.raises(LossError, match="does not return a multiple"):
         pipeline.forward_backward(input_kwargs=batch, loss_fn=in_addition)
     assert all(parameter.grad is None for parameter in model.parameters())
-    found = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: 2 * outputs.loss)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+    twice = {"loss_fn": lambda outputs, _: 2 * outputs.loss}
+    assert_like_plain(model, batch, lambda plain: 2 * plain(**batch).loss, call=twice, pipeline=pipeline)
 
 
 class Curriculum:
@@ -117,23 +111,19 @@ class Curriculum:
 @pytest.mark.parametrize(("then", "after"), [(in_addition, 1), (squared, 2), (in_addition, 3)])
 def test_a_function_that_becomes_another_one_is_shown_again(then, after):
     """In the call before which an attribute was changed; proofs do not count as calls of it."""
-    plain, model, batch = made()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
-    loss_fn, config = Curriculum(), RoundPipeRunConfig(num_microbatch=3)
+    model, batch = made()
+    pipeline, loss_fn = wrapped(model), Curriculum()
     for _ in range(after):
-        pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
+        pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
     assert loss_fn.calls == 3 * after
     loss_fn.then = then
     model.zero_grad()
-    expected = then(plain(**batch), None)
-    expected.backward()
+    call = {"loss_fn": loss_fn, "run_config": THREE}
     with pytest.warns(RoundPipeWarning, match="loss_fn"):
-        found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+        assert_like_plain(model, batch, lambda plain: then(plain(**batch), None), call=call, pipeline=pipeline)
 
 
+@pytest.mark.filterwarnings("ignore::roundpipe_runtime.RoundPipeWarning")
 def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
     """A weight that is warmed up with the calls."""
 
@@ -144,30 +134,21 @@ def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
             self.calls += 1
             return outputs.loss * self.calls
 
-    plain, model, batch = made()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
-    loss_fn, own, config = Warmed(), Warmed(), RoundPipeRunConfig(num_microbatch=3)
+    model, batch = made()
+    plain, pipeline = copy.deepcopy(model), wrapped(model)
+    loss_fn, own = Warmed(), Warmed()
     for _ in range(2):
         expected = own(plain(**batch), None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RoundPipeWarning)
-            found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
+        found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    pipeline.close()
 
 
 @pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared])
 def test_joined_it_is_that_of_the_plain_model(loss_fn):
     """The line of the error."""
-    plain, model, batch = made()
-    expected = loss_fn(plain(**batch), None)
-    expected.backward()
-    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0)
-    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
-    found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=config)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)  # transformers computes its loss in float32
-    assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()
+    model, batch = made()
+    call = {"loss_fn": loss_fn, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")}
+    assert_like_plain(model, batch, lambda plain: loss_fn(plain(**batch), None), call=call, pipeline=wrapped(model))
 
 
 def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_devices(monkeypatch):
@@ -195,7 +176,6 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
         torch.manual_seed(3)
         run_config = RoundPipeRunConfig(num_microbatch=6)
         loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=run_config)
-        pipeline.close()
         found.append((float(loss), [parameter.grad for parameter in model.parameters()]))
     (one_device, expected), (three_devices, gradients) = found
     assert three_devices == one_device

@@ -82,14 +82,13 @@ class Engine(RunLifecycle):
 
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         """Run all rows of this process forward, as one group; see :meth:`forward`."""
-        with torch.set_grad_enabled(bool(config.requires_grad)):
-            microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
-            rows = [microbatch.rows for microbatch in microbatches]
-            run, host_values = self.prepare_forward(microbatches, config)
-            joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
-            if run.spec.kind == "infer":
-                self.commit(run)
-            return joined
+        microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
+        rows = [microbatch.rows for microbatch in microbatches]
+        run, host_values = self.prepare_forward(microbatches, config)
+        joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
+        if run.spec.kind == "infer":
+            self.commit(run)
+        return joined
 
     def forward_joined(
         self,

@@ -162,7 +162,7 @@ class _Names:
         if not isinstance(key, Key):
             return f"{self._names.get(key[0], 'box')}{key[1]}"
         if key in self._captured:
-            return self._captured[key].split("'")[1]
+            return str(self._captured[key][0].key)
         name = self._names.get(key)
         return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
 
@@ -183,20 +183,17 @@ class _Names:
         return key.leaf == next((i for i, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf >= 0), None)
 
 
-def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Tree) -> Iterator[tuple[Any, Any]]:
     """The leaves of a tree with their paths."""
     numbered = pytree.tree_unflatten(list(range(len(tree.leaves))), tree.spec)
     for path, number in pytree.tree_flatten_with_path(numbered)[0]:
-        yield pytree.keystr(path), tree.leaves[number]
+        yield path, tree.leaves[number]
 
 
 def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
     """The tensors and boxes among the arguments of a call, named after the parameters of the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
-    arguments = call.arguments
-    numbered = pytree.tree_unflatten(list(range(len(arguments.leaves))), arguments.spec)
-    for path, number in pytree.tree_flatten_with_path(numbered)[0]:
-        leaf = arguments.leaves[number]
+    for path, leaf in _leaves(call.arguments):
         if not isinstance(leaf, (Key, BoxUse)):
             continue
         which, inner = path[1], pytree.keystr(path[2:])  # path[0] is args or kwargs

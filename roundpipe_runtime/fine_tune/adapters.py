@@ -75,10 +75,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
     check_targets(model, lora.targets)
     config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets) or "all-linear", task_type="CAUSAL_LM"
     )
     with generator_kept(), quiet_peft():
         torch.manual_seed(seed)

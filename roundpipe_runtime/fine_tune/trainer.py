@@ -148,9 +148,7 @@ class TextTrainer(RoundPipeTrainer):
         size: int = self.args.per_device_eval_batch_size
         batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
         return DataLoader(
-            self.train_dataset,
-            batch_sampler=batches[self.job.rank :: self.job.size],
-            collate_fn=self.data_collator,
+            self.train_dataset, batch_sampler=batches[self.job.rank :: self.job.size], collate_fn=self.data_collator
         )
 
     def evaluation_loop(

@@ -133,7 +133,4 @@ def _report_whole(made: Cut, is_error: bool) -> None:
         message += REPLACED_FORWARD
     if is_error:
         raise CutError(reason, f"{made.report.model} cannot be split: {message}")
-    warn(
-        f"{made.report.model} runs in one piece, as it cannot be split ({reason}): {message}",
-        CutRefusedWarning,
-    )
+    warn(f"{made.report.model} runs in one piece, as it cannot be split ({reason}): {message}", CutRefusedWarning)

@@ -49,12 +49,7 @@ class RankCalls(OneGroup[Engine]):
 
     store: RankStore
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        replicas: int | None = None,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, replicas: int | None = None, reduce_dtype: torch.dtype | None = None) -> None:
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.replicas = ranks.size if replicas is None else replicas
         if self.replicas < ranks.size:

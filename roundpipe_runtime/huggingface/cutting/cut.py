@@ -251,11 +251,7 @@ def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[l
 
 
 def _try(
-    model: nn.Module,
-    chosen: Sequence[Candidate],
-    kwargs: Kwargs,
-    check: bool,
-    refused: Sequence[tuple[str, str]],
+    model: nn.Module, chosen: Sequence[Candidate], kwargs: Kwargs, check: bool, refused: Sequence[tuple[str, str]]
 ) -> Cut:
     layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
     program = discover(model, layers, (), kwargs)

@@ -439,10 +439,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Add the gradient of a batch to the accumulated gradient, and return the loss of the batch.
 

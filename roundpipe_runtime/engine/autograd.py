@@ -124,13 +124,7 @@ class _Pipeline(torch.autograd.Function):
             engine.execute(run, ctx.backward_stages)
             found_here = _take_gradients(run, ctx.learned)
             engine.commit_backward(run)
-        results: list[torch.Tensor | None] = []
-        for number, flags in enumerate(ctx.flags):
-            found = run.collected.input_gradients[number]
-            for flag, copy in zip(flags, found, strict=True):
-                if flag:
-                    results.append(None if copy is None else arrived(copy))
-        return (None, None, None, None, None, *results, *found_here)
+        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *found_here)
 
 
 def _learned(run: Run) -> list[torch.Tensor]:
@@ -150,6 +144,14 @@ def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Ten
             before = totals[id(parameter)]
             totals[id(parameter)] = gradient if before is None else added(before, gradient)
     return [totals[id(parameter)] for parameter in learned]
+
+
+def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
+    """Return the gradients of the inputs of a run that require one, after its backward."""
+    # flags: whether each tensor of each microbatch requires one
+    copies = run.collected.input_gradients
+    pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
+    return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]
 
 
 def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:

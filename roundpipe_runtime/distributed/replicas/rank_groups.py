@@ -22,7 +22,7 @@ from ...batch.entries import FlatBatch, FlatMicrobatch
 from ...device.protocol import NOW
 from ...device.transfer import HostValue
 from ...device.worker import Outcome, Uninterrupted, noting
-from ...engine.autograd import arrived, return_outputs
+from ...engine.autograd import input_gradients, return_outputs
 from ...engine.config import RoundPipeRunConfig
 from ...engine.driver import Engine
 from ...engine.layer_graph import other_leaves
@@ -274,14 +274,8 @@ class GroupPasses:
 
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of :meth:`inputs`, after the backward."""
-        found: list[torch.Tensor | None] = []
-        for run, values in self.runs:
-            for number, on_host in enumerate(values):
-                copies = run.collected.input_gradients[number]
-                for flag, copy in zip(on_host.needs_grad, copies, strict=True):
-                    if flag:
-                        found.append(None if copy is None else arrived(copy))
-        return found
+        flags = [(run, [on_host.needs_grad for on_host in values]) for run, values in self.runs]
+        return [gradient for run, own in flags for gradient in input_gradients(run, own)]
 
     def go_back(
         self,

@@ -225,8 +225,7 @@ Adapters = Annotated[
     ),
 ]
 RoomForAdapters = Annotated[
-    bool,
-    typer.Option("--room-for-adapters", help="Add inputs for LoRA matrices, so that adapters can be added later."),
+    bool, typer.Option("--room-for-adapters", help="Add inputs for LoRA matrices, so that adapters can be added later.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the contents of DIR.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

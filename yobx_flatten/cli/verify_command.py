@@ -29,8 +29,7 @@ def verify(
         typer.Option(metavar="MODEL", help="Also find the first node whose values differ from this model's."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Compare files that any exporter wrote with this model."),
+        str | None, typer.Option(metavar="MODEL", help="Compare files that any exporter wrote with this model.")
     ] = None,
     names: Annotated[
         list[str] | None,

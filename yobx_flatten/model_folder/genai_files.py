@@ -75,11 +75,7 @@ def _session(file: str) -> dict[str, Any]:
 
 
 def decoder_config(
-    model: TransformersModel,
-    inputs: Sequence[str],
-    *,
-    shared: Collection[str] = (),
-    config: Any = None,
+    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = (), config: Any = None
 ) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json`` for a decoder."""
     # config: that of the decoder; by default the model's

@@ -302,12 +302,7 @@ class _Parts:
 
 
 def _rounded(
-    graph: Any,
-    value: Any,
-    transposed: bool,
-    parts: _Parts,
-    quantization: Quantization,
-    bits: int,
+    graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization, bits: int
 ) -> StoredMatrix:
     """Quantize a weight when it is read, to 4 bits with onnxruntime's own kernel."""
     import onnx_ir as ir

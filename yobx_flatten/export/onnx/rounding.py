@@ -109,11 +109,7 @@ class _Form:
 
 
 def round_with_feedback(
-    weights: torch.Tensor,
-    moments: torch.Tensor,
-    block_size: int,
-    dtype: torch.dtype = torch.float32,
-    bits: int = 4,
+    weights: torch.Tensor, moments: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32, bits: int = 4
 ) -> WeightGrid:
     """Quantize a matrix (inputs, outputs) in blocks; each row compensates the errors of the rows before it."""
     # weights: in whole blocks of inputs
@@ -195,12 +191,7 @@ RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
 
 
 def round_by_text(
-    file: UnprovenFile,
-    graph: Any,
-    products: Iterable[Any],
-    quantization: Quantization,
-    source: Source,
-    grids: Grids,
+    file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
 ) -> RoundedMatrices:
     """Round the matrices of a file with a calibration text. Needs the registration ``with`` block."""
     # products: nodes of the graph with their weights, and whether these are transposed
@@ -261,11 +252,7 @@ _SMALLEST = 1e-30
 
 
 def input_moments(
-    file: UnprovenFile,
-    sizes: Mapping[str, int],
-    calls: Sequence[Case],
-    names: Sequence[str],
-    tokens: torch.Tensor,
+    file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each named value of a file with the mean products of its channel pairs, each token scaled to equal size.
 

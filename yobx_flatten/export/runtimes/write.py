@@ -45,18 +45,10 @@ from ..quantization import Quantization
 from ..quantized_answers import measure
 from ..source import Source, replay_file, traced_example
 from ..traced import Traced, trace
+from . import openvino
 from .aotinductor import write_package, write_package_in_place
 from .executorch import Backend, Written, write_pte
 from .file_options import FileOptions, check_libraries
-from .openvino import (
-    blocks_of,
-    compress_openvino,
-    has_growing_cache,
-    keep_in_openvino,
-    quantized_example,
-    write_openvino,
-    write_openvino_in_place,
-)
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -145,7 +137,7 @@ class _Job:
     @property
     def keeps_cache(self) -> bool:
         """Return whether to try a cache that is updated in place; the program must return its keys and values."""
-        return self.options.cache == "in_place" and has_growing_cache(self.source.traced)
+        return self.options.cache == "in_place" and openvino.has_growing_cache(self.source.traced)
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
         """Write a file whose runtime updates the cache in place; if that fails, the report has the reason."""
@@ -198,7 +190,7 @@ class _Job:
             return None
         with report.timed("measure"):
             runner = open_runner(self.file.path, runtime=report.runtime, caller="export", failure=ReplayError)
-            return measure(runner, asked, self.source, block_size=blocks_of(asked))
+            return measure(runner, asked, self.source, block_size=openvino.blocks_of(asked))
 
     def _bytes(self) -> int:
         return sum(part.stat().st_size for part in self.file.folder.iterdir() if part.is_file())
@@ -275,7 +267,7 @@ def _pte_of(job: _Job, backend: Backend) -> None:
 
 
 def _quantized_pte(job: _Job, asked: Quantization, *, in_place: bool) -> None:
-    traced = trace(quantized_example(job.source.example, asked, job.report))
+    traced = trace(openvino.quantized_example(job.source.example, asked, job.report))
     written = write_pte(traced, job.file.path, in_place=in_place)
     job.report.planned_bytes = written.planned_bytes
 
@@ -285,17 +277,17 @@ _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
 
 def _openvino(job: _Job) -> None:
     source, report = job.source, job.report
-    write = functools.partial(write_openvino_in_place, source.traced, source.example, job.file.path)
+    write = functools.partial(openvino.write_openvino_in_place, source.traced, source.example, job.file.path)
     if not (job.keeps_cache and job.written_in_place(write, "OpenVINO")):
         with report.timed("convert"):
-            write_openvino(source.traced, source.example, job.file.path)
+            openvino.write_openvino(source.traced, source.example, job.file.path)
         job.replay()
 
     def fewer_bits(asked: Quantization) -> None:
         if asked.weights == "keep":
-            keep_in_openvino(job.file.path, report)
+            openvino.keep_in_openvino(job.file.path, report)
         else:
-            compress_openvino(job.file.path, asked, report)
+            openvino.compress_openvino(job.file.path, asked, report)
 
     job.quantize(functools.partial(job.measured, fewer_bits))
 

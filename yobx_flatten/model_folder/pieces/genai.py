@@ -28,16 +28,10 @@ EMBEDDING = "embedding"
 """Name, without suffix, of the file that computes input embeddings from tokens and image features."""
 
 _OTHERS = (
-    (
-        GridVisionEncoder.fits,
-        "its image tokens have 3D positions, which onnxruntime-genai computes differently",
-    ),
+    (GridVisionEncoder.fits, "its image tokens have 3D positions, which onnxruntime-genai computes differently"),
     (TiledVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
     (NestedVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
-    (
-        BlockwiseDecoder.fits,
-        "its image tokens attend to each other, and onnxruntime-genai passes no token types",
-    ),
+    (BlockwiseDecoder.fits, "its image tokens attend to each other, and onnxruntime-genai passes no token types"),
     (DeepstackDecoder.fits, "its decoder also adds image features between layers"),
 )
 

@@ -214,10 +214,7 @@ def unread_model(
 
 
 def _differences(
-    model: Any,
-    checkpoint: Checkpoint,
-    sources: Mapping[str, str],
-    tied: Sequence[tuple[list[str], torch.nn.Parameter]],
+    model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], tied: Sequence[tuple[list[str], torch.nn.Parameter]]
 ) -> KeyDifferences:
     """The report of `from_pretrained` about the files, including the names that it leaves out."""
     missing, reshaped = [], []

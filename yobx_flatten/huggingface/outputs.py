@@ -189,7 +189,7 @@ def _model_output(cls: type) -> _Functions:
 
 def _container(cls: type) -> _Functions:
     """Functions for a class that stores its content in ``data``, and little in other attributes."""
-    dropped = dict.fromkeys(_DROPPED) if _is_encoding(cls) else {}
+    dropped = dict.fromkeys(_DROPPED) if any(base.__name__ == "BatchEncoding" for base in cls.__mro__) else {}
 
     def flatten(obj: object) -> tuple[list[Any], list[Any]]:
         held = vars(obj)
@@ -207,10 +207,6 @@ def _container(cls: type) -> _Functions:
         return obj
 
     return flatten, flatten_with_keys, unflatten
-
-
-def _is_encoding(cls: type) -> bool:
-    return any(base.__name__ == "BatchEncoding" for base in cls.__mro__)
 
 
 def _is_plain_output(cls: type) -> bool:

@@ -78,7 +78,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
             names.append(LENGTH)
         elif isinstance(values[full], torch.Tensor):
             _check_agreement(_key_count(values[full]), seen, *first)
-    if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
+    if plain and len(values) == 2 * len(layers) and all(name.startswith(("key_D_", "value_D_")) for name in names):
         names = list(_plain_names(len(layers)))
     return values, names
 
@@ -154,10 +154,6 @@ def _key_count(keys: torch.Tensor) -> int:
     """Count the tokens in the keys of a full layer."""
     # transformers fills a layer with a one-dimensional empty tensor before its first update
     return keys.shape[-2] if keys.dim() > 1 else 0
-
-
-def _is_full(name: str) -> bool:
-    return name.startswith(("key_D_", "value_D_"))
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
@@ -350,7 +346,8 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 def length_of(leaf: object) -> object:
     """Return a leaf as a number if it can be read, else the leaf itself."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() or _has_no_value():
+    has_no_value = torch.compiler.is_compiling() or is_jit_tracing()
+    if has_no_value or not isinstance(leaf, torch.Tensor) or leaf.dim():
         return leaf
     plain = leaf
     while functorch.is_functorch_wrapped_tensor(plain):  # vmap: the counts of several caches
@@ -363,7 +360,3 @@ def length_of(leaf: object) -> object:
     if type(number) is int or (type(number) is float and number.is_integer()):
         return int(number)
     return leaf
-
-
-def _has_no_value() -> bool:
-    return torch.compiler.is_compiling() or is_jit_tracing()

@@ -168,21 +168,25 @@ def lengths_of(template: Template) -> list[str]:
 
 def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
     def walk(entry: list[Any], path: str) -> Iterator[tuple[str, str]]:
-        kind, *rest = entry or [""]
-        if kind in ("tensor", "number"):
-            yield path, kind
-        elif kind == "dict":
-            for key, below in rest[0]:
-                yield from walk(below, f"{path}.{load_static(key)}")
-        elif kind in ("list", "tuple"):
-            for index, below in enumerate(rest[0]):
-                yield from walk(below, f"{path}.{index}")
-        elif kind == "object":
-            for attribute, below in rest[1].items():
-                yield from walk(below, f"{path}.{attribute}")
+        if entry and entry[0] in ("tensor", "number"):
+            yield path, entry[0]
+        for key, below in _parts(entry):
+            yield from walk(below, f"{path}.{key}")
 
     for name, entry in template.items():
         yield from walk(entry, name)
+
+
+def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
+    """The keys and the templates of what a container or an object holds; nothing for other entries."""
+    match entry:
+        case ["dict", pairs]:
+            return [(load_static(key), below) for key, below in pairs]
+        case ["list" | "tuple", items]:
+            return enumerate(items)
+        case ["object", _, held]:
+            return held.items()  # type: ignore[no-any-return] # a dict
+    return ()
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
@@ -192,15 +196,8 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
     def walk(entry: list[Any], value: Any) -> None:
         if entry[0] in ("tensor", "number"):
             leaves.append(value)
-        elif entry[0] == "dict":
-            for key, below in entry[1]:
-                walk(below, value[load_static(key)])
-        elif entry[0] in ("list", "tuple"):
-            for below, x in zip(entry[1], value, strict=True):
-                walk(below, x)
-        elif entry[0] == "object":
-            for attribute, below in entry[2].items():
-                walk(below, getattr(value, attribute))
+        for key, below in _parts(entry):
+            walk(below, getattr(value, key) if entry[0] == "object" else value[key])
 
     for name, entry in template.items():
         walk(entry, held.get(name))
@@ -257,7 +254,7 @@ def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
     if kind == "length":
         return lambda used, length: length
     if kind == "dict":
-        keys = [load_static(key) for key, _ in entry[1]]
+        keys = [key for key, _ in _parts(entry)]
         if all(below == ["tensor"] for _, below in entry[1]):
             first = next(counter)
             behind = first + 1 + sum(1 for _ in itertools.islice(counter, len(keys) - 1))

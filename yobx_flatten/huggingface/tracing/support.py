@@ -185,14 +185,12 @@ def attention_replacements() -> Iterator[Replacement]:
     """Yield module, function name and replacement for the attention functions that are imported."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
-        yield sdpa, "use_gqa_in_sdpa", _always
+        yield sdpa, "use_gqa_in_sdpa", _answering(True)
 
 
-def _always(original: Function) -> Function:
-    def use_gqa_in_sdpa(*args: object, **kwargs: object) -> bool:
-        return True
-
-    return use_gqa_in_sdpa
+def _answering(answer: bool) -> Make:
+    """Make a replacement for a question that is the same for all arguments."""
+    return lambda original: lambda *args, **kwargs: answer
 
 
 # Trace ``torch.arange`` that starts at a tensor: positions before transformers 5.1.
@@ -301,14 +299,14 @@ def mask_replacements() -> Iterator[Replacement]:
     if masks is None:
         return
     yield masks, "prepare_padding_mask", _prepare_padding_mask
-    yield masks, "_ignore_causal_mask_sdpa", _never_ignore_the_mask
+    yield masks, "_ignore_causal_mask_sdpa", _answering(False)
     name = "create_recurrent_attention_mask"  # each model has imported it
     for path, module in sys.modules.copy().items():
         if path.startswith("transformers.models.") and name in vars(module):
             yield module, name, _recurrent_mask
     if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
         yield masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
-        yield masks, "TransformGetItemToIndex", _nothing_to_transform
+        yield masks, "TransformGetItemToIndex", lambda original: contextlib.nullcontext
 
 
 def _prepare_padding_mask(original: Function) -> Function:
@@ -349,13 +347,6 @@ def _recurrent_mask(original: Function) -> Function:
     return create_recurrent_attention_mask
 
 
-def _never_ignore_the_mask(original: Function) -> Function:
-    def _ignore_causal_mask_sdpa(*args: object, **kwargs: object) -> bool:
-        return False
-
-    return _ignore_causal_mask_sdpa
-
-
 def _broadcast_for_bhqkv(original: Function) -> Function:
     # 4.56 and 4.57 use vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
     # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
@@ -372,10 +363,6 @@ def _broadcast_for_bhqkv(original: Function) -> Function:
         return broadcast
 
     return _vmap_for_bhqkv
-
-
-def _nothing_to_transform(original: Function) -> Function:
-    return contextlib.nullcontext
 
 
 # Apply the reversible patches of transformers' own exporters to the imported models.

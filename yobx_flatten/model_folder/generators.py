@@ -65,8 +65,7 @@ def open_generator(
     >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
     True
     """
-    if runtime is not None:
-        check_runtime(runtime)
+    check_runtime(runtime)
     path = check_folder(folder, GenerationError)
     chosen = runtime_of_folder(path) if runtime is None else runtime
     if is_folder(path) and (path / MANIFEST).is_file():

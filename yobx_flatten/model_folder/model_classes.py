@@ -70,8 +70,7 @@ class FolderModel:
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
         path = check_folder(folder, GenerationError)
-        if runtime is not None:
-            check_runtime(runtime)
+        check_runtime(runtime)
         task = read_manifest(path).task if (path / MANIFEST).is_file() else cls.tasks[0]
         if task not in cls.tasks:
             others = [other.__name__ for other in FolderModel.__subclasses__() if task in other.tasks]

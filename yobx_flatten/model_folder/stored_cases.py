@@ -141,10 +141,15 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def store_calls(
-    piece: Piece, cases: Sequence[Case], work: pathlib.Path, below: str = CASES, runs: EagerRuns | None = None
+def store_piece(
+    piece: Piece,
+    cases: Sequence[Case],
+    tokens: torch.Tensor | None,
+    work: pathlib.Path,
+    below: str = CASES,
+    runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store the example and the test cases of a file with the model's outputs; return their paths in the folder.
+    """Store a file's example and test cases, and the model's losses on a text; return their paths in the folder.
 
     Inputs and outputs are stored leaf by leaf under their names: no class is needed to read them back.
     """
@@ -163,27 +168,14 @@ def store_calls(
         # not .onnx: tools look for models by that suffix, also in folders below
         names.append(f"{below}/{piece.stem}-{number}.case")
         save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
-    return names
+    return names if tokens is None else names + _store_text(piece, tokens, work, below, runs.texts if runs else ())
 
 
-def store_piece(
-    piece: Piece,
-    cases: Sequence[Case],
-    tokens: torch.Tensor | None,
-    work: pathlib.Path,
-    below: str = CASES,
-    runs: EagerRuns | None = None,
-) -> list[str]:
-    """Store the test cases of a file, and the model's losses on a text; return their paths in the folder."""
-    stored = store_calls(piece, cases, work, below, runs)
-    return stored if tokens is None else stored + store_text(piece, tokens, work, below, runs.texts if runs else ())
-
-
-def store_text(
-    piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str = CASES, known: Sequence[Texts] = ()
+def _store_text(
+    piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str, known: Sequence[Texts]
 ) -> list[str]:
     """Store the model's losses on a text, since its logits would take more space than the model."""
-    # known: what the model made of the text for the proof of its file; nothing by default
+    # known: what the model made of the text for the proof of its file
     names = []
     with register_flattening_functions(patch_transformers=True):
         for number, (kwargs, text, losses, _) in enumerate(known or read_by_model(piece.module, piece.kwargs, tokens)):

@@ -26,9 +26,9 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
 """Suffixes of the files that each runtime runs, the runtime's own format first."""
 
 
-def check_runtime(runtime: str) -> None:
+def check_runtime(runtime: str | None) -> None:
     """Raise an error if there is no runtime of this name."""
-    if runtime not in RUNTIMES:
+    if runtime is not None and runtime not in RUNTIMES:
         raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
 
 
@@ -64,8 +64,7 @@ def open_runner(
     # threads: of one operator in onnxruntime and OpenVINO, of all files in ExecuTorch; the others run in those of torch
     # device, providers, options: for onnxruntime, see `choose_providers` and `open_session`
     file = pathlib.Path(path)
-    if runtime is not None:
-        check_runtime(runtime)
+    check_runtime(runtime)
     chosen = runtime_of(file) if runtime is None else runtime
     if file.suffix not in RUNTIMES[chosen]:
         raise InvalidArgumentError(f"{chosen} runs files with the suffix {' or '.join(RUNTIMES[chosen])}, not {file}.")

@@ -168,36 +168,15 @@ class TextEncoder(Encoder):
         return {"last_hidden_state": found.last_hidden_state}
 
 
-class SoundEncoder(Encoder):
-    """Reads a spectrogram."""
+class MediaEncoder(Encoder):
+    """Reads a spectrogram, sound samples (Moonshine) or pictures (TrOCR), by the name of the model's input."""
 
-    def forward(self, input_features: Any) -> dict[str, Any]:
+    def forward(self, **read: Any) -> dict[str, Any]:
         """Return the features."""
-        return {"last_hidden_state": self.encoder(input_features).last_hidden_state}
+        return {"last_hidden_state": self.encoder(*read.values()).last_hidden_state}
 
 
-class RawSoundEncoder(Encoder):
-    """An encoder that reads any number of sound samples (Moonshine)."""
-
-    def forward(self, input_values: Any) -> dict[str, Any]:
-        """Return the features."""
-        return {"last_hidden_state": self.encoder(input_values).last_hidden_state}
-
-
-class ImageEncoder(Encoder):
-    """An encoder that reads pictures (TrOCR, and other models with a vision encoder and a text decoder)."""
-
-    def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return the features."""
-        return {"last_hidden_state": self.encoder(pixel_values).last_hidden_state}
-
-
-_ENCODERS: dict[str, type[Encoder]] = {
-    "input_ids": TextEncoder,
-    "input_features": SoundEncoder,
-    "input_values": RawSoundEncoder,
-    "pixel_values": ImageEncoder,
-}
+_READ = ("input_ids", "input_features", "input_values", "pixel_values")
 
 
 class _Decoder(torch.nn.Module):
@@ -263,9 +242,9 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
     """Return the files to export for an encoder-decoder: an ``encoder_model``, and a decoder in two files."""
     heads = heads_of(model) if split.word_times else ()
     reads = input_name(model)
-    if reads not in _ENCODERS:
+    if reads not in _READ:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {reads}, but folders need encoders that read {', '.join(_ENCODERS)}. "
+            f"{type(model).__qualname__} reads {reads}, but folders need encoders that read {', '.join(_READ)}. "
             "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
         )
     if reads != "input_ids" and model.get_encoder().main_input_name == "input_ids":  # BLIP-2 with T5
@@ -274,7 +253,7 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
             "Export one call, with decoder_input_ids among its inputs:\n    export_onnx(model, kwargs=inputs, "
             "path=...)"
         )
-    encoder = _ENCODERS[reads](model)
+    encoder = TextEncoder(model) if reads == "input_ids" else MediaEncoder(model)
     read_as = encoder_output_class(model)
     first, following = FirstDecoder(model, read_as, heads), NextDecoder(model, read_as, heads)
 

@@ -117,7 +117,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     """Return the names, dtypes and sizes of the inputs and outputs that the file of a program has."""
     # versions: libraries, in addition to torch and transformers, whose versions are stored; none by default
     program = traced.program
-    by_argument = _by_argument(traced)
+    by_argument = names_by_argument(traced)
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     counted: dict[tuple[str, int], Size] = {**_counted(program, by_argument), **traced.unasserted}
     inputs = []
@@ -141,7 +141,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
 
 
-def _by_argument(traced: Traced) -> dict[str, str]:
+def names_by_argument(traced: Traced) -> dict[str, str]:
     """The names of the inputs, by those of the arguments of the graph."""
     arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return dict(zip(arguments, traced.input_names, strict=True))

@@ -31,6 +31,7 @@ class ModelFacts:
         """Read the facts from a module."""
         projections = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
+        matrices = (weight for weight in module.parameters() if weight.dim() == 2 and weight.is_floating_point())
         stored = [weight for weight in module.parameters() if id(weight) in projections]
         alone = [weight for weight in stored if id(weight) not in tables]
         return cls(
@@ -39,7 +40,8 @@ class ModelFacts:
             layer_bytes=largest_layer(module),
             types=_types((*module.parameters(), *module.buffers())),
             kernel_types=_types(weight for weight in module.parameters() if weight.is_floating_point()),
-            matrix_types=_types(_matrices(module)),
+            # those that products may use: all that are not only embeddings
+            matrix_types=_types(one for one in matrices if id(one) not in tables or id(one) in projections),
             projected=sum(weight.numel() for weight in stored),
             projected_bytes=sum(weight.numel() * weight.element_size() for weight in alone),
         )
@@ -52,15 +54,6 @@ class ModelFacts:
     def is_in_half(self) -> bool:
         """Whether some weights have half precision."""
         return not {"float16", "bfloat16"}.isdisjoint(self.types)
-
-
-def _matrices(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that products may use: all matrices that are not only embeddings."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
-    heads = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
-    for weight in module.parameters():
-        if weight.dim() == 2 and weight.is_floating_point() and (id(weight) not in tables or id(weight) in heads):
-            yield weight
 
 
 def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from ..trace.program_inputs import traced_inputs
 from ..trees.naming import leaf_names
 from .example import Example, arguments_with
 from .model_facts import ModelFacts
-from .proof.eager_runs import Case, Proof, check_cases, choose_proof, sampled
+from .proof.eager_runs import REFUSALS, Case, Proof, check_cases, choose_proof, sampled
 from .proof.exported_call import Nested
 from .proof.left import note_on_lost, written_parameters
 from .proof.replay import CaseResult, Side, replay
@@ -310,9 +310,6 @@ def left_out(count: int) -> list[str]:
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
-_REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
-
-
 def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
     """Return a note on sizes that the trace fixed; none if the model needs a fixed size."""
     if example.shapes is None:
@@ -362,7 +359,7 @@ def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]])
         written = written_parameters(example.module, traced.written)
         with torch.no_grad(), undisturbed(seed=0, module=example.module, parameters=written):
             example.module(*args, **kwargs)
-    except _REFUSALS:
+    except REFUSALS:
         return False
     return True
 

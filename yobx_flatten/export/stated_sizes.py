@@ -228,7 +228,7 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
     other sizes do not meet fixes those in it.
     """
-    environment, sizes = _environment(program), _sizes(program)
+    environment, sizes = environment_of(program), _sizes(program)
     examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
     fixed: set[Any] = set()
     for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
@@ -298,11 +298,11 @@ def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
             yield place, known
 
 
-def _environment(program: ExportedProgram) -> Any:
+def environment_of(program: ExportedProgram) -> Any:
     """The symbolic sizes of a program in torch; ``None`` if all sizes are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
-    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
-    return next((size.node.shape_env for size in axes if isinstance(size, torch.SymInt)), None)
+    sizes = (size for value in values for size in getattr(value, "shape", (value,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _in_graph(program: ExportedProgram) -> Iterator[Any]:
@@ -315,7 +315,7 @@ def _in_graph(program: ExportedProgram) -> Iterator[Any]:
 
 def _asserted(program: ExportedProgram) -> Iterator[Any]:
     yield from _in_graph(program)
-    environment = _environment(program)
+    environment = environment_of(program)
     if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
         for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
             yield environment.replace(one.expr)

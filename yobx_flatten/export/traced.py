@@ -40,7 +40,7 @@ from ..trees.walk import key_name, node_of, torch_leaves
 from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
 from .proof.eager_runs import clone
 from .proof.left import Left, draws_random_numbers, own_written_state, returning_left, written_state
-from .stated_sizes import asserted_in_forward, asserts_values, largest_sizes, unasserted_sizes
+from .stated_sizes import asserted_in_forward, asserts_values, environment_of, largest_sizes, unasserted_sizes
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -553,7 +553,7 @@ def write_single_values(program: ExportedProgram) -> None:
     """Replace each symbolic size that can have only one value by that value. The program still checks the size."""
     # program: changed in place
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
-    environment = next((size.node.shape_env for size in _symbols(program)), None) if single else None
+    environment = environment_of(program) if single else None
     if environment is None:
         return
     # torch does so itself, but not while it defers assertions
@@ -567,12 +567,6 @@ def write_single_values(program: ExportedProgram) -> None:
                 node.meta["val"] = pytree.tree_map(_with_numbers, node.meta["val"])
     for symbol in single:
         del program.range_constraints[symbol]
-
-
-def _symbols(program: ExportedProgram) -> list[torch.SymInt]:
-    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
-    sizes = (size for value in values for size in getattr(value, "shape", (value,)))
-    return [size for size in sizes if type(size) is torch.SymInt]
 
 
 def _number(size: int | torch.SymInt) -> int | torch.SymInt:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import STEP, first_line, result_or
@@ -24,10 +23,9 @@ from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.relations import Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
 from ...runners.signature import KEY, Signature, place_of_sizes
-from ...trace.program_inputs import arguments_of
 from ...trees.naming import leaf_names, leaves_of
 from ..example import Example
-from ..flat_program import signature_of
+from ..flat_program import names_by_argument, signature_of
 from ..proof.eager_runs import Case
 from ..proof.exported_call import ByName, InSharedMemory
 from ..proof.replay import Side, check_last_scores, first_difference
@@ -356,10 +354,9 @@ def _shown(error: BaseException) -> str:
 def _varying(traced: Traced) -> dict[tuple[str, int], str]:
     """The symbols of the axes of inputs that vary independently."""
     values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
-    arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return {
         (name, axis): str(size)
-        for name, argument in zip(traced.input_names, arguments, strict=True)
+        for argument, name in names_by_argument(traced).items()
         for axis, size in enumerate(getattr(values[argument], "shape", ()))
         if re.fullmatch(r"s\d+", str(size))
     }

@@ -266,16 +266,10 @@ def name_axes(
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
     """Names of symbols: those chosen by the user, or the names of the axes."""
-    inputs = {
-        value.name: [text_of_size(dim) for dim in value.shape]
-        for value in graph.inputs
-        if value.name and value.shape is not None
-    }
-    outputs = {
-        value.name: [text_of_size(dim) for dim in value.shape]
-        for value in graph.outputs
-        if value.name and value.shape is not None
-    }
+    inputs, outputs = (
+        {one.name: [text_of_size(dim) for dim in one.shape] for one in values if one.name and one.shape is not None}
+        for values in (graph.inputs, graph.outputs)
+    )
     parts = _parts(inputs, outputs)
     # a user's name applies to its symbol everywhere, including the mask, if only the tokens were named
     own = {parts[place]: name for place, name in chosen.items() if place in parts}

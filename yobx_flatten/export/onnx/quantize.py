@@ -32,6 +32,7 @@ from .stored_matrix import (
     keep_integers,
     new_value,
     plus,
+    replace_product,
     reshaped,
     take_rows,
 )
@@ -349,7 +350,7 @@ class Products:
         import onnx_ir as ir
 
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
-        output, x = node.outputs[0], node.inputs[0]
+        x = node.inputs[0]
         rounds_inputs = rounds_inputs or not _takes_floats(x, stored)
         split = None if rounds_inputs else self._inputs.of(x)
         sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs and split is None else _INTEGERS
@@ -373,15 +374,7 @@ class Products:
         if terms:
             made += self._term(terms)
             made += plus(found, made[-1].outputs[0], stored)
-        if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
-        if made[-1] is not product:
-            product.outputs[0].type = output.type
-            product.outputs[0].name = f"{output.name}_product"
-        before = node.inputs[1].producer()
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
-        if before is not None and not before.outputs[0].uses():
-            before.graph.remove(before, safe=True)
+        replace_product(node, product, made)
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
         """Store the rows of a matrix (inputs, outputs) that meet these channels, in float."""

@@ -27,9 +27,8 @@ from ..quantized_answers import Bits, Budget, measure, reads_once, rounding_call
 from ..source import Source
 from .file import UnprovenFile
 from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized
-from .rounding import RoundedMatrices, input_moments, input_splits, round_by_text, round_with_feedback
-from .stored_matrix import Grids, InputSplits, new_value
-from .weights import unmap
+from .rounding import RoundedMatrices, input_moments, input_splits, read_matrix, round_by_text, round_with_feedback
+from .stored_matrix import Grids, InputSplits, new_value, replace_product
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -332,7 +331,7 @@ def _rows(group: _Group) -> int:
 
 def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
     """Replace the products of a group."""
-    weights = {key: _read(value, key[1]) for key, value in group.weights.items()}
+    weights = {key: read_matrix(value, key[1]) for key, value in group.weights.items()}
     channels, moments = torch.ones(_rows(group)), group.moments
     if moments is None:
         moments = torch.eye(len(channels))  # to nearest
@@ -366,15 +365,6 @@ def _weight_of(node: Any, group: _Group) -> tuple[Any, bool]:
     before = value.producer()
     value = value if before is None else before.inputs[0]
     return next((found, key[1]) for key, found in group.weights.items() if found is value)
-
-
-def _read(value: Any, transposed: bool) -> torch.Tensor:
-    """A matrix of shape (inputs, outputs)."""
-    array = value.const_value.numpy()
-    matrix = torch.from_numpy(numpy.array(array.T if transposed else array))
-    del array
-    unmap(value.const_value)
-    return matrix
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
@@ -429,12 +419,6 @@ def _put(node: Any, made: list[ir.Node], inputs: tuple[Any, Any], stored: list[A
 
     (whole, largest), (numbers, scales) = inputs, stored
     step, zero = _steps(graph)
-    given, output = [whole, numbers, step, scales, zero], node.outputs[0]
+    given = [whole, numbers, step, scales, zero]
     product = ir.node("MatMulIntegerToFloat", given, domain="com.microsoft", name=node.name)
-    made = [*made, product, ir.node("Mul", [product.outputs[0], largest])]
-    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
-    before = node.inputs[1].producer()
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
-    if before is not None and not before.outputs[0].uses():
-        before.graph.remove(before, safe=True)
+    replace_product(node, product, [*made, product, ir.node("Mul", [product.outputs[0], largest])])

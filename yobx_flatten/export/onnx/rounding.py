@@ -228,12 +228,18 @@ def _rounded(
     found, bits = RoundedMatrices(), quantization.bits
     block_size = quantization.block_for(bits, len(moments))
     for key, value in matrices.items():
-        array = value.const_value.numpy()
-        weights = torch.from_numpy(numpy.array(array.T if key[1] else array))
-        del array
-        unmap(value.const_value)
+        weights = read_matrix(value, key[1])
         found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, bits)
     return found
+
+
+def read_matrix(value: Any, transposed: bool) -> torch.Tensor:
+    """A matrix of shape (inputs, outputs)."""
+    array = value.const_value.numpy()
+    matrix = torch.from_numpy(numpy.array(array.T if transposed else array))
+    del array
+    unmap(value.const_value)
+    return matrix
 
 
 _LEAST = 2**29

@@ -27,7 +27,7 @@ from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
 from ..example import Example, arguments_with, resized_leaves
-from ..proof.eager_runs import clone
+from ..proof.eager_runs import REFUSALS, clone
 from ..proof.left import written_parameters
 from ..traced import Traced
 from .rewrite.repair import copy_type, text_of_size
@@ -160,7 +160,6 @@ _OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}
 
 
 _TRIES = 3
-_REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 
 
 class OtherSizes:
@@ -201,7 +200,7 @@ class OtherSizes:
             with torch.no_grad(), undisturbed(seed=0):
                 args, kwargs = arguments_with(self.example, made)
                 found = self._graph(*args, **kwargs)
-        except _REFUSALS:
+        except REFUSALS:
             return False
         expected, returned = pytree.tree_leaves(wanted), pytree.tree_leaves(found)
         return len(expected) == len(returned) and all(

@@ -46,6 +46,21 @@ def new_value(graph: Any, name: str, tensor: Any) -> Any:
     return value
 
 
+def replace_product(node: Any, product: Any, made: list[Any]) -> None:
+    """Replace a ``MatMul`` or ``Gemm`` by a quantized product and the nodes around it, and add the bias."""
+    import onnx_ir as ir
+
+    output, before = node.outputs[0], node.inputs[1].producer()
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
+    if made[-1] is not product:
+        product.outputs[0].type = output.type
+        product.outputs[0].name = f"{output.name}_product"
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
+    if before is not None and not before.outputs[0].uses():
+        before.graph.remove(before, safe=True)
+
+
 def take_rows(node: Any, stored: StoredMatrix) -> None:
     """Replace a ``Gather`` of rows by the operator that reads these rows of a quantized matrix."""
     import onnx_ir as ir

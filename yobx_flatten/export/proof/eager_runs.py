@@ -23,6 +23,9 @@ from ...recipe.aliases import PyTree
 from ..model_facts import weight_bytes
 from .left import Left, returning_left, with_present, written_parameters
 
+REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
+"""Errors by which a module refuses inputs of other sizes."""
+
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26

@@ -22,7 +22,7 @@ from ...errors.failures import result_or
 from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
-from ...runners.signature import KEY, Signature, Size
+from ...runners.signature import KEY, Signature, Size, place_of_sizes
 from ...trace.program_inputs import Flat, joined, sizes_of
 from ..flat_program import changed_program, flat_program, quietly, signature_of
 from ..traced import Traced
@@ -267,12 +267,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
     # program: a program that takes tensors; see `flat_program.flat_program`
     # returns: names of sizes in the signature; none where torch cannot run the program without values
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
-    given = {
-        next(iter(size)): example[name][axis]
-        for name, _, sizes in signature.inputs
-        for axis, size in enumerate(sizes)
-        if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size
-    }
+    given = {name: example[leaf][axis] for name, (leaf, axis) in place_of_sizes(signature).items()}
     calls = {name: _call_without(name, given, signature, example) for name in given}
     refused = [name for name, call in calls.items() if call is not None and not _runs(program, call)]
     return refused if refused and _runs(program, example) else []

@@ -251,24 +251,14 @@ def _grouped_mm(
     return grouped_product(rows, weight, offs)
 
 
-def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort(
+    values: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # not stable: experts need their own rows together, in whichever order
     return torch.topk(values, values.shape[dim], dim, descending, True)
 
 
-def _stable_sort(
-    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # experts need their own rows together, in whichever order
-    return _sort(values, dim, descending)
-
-
-def _argsort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> torch.Tensor:
-    return _sort(values, dim, descending)[1]
-
-
-def _stable_argsort(
-    values: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> torch.Tensor:
+def _argsort(values: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None) -> torch.Tensor:
     return _sort(values, dim, descending)[1]
 
 
@@ -312,9 +302,9 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.histc.default: _histc,
     _ATEN.argsort.default: _argsort,
-    _ATEN.argsort.stable: _stable_argsort,
+    _ATEN.argsort.stable: _argsort,
     _ATEN.sort.default: _sort,
-    _ATEN.sort.stable: _stable_sort,
+    _ATEN.sort.stable: _sort,
     _ATEN.empty_like.default: _empty_like,
 }
 

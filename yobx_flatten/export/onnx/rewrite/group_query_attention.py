@@ -185,10 +185,7 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
         swapped.shape, swapped.type = node.outputs[0].shape, node.outputs[0].type
         node.outputs[0].replace_all_uses_with(swapped)
     for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):
-        # tools feed the cache by the names of outputs
-        present.shape, present.type, name = old.shape, old.type, old.name
-        old.replace_all_uses_with(present, replace_graph_outputs=True)
-        old.name, present.name = f"{name}_before", name
+        replace_value(old, present)
 
 
 def _swapped(value: ir.Value, lengths: _Lengths) -> ir.Value:

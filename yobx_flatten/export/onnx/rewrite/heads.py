@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .repair import attribute, copy_type, input_of, insert_before, only_reader
+from .repair import attribute, copy_type, input_of, insert_before, only_reader, replace_value
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -56,9 +56,7 @@ def _put_tokens_first(node: ir.Node) -> bool:
     if not heads_first(node.outputs[0], fused.outputs[0], heads * size):
         return False
     for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
-        new.shape, new.type, name = old.shape, old.type, old.name
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        old.name, new.name = f"{name}_before", name
+        replace_value(old, new)
     insert_before(node, [*made, fused])
     return True
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import typer
@@ -379,9 +378,7 @@ class Display:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def show(self, record: StepRecord | EvalRecord) -> None:

@@ -9,7 +9,6 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from yobx_flatten.files.document import read_document
@@ -89,9 +88,7 @@ class Timeline:
         self._token = _CURRENT.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._token is not None:
             _CURRENT.reset(self._token)
             self._token = None

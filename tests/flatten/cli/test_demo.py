@@ -27,7 +27,7 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     assert row[:4] == ["mistral", "2x", "W8", "4"]  # two layers of keys and values
     assert "W8 the last 8 tokens" in shown.out  # what the letters mean
     assert row[7] == str(1 + len(demo.CASES))
-    assert "converting MistralForCausalLM to ONNX\n" in shown.err
+    assert "converting MistralForCausalLM to ONNX" in shown.err
     assert "mistral.onnx" in shown.out.split("Load:")[1]
     assert "past_key_values.0.key ... past_key_values.1.value" in shown.out.split("Feed:")[1]
 

@@ -555,6 +555,7 @@ def test_a_copy_computes_in_the_same_dtype(wrap, again, update):
         assert torch.equal(made(inputs.bfloat16()), pipe(inputs.bfloat16()))
     made.close()
     model = pipe.model
+    pipe.close()
     with torch.no_grad():
         assert model(inputs).dtype == torch.float32
         plain = wrap(model, devices="virtual:2")

@@ -14,7 +14,14 @@ from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.opaque import CONVERSIONS, explain_leaf
-from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, ReplayError, describe_class
+from ..errors import (
+    InvalidArgumentError,
+    MissingDependencyError,
+    NotRegisteredError,
+    ReplayError,
+    SpecMismatchError,
+    describe_class,
+)
 from ..errors.failures import raised_as, result_or
 from ..files.scratch import publish_files, scratch_for
 from ..files.tensors import file_for_torch
@@ -102,7 +109,12 @@ class ExportedModel:
         about = self.program if source is None else source.example.module
         example = None if source is None else source.example
         given = functools.partial(inputs_by_name, about, args, kwargs)
-        with raised_as(lambda error: _about_arrays(given()) or _about_kinds(example, given())):
+
+        def explained(error: Exception) -> Exception | None:
+            own = isinstance(error, SpecMismatchError)  # it names the constant that differs
+            return _about_arrays(given()) or (None if own else _about_kinds(example, given()))
+
+        with raised_as(explained):
             found = self._runner.call(args, kwargs)
         if source is None or source.traced.left is None:
             return found

@@ -76,7 +76,7 @@ def test_the_package_states_it(convolved, monkeypatch, tmp_path):
         write_package(convolved._source.traced, tmp_path / "model.pt2")
     signature = Signature.from_json(written["aot_inductor.metadata"][KEY], "model.pt2")
     signature.check_sizes({"x": (2, 1, 4), "state": (2, 5, 4)}, ReplayError, "model.pt2")
-    with pytest.raises(ReplayError, match=r"^x has size 0 in axis 1, and model.pt2 was made for 1 or more\.$"):
+    with pytest.raises(ReplayError, match=r"^x has size 0 in axis 1, but model.pt2 was made for 1 or more\.$"):
         signature.check_sizes({"x": (2, 0, 4), "state": (2, 5, 4)}, ReplayError, "model.pt2")
 
 

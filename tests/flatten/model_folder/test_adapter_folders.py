@@ -220,7 +220,7 @@ def test_an_adapter_of_itself_is_refused(base):
     """And not followed for ever."""
     adapter = _adapter(base)
     _state(adapter, base_model_name_or_path=str(adapter))
-    with pytest.raises(ModelSourceError, match="another adapter"):
+    with pytest.raises(ModelSourceError, match="is an adapter itself"):
         find_model(str(adapter))
 
 

@@ -32,7 +32,7 @@ def test_a_profile_is_typed_in(tmp_path):
         ("{", "is not JSON"),
         ("[]", "Expected `object`"),
         (json.dumps({"names": ["cuda:0"]}), r"flops is missing.*\n.*roundpipe doctor --machine"),
-        (json.dumps({**TYPED, "ram": 1}), "ram is not one of its entries"),
+        (json.dumps({**TYPED, "ram": 1}), "ram is an unknown entry"),
         (json.dumps({**TYPED, "names": []}), "names must be a list"),
         (json.dumps({**TYPED, "link": "25 GB/s"}), "link must be a number above 0, found '25 GB/s'"),
         (json.dumps({**TYPED, "origin": 5}), r"machine\.json: origin must be like .*, found 5"),

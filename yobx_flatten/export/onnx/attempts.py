@@ -90,7 +90,7 @@ def write_proven(
 
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
-        logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
+        logger.info("converting %s to ONNX", source.facts.name, extra=STEP)
         # whatever torch's exporter raises for an operator of that opset
         converted = result_or(
             functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error

@@ -15,7 +15,8 @@ _ROOT = Path(__file__).parents[2]
 _ORDER = "tests/accelerator/on_late"
 _DEVICE = tuple(f"tests/gpu/test_{name}.py" for name in ("bits", "device", "training"))
 _RUNS = {
-    "order": ("not extended", _ORDER),
+    "order": ("not extended", f"{_ORDER}/test_order.py"),
+    "parts": ("not extended", _ORDER, f"--deselect={_ORDER}/test_order.py"),
     "device": ("not extended", *_DEVICE),
     "extended": ("extended", _ORDER, *_DEVICE),
 }

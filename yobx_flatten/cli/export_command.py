@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,9 +17,6 @@ from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 from .adapter_command import named_folders
 
-# options that `export_folder` calls by the same names
-_BY_NAME = {"target", "task", "to", "dtype", "proof", "calibration", "optimize", "logits", "weights"}
-_BY_NAME |= {"unmatched_weights", "layout", "word_times", "overwrite"}
 # those whose folders write text after text
 _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 
@@ -59,7 +56,6 @@ def export(
     tokens (8 from 1 GB of weights on) are compared with model.generate (--proof). DIR is created only if all checks
     pass. Exit status: 0 all checks passed; 1 a file differs from the model, and nothing was written.
     """
-    by_name: dict[str, Any] = {name: value for name, value in locals().items() if name in _BY_NAME}
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
     if adapter and room_for_adapters:
@@ -70,12 +66,24 @@ def export(
         done = export_folder(
             found,
             output,
+            task=task,
+            to=to,
             opset_version=opset,
             batch=None if dynamic == "all" else batch,
+            overwrite=overwrite,
+            proof=proof,
             quantize=quantization,
+            calibration=calibration,
+            optimize=optimize,
+            logits=logits,
+            target=target,
             bounds=None if max_length is None else {"batch": max_batch, "length": max_length},
+            dtype=dtype,
+            weights=weights,
+            unmatched_weights=unmatched_weights,
+            layout=layout,
+            word_times=word_times,
             adapters=adapters,
-            **by_name,
         )
     say_json(_as_dict(done, found)) if json else _show(done, found, output)
     return 0

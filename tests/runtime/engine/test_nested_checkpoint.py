@@ -75,7 +75,7 @@ def drawn_meanwhile(function, repeats, device=CPU):
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_nobody_draws_while_a_checkpoint_goes_backward(reentrant, device):
-    """From the first time on; on an accelerator a thread does that no profiler of ours sees, and the forward tells."""
+    """No other thread draws, from the first backward; on an accelerator, the forward shows the checkpoint."""
 
     def function(x):
         return checkpoint(torch.sin, x * 2, use_reentrant=reentrant)
@@ -85,7 +85,7 @@ def test_nobody_draws_while_a_checkpoint_goes_backward(reentrant, device):
 
 @pytest.mark.parametrize(("device", "first"), [("cpu", False), ("cuda:0", True)])
 def test_others_draw_while_a_plain_layer_goes_backward(device, first):
-    """On the CPU but for its first backward, in which nobody knows that yet; elsewhere its forward came before."""
+    """On the CPU from the second backward, since the first one shows that there is no checkpoint."""
     assert drawn_meanwhile(lambda x: torch.sin(x), 3, torch.device(device)) == [first, True, True]
 
 

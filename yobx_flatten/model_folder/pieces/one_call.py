@@ -195,7 +195,8 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
         return False
     # without types, some read the tokens as of one text; others have no types then, and their tokenizers decide
     kinds = _tokenizers(model)
-    has_none = any("Roberta" in kind.__name__ for kind in kinds)  # it gives both texts of a pair the type 0
+    is_usual = getattr(model.config, "tokenizer_class", None) is None  # no other one than that of its type
+    has_none = is_usual and any("Roberta" in kind.__name__ for kind in kinds)  # gives both texts of a pair the type 0
     returned = any(TYPES in getattr(kind, "model_input_names", ()) for kind in kinds)
     return not _equal(alike, differing) and ((_equal(without, alike) and not has_none) or returned)
 
@@ -203,7 +204,5 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
 def _tokenizers(model: TransformersModel) -> list[type]:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-    if getattr(model.config, "tokenizer_class", None) is not None:  # another one than that of its type
-        return []
     found = TOKENIZER_MAPPING.get(type(model.config), ())
     return [kind for kind in (found if isinstance(found, tuple) else (found,)) if kind]  # slow, fast: transformers 4

@@ -46,7 +46,7 @@ WRITERS = {
     "yobx_flatten/export/runtimes/executorch.py": HIDDEN,
     "yobx_flatten/model_folder/write.py": HIDDEN,
     "yobx_flatten/model_folder/client_layout.py": HIDDEN,
-    "yobx_flatten/model_folder/genai_files.py": HIDDEN,
+    "yobx_flatten/model_folder/source/configuration.py": HIDDEN,
     "yobx_flatten/model_folder/manifest.py": HIDDEN,
     "yobx_flatten/storage/onnx_write.py": HIDDEN,
     "roundpipe_runtime/checkpoint/folder.py": "checkpoints, which several processes write together",

@@ -209,7 +209,7 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     ("error", "status", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "generate.case"), 2, "the disk is full.*"),
-        (KeyboardInterrupt(), 130, "interrupted, nothing was written"),  # Typer ends a command without a word then
+        (KeyboardInterrupt(), 130, "interrupted, nothing was written"),  # Typer itself ends a command with no message
     ],
     ids=["a full disk", "Ctrl-C"],
 )

@@ -221,7 +221,7 @@ def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
     """Florence-2 became a folder of text alone silently; asked for by its task, it is one, and takes no picture."""
     model = florence()
     with pytest.raises(
-        GenerationError, match=r"pixel_values next to input_ids.*record_calls.*task='text2text"
+        GenerationError, match=r"pixel_values besides input_ids.*record_calls.*task='text2text"
     ) as raised:
         export_folder(model, tmp_path / "out")
     assert "\n" not in str(raised.value)

@@ -79,7 +79,7 @@ def load_checkpoint(
 
 
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
-    """The newest undamaged checkpoint; ``None`` if there is no checkpoint."""
+    """Return the newest undamaged checkpoint; ``None`` if there is no checkpoint."""
     errors = []
     # All processes take the same one: each reads a part of the files, and damage of any part counts for all.
     for path in reversed(there):
@@ -95,7 +95,7 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Return the damage of a checkpoint's files; each process reads its part of them."""
+    """Return the damage of a checkpoint's files, of which each process reads a part; ``None`` without damage."""
 
     def check() -> str | None:
         try:
@@ -108,7 +108,7 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
 
 
 def _check_writer(path: pathlib.Path) -> None:
-    """A Trainer's checkpoint has the same manifest."""
+    """Raise CheckpointError if a Trainer wrote the checkpoint; its manifest has the same format."""
     if not (path / training_state.TRAINING).exists() and (path / "trainer_state.json").exists():
         raise CheckpointError(
             f"{path} was written by a Trainer. Resume training with the Trainer:\n"
@@ -206,13 +206,10 @@ def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) 
 
 
 def _undo_of(part: Any) -> Callable[[], None]:
-    """Return a function that gives an optimizer, scheduler or scaler the state that it has now.
-
-    The tensors of an optimizer are not copied: a load replaces them, and does not write to them.
-    """
+    """Return a function that restores the present state of an optimizer, scheduler or scaler."""
     # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
-        state, groups = part.state, part.param_groups
+        state, groups = part.state, part.param_groups  # not copied: a load replaces the tensors
 
         def put_back() -> None:
             part.__setstate__({"state": state, "param_groups": groups})

@@ -138,7 +138,7 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
 
 
 def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state dict that was checked, and leave each part."""
+    """Load a checked state dict, and release the memory of each part."""
     places = model.state_dict(keep_vars=True)
     for names in _in_parts(state):
         model.load_state_dict({name: state[name] for name in names}, strict=False)  # all of them were checked
@@ -149,7 +149,7 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _in_parts(state: Mapping[str, Any]) -> list[list[str]]:
-    """Names of a state dict in parts; one part is in memory at a time."""
+    """Split the names of a state dict into parts; only one part is in memory at a time."""
     parts: list[list[str]] = [[]]
     nbytes = 0
     for name, value in state.items():
@@ -235,7 +235,6 @@ def _names_with_master(pipeline: RoundPipe) -> list[str]:
 
 
 def _pipelines(model: nn.Module) -> Iterator[tuple[str, RoundPipe]]:
-    """The pipelines in a module, or the module itself, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, RoundPipe):
             yield name, module
@@ -300,7 +299,8 @@ def _above(name: str) -> list[str]:
 
 
 def _digest(values: list[Any]) -> str:
-    """A digest of the tensors in a weight and in its module's state, as a library may move tensors between them."""
+    """Return a digest of the tensors in a weight and in its module's state."""
+    # the order is not part of the digest: a library may move tensors between a weight and its module
     return hashlib.sha256("".join(sorted(_digest_of_tensor(part) for part in parts_of(values))).encode()).hexdigest()
 
 

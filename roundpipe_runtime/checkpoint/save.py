@@ -247,7 +247,7 @@ def _write_logged(held: contextlib.ExitStack, state: TrainingState, path: pathli
 
 
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
-    """Wait; an error that was raised already is not raised again by the next call."""
+    """Wait for a checkpoint; the next call does not raise its error again."""
     try:
         wait_for(writing)
     finally:

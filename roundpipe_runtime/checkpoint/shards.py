@@ -106,7 +106,7 @@ def read_shards(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Ignore torch's warning that one process reads or writes without the others: this is intended."""
+    """Hide the warning of torch.distributed that one process reads or writes alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield

@@ -135,7 +135,7 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
 
 
 class _Copies(Mapping[str, torch.Tensor]):
-    """Copies of tensors; tensors above a size limit are returned themselves."""
+    """A mapping that copies each tensor when it is read; larger tensors are returned without a copy."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
         self._tensors, self._largest = tensors, largest

@@ -129,7 +129,7 @@ def read_weights(
 
 
 def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameter that each stored tensor belongs to, by the name of the tensor."""
+    """Return the parameter of each stored tensor, by the name of the tensor."""
     progress = stored.get("progress", stored)  # the Trainer's values are those of the progress
     tables = [progress.get("masters", {}), progress.get("gradients", {})]
     tables = [{name: {"": value} for name, value in table.items()} for table in tables]
@@ -145,7 +145,7 @@ def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> d
 
 
 def _references(stored: Any) -> Iterator[str]:
-    """The names of tensors in values as they are stored."""
+    """Yield the names of the tensors to which stored values refer."""
     if isinstance(stored, dict):
         if "$tensor" in stored:
             yield stored["$tensor"]
@@ -200,7 +200,7 @@ def read_values(
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors on the host, each with its own memory, as files need them."""
+    """Return tensors on the host, each with its own memory, as files require."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
@@ -279,7 +279,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The kind of accelerator and its library, if the process uses one already: asking must not start it."""
+    """Return the kind and the library of an accelerator that is in use; do not initialize an unused one."""
     device = torch.accelerator.current_accelerator()
     library = None if device is None else torch.get_device_module(device)
     # one that has no word for it started with its import

@@ -70,7 +70,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_in_job(run: Callable[..., int]) -> int:
-    """Run a command that all processes were started with, and return its exit status."""
+    """Run a command in all processes of the job, and return its exit status."""
     # run: function that runs it, whose argument `is_reporter` decides which process prints an error
     try:
         job = Job()

@@ -141,7 +141,7 @@ def _pipeline() -> RoundPipe:
 
 
 def _batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and labels of shape (rows, length); a label is the byte that follows."""
+    """Yield inputs and labels of shape (rows, length); a label is the next byte."""
     from pydoc_data.topics import topics
 
     text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
@@ -159,7 +159,7 @@ def _loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _train(
     console: Any, plain: nn.Module, pipeline: RoundPipe, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], Timeline]:
-    """The losses and the seconds of each step, plain and pipeline, and what happened in the pipeline's fastest step."""
+    """Return losses and seconds of each step, plain and pipeline, and a timeline of the pipeline's fastest step."""
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3, fused=True)
     with OptimizerCtx():
         optimizer = Adam(pipeline.parameters(), lr=2e-3)
@@ -200,7 +200,7 @@ def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run operations in one thread each, since small ones lose time when they use several."""
+    """Run operations in one thread, since small operations are slower with several threads."""
     found = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -339,7 +339,7 @@ def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn,
 
 
 def _train_plainly(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, device: CountingDevice) -> None:
-    """Train with plain PyTorch: the model and all that its training needs stay on the device."""
+    """Train with plain PyTorch, with the model and the training state on the device."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = device.copy_in(parameter.data)

@@ -120,7 +120,7 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
 
 
 def _declared() -> dict[str, SpecifierSet]:
-    """The versions that this package asks for, of every library that some extra installs."""
+    """Return the versions that this package requires of each library, extras included."""
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is on the path and not installed
@@ -201,7 +201,6 @@ def _disk(folder: pathlib.Path = HERE) -> list[Check]:
 
 
 def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
-    """Speed of a training whose state is on the disk."""
     name = "speed of the disk"
     try:
         rates = measure_disk(folder)

@@ -192,7 +192,7 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
 
 
 def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
-    """The model on meta, cut, and the hardware."""
+    """Create the model on ``meta``, cut it, and measure the hardware."""
     from ..fine_tune import Lora, add_lora
     from ..huggingface.plan_training import PlannedTraining, model_on_meta
     from ..huggingface.quantize import quantize_frozen
@@ -215,7 +215,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
 
 
 def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:
-    """The plan with a reference of the same size; with adapters, the model without them is the reference."""
+    """Add a reference model of the same size; with adapters, the reference is the model without adapters."""
     from ..estimate.report import with_reference
     from ..huggingface.adapters import is_adapted
 
@@ -224,7 +224,7 @@ def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanRepor
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
-    """Return a change with which the model fits on the devices; ``None`` if it fits, or if nothing helps."""
+    """Return a change with which the model fits on the devices; ``None`` if it fits, or if no change helps."""
     if report.fits_devices is not False or report.too_large:
         return None
     show("looking for what fits")

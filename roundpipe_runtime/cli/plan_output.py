@@ -139,7 +139,7 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
 
 
 def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
-    """The machine and a step in a table."""
+    """Return the table of the machine and of a step."""
     machine, run = report.hardware, report.simulation
     origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **machine.origin}  # a file may state fewer
     names = ", ".join(machine.names[:4]) + (f" ... {machine.names[-1]}" if len(machine.names) > 4 else "")
@@ -161,7 +161,6 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
 
 
 def _adam(report: PlanReport) -> list[list[str]]:
-    """When AdamW steps, and for how long."""
     seconds, together = format_seconds(report.simulated.optimizer_seconds), format_seconds(_exact(report))
     if report.step.update == "in_backward":
         return [["AdamW", seconds, "on the host, during the backward"]]
@@ -172,7 +171,7 @@ def _adam(report: PlanReport) -> list[list[str]]:
 
 
 def _tables(report: PlanReport) -> list[str]:
-    """Which large tables stay on the host, and the bytes of their parts that a microbatch copies."""
+    """Return the lines on tables that stay on the host, with the bytes that each microbatch copies."""
     found = [layer for layer in report.layers if layer.parts_forward]
     lines = []
     for layer in found:
@@ -244,7 +243,7 @@ def _stages(report: PlanReport) -> list[str]:
 
 
 def _experts(report: PlanReport) -> list[str]:
-    """The line on the expected upload of experts; no line for a model without experts."""
+    """Return the lines on the expected upload of experts; no lines for a model without experts."""
     whole, expected = report.step.expert_bytes
     if not whole:
         return []
@@ -257,7 +256,7 @@ def _experts(report: PlanReport) -> list[str]:
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:
-    """Gradients of the stage; for a copy those of each microbatch, except for the copy that adds them up."""
+    """Return the gradient bytes that a stage copies to the host; a copy sends those of each microbatch."""
     if stage.kind == "forward":
         return 0
     if stage.is_last_copy:
@@ -322,7 +321,7 @@ def _sizes(named: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def _runs(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    """Groups of equal neighbours, with a function that names each group: its first and last item."""
+    """Group equal neighbours; each group has a function that names its first and last item."""
     found = []
     for _, group in itertools.groupby(items, key):
         same = list(group)
@@ -362,7 +361,6 @@ def _time(report: PlanReport) -> list[str]:
 
 
 def _disk(report: PlanReport) -> list[str]:
-    """Bytes that a step reads and writes on the disk, if the state is on one."""
     disk, machine = report.disk, report.hardware
     if disk is None:
         return []
@@ -373,7 +371,7 @@ def _disk(report: PlanReport) -> list[str]:
 
 
 def _kept_instead(report: PlanReport, up: int) -> list[str]:
-    """Bytes that a link copies if parameters stay on devices, where that is clearly less and fits."""
+    """Return a line on parameters that stay on devices, if a link then copies clearly less and they fit."""
     if report.simulated.keep_parameters or report.too_large:
         return []
     keeping = report.simulate(keep_parameters="auto")
@@ -388,7 +386,7 @@ def _kept_instead(report: PlanReport, up: int) -> list[str]:
 
 
 def _exact(report: PlanReport) -> float:
-    """Seconds of a step whose optimizer runs in parallel with the next run."""
+    """Return the seconds of a step whose optimizer runs in parallel with the next run."""
     return report.simulate(is_async="exact").seconds
 
 
@@ -421,7 +419,7 @@ def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
 
 
 def _host_remedies(report: PlanReport) -> list[str]:
-    """Memory of the host with other options."""
+    """Return lines on the host memory that a training needs with other options."""
     host, free = report.host_memory, report.hardware.host or 0
 
     def line(option: str, count: int) -> str:

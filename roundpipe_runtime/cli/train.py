@@ -95,8 +95,6 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Pupil:
-    """A model to train, with its source and its data."""
-
     source: tuning.ModelSource
     model: nn.Module
     tokenizer: tuning.Tokenizer
@@ -111,7 +109,7 @@ def _prepared(
     step: StepOptions,
     learning: LearningOptions,
 ) -> _Pupil:
-    """Read text and model, and say what they are; in all processes together."""
+    """Read text and model in all processes, and print their description."""
 
     def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
@@ -244,7 +242,7 @@ def _summary(
     output: pathlib.Path,
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
 ) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     return {
         "model": pupil.source.name,
         "random_weights": not pupil.source.has_weights,
@@ -263,7 +261,7 @@ _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord
 
 
 def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
-    """A block whose errors name the rank, the stage and the layer, if there are several processes."""
+    """Return a context manager whose errors name rank, stage and layer if there are several processes."""
     return contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
 
 
@@ -277,7 +275,7 @@ def _named(rank: int, error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def _naming_memory(step: StepOptions) -> Iterator[None]:
-    """A block in which a model that devices have no room for is an error that names the option."""
+    """Raise an error that names ``--memory`` if the devices have no room for the model."""
     try:
         yield
     except PlanError as error:
@@ -318,7 +316,7 @@ def _learner(
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """A block without progress bars and tables of transformers: errors are reported in one line."""
+    """Hide progress bars and tables of transformers, since errors are reported in one line."""
     from transformers.utils import logging
 
     had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -333,7 +331,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _to_go_on(argv: Any, job: tuning.Job) -> str:
-    """The command line that continues this run."""
+    """Return the command line that continues this run."""
     words = [word for word in argv or ["train", "..."] if word != "--resume"]
     if job.size == 1:
         return shlex.join(["roundpipe", *words, "--resume"])
@@ -465,7 +463,7 @@ def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
 
 
 def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
-    """Groups of neighbouring tokens that are all trained, or all not."""
+    """Group neighbouring tokens that are all trained, or all untrained."""
     pairs = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == pair[0])
     return [([token for token, _ in run], counts) for counts, run in pairs]
 

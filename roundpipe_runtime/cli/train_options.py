@@ -504,7 +504,7 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _as_typed(value: object, place: str) -> Any:
-    """The value in the form that an option is typed in; the command line checks it as one that was typed."""
+    """Return a value as text, which the command line checks like the text of a typed option."""
     if isinstance(value, list):
         return [_as_typed(one, place) for one in value]
     if isinstance(value, bool):

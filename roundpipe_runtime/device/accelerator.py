@@ -67,7 +67,7 @@ class _StreamEvent:
 
 
 class _Visit(NamedTuple):
-    """A stage on the device: its bytes, and when its computation and its copies end."""
+    """A stage on the device: its bytes, and the events that end its computation and its copies."""
 
     nbytes: int
     computed: torch.Event
@@ -274,12 +274,12 @@ class AcceleratorDevice:
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether this many bytes of another stage fit in addition to the active stages."""
+        """Return whether a stage of this many bytes fits in addition to the active stages."""
         present = self._entered + [visit.nbytes for visit in self._visits]
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether the stage after the one that was entered has room, without a wait."""
+        """Return, without waiting, whether the stage after the current stage has room."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -287,7 +287,7 @@ class AcceleratorDevice:
         return len(self._copying) <= 1 and self._fits(nbytes)
 
     def _end(self) -> torch.Event:
-        """An event after everything that this device was given."""
+        """Return an event after all work that was given to this device."""
         for stream in (self._parameters, self._activations, self._compute, self._downloads):
             self._gradients.wait_event(stream.record_event())
         return _record(self._gradients, self.torch_device)
@@ -314,7 +314,7 @@ class AcceleratorDevice:
 
 
 def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """An event for which the host waits without taking a core, which the optimizer can use meanwhile."""
+    """Record an event for which the host waits without a busy core, so that the optimizer can use the core."""
     return stream.record_event(torch.Event(device, blocking=True))
 
 

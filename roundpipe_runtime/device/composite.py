@@ -168,14 +168,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Whether a module may keep tensors for this parameter: integer weights need a scale."""
+    """Return whether a module may keep tensors for this parameter: integer weights need a scale."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
 
 
 def _may_get_tensors(value: Any) -> bool:
-    """Whether a value holds tensors, or is an object to which a forward may add tensors."""
+    """Return whether a value holds tensors, or is an object to which a forward may add tensors."""
     opened = None if isinstance(value, torch.Tensor) else _opened(value)
     if opened is None:
         return isinstance(value, torch.Tensor)
@@ -183,7 +183,7 @@ def _may_get_tensors(value: Any) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of a composite parameter, or of a state."""
+    """Yield the plain tensors of a composite parameter, or of a state."""
     if isinstance(value, torch.Tensor) and not is_wrapper(value):
         yield value
         yield from all_tensors(vars(value))
@@ -214,7 +214,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """The content of a value; ``None`` for values passed on unchanged: modules, classes, functions, numbers."""
+    """Return the parts of a value, and a function that rebuilds it; ``None`` for values without parts."""
     kind = type(value)
     if kind is dict:
         keys = list(value)
@@ -229,7 +229,7 @@ def _opened(value: Any) -> _Opened | None:
 
 
 def _opened_object(value: Any, kind: type) -> _Opened | None:
-    """The attributes of an object whose class ``object.__new__`` can create."""
+    """Return the attributes of an object whose class ``object.__new__`` can create."""
     if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
         return None
     held = getattr(value, "__dict__", None)
@@ -246,6 +246,6 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 
 
 def _is_made_by_python(kind: type) -> bool:
-    """Whether instances of a class store everything in ``__dict__``."""
+    """Return whether instances of a class store everything in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
     return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)  # `class`, not C

@@ -54,7 +54,7 @@ _GROUP = 32 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the file, mapped."""
+    """A mapped part of the file."""
 
     memory: mmap.mmap
     address: int
@@ -64,7 +64,7 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """A place for a tensor in a part of the file, and its current tensor."""
+    """The memory of one tensor in a part of the file."""
 
     part: _Part
     offset: int
@@ -238,7 +238,6 @@ class DiskMemory:
         self._wait(self._backlog)
 
     def _begin_writing(self) -> None:
-        """Start the writer for released tensors."""
         written, unchanged = self._written, self._unchanged
         self._written, self._unchanged = [], []
         writing = self._writer.submit(self._write, written, unchanged)
@@ -251,7 +250,7 @@ class DiskMemory:
         self._wait(-1)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most this many bytes are still to be written, -1: none; raise an error of the disk."""
+        """Wait until at most ``most`` bytes are still to be written (-1: none); raise errors of the writer."""
         while True:
             with self._lock:
                 waiting = sum(nbytes for _, nbytes in self._writing)
@@ -269,7 +268,7 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Pages of the tensors that live here."""
+        """Return the pages of the tensors that live in this memory, with their parts of the file."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):
@@ -363,7 +362,7 @@ def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Itera
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges from a start to an end, in order, each once: tensors share pages.
+    """Merge ranges that touch or overlap, since tensors share pages.
 
     >>> _joined([(8192, 12288), (0, 4096), (4096, 8192), (16384, 20480)])
     [(0, 12288), (16384, 20480)]
@@ -440,7 +439,7 @@ def full_disk(folder: pathlib.Path, nbytes: int, error: OSError | None = None) -
 
 
 def _file_system(folder: pathlib.Path) -> str:
-    """The kind of a folder's file system; empty where the system does not state it."""
+    """Return the type of a folder's file system; empty if the system does not state it."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -53,7 +53,7 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """The host tensors that stages copy to devices, if nothing shares their memory."""
+        """Yield the host tensors that stages copy to devices and that can be pinned."""
         for parameter in self._model.parameters():
             is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
@@ -67,14 +67,14 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Quantized weights, and the tensors that their modules keep for them."""
+        """Return the quantized weights, and the tensors that their modules keep for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
 
 @contextlib.contextmanager
 def _together(composites: Sequence[Any]) -> Iterator[None]:
-    """Let tensors of quantized weights that share memory before the block share it afterwards."""
+    """Restore after the block that tensors of quantized weights share memory, if they did before."""
     sharing: dict[Any, list[torch.Tensor]] = {}
     for value in composites:
         held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]
@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view into a larger buffer, such as an optimizer's; pinning would separate them."""
+    """Return whether a tensor is a view into a larger buffer, such as an optimizer's; pinning would separate them."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
@@ -124,7 +124,7 @@ _ALREADY_REGISTERED = 712
 
 
 def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device) -> None:
-    """Pin the pages of tensors in place, until the model is gone."""
+    """Pin the pages of tensors in place, until the model is deleted."""
     if device.torch_device.type != "cuda":
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
     library = torch.cuda.cudart()
@@ -181,7 +181,7 @@ def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
-    """Slabs of at most ``limit`` bytes, but for tensors that are larger."""
+    """Return slabs of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
     waiting = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     total = left = sum(sizes)
     slabs = []

@@ -156,7 +156,7 @@ class Event(Protocol):
 
 
 class _Passed:
-    """An event that has passed."""
+    """An event that is complete."""
 
     def done(self) -> bool:
         """Return ``True``."""

@@ -25,7 +25,7 @@ _ALWAYS = contextlib.nullcontext()
 
 
 class _Ledger:
-    """Records which virtual device owns which memory and whether it may be read, for the whole process."""
+    """A record of the virtual device that owns each memory, and of whether the memory may be read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

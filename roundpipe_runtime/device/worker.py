@@ -214,7 +214,7 @@ def free_after_fork(lock: L) -> L:
 
 
 def _start_again() -> None:
-    """Threads do not survive a fork, and an executor does not notice: in the child its work would never begin."""
+    """Start the threads again after a fork: a forked process has no threads, and an executor does not notice."""
     for worker in list(_WORKERS):
         if not worker.is_closed:
             worker._start()

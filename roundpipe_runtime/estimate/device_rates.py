@@ -93,7 +93,7 @@ def measure_device(
 
 
 def _seconds(device: torch.device, *works: Work) -> float:
-    """The time from the begin of the first to the end of the last, by the clock of the device."""
+    """Return the shortest time of several runs, by the events of the device."""
     return min(_once(device, works) for _ in range(_REPEATS))
 
 

@@ -117,7 +117,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _grouped(args: Any) -> int:
-    """A product of groups of rows, as experts do: every row is multiplied with one matrix."""
+    """Return the operations of a grouped product, in which each row is multiplied by the matrix of its group."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
     if len(first) == 2:  # rows x width, with a matrix per group, or with rows of another: gradients of the matrices
@@ -140,12 +140,12 @@ def _attention_backward(args: Any) -> int:
 
 
 def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
-    """The shape of keys or values that several heads share, as if each had its own."""
+    """Return the shape of keys or values with one copy per attention head."""
     return (shape[0], shape[1] * groups, *shape[2:])
 
 
 def _product_of_four_bits(args: Any) -> int:
-    """A product with a matrix of bitsandbytes, whose shape is an argument."""
+    """Return the operations of a product with a matrix of bitsandbytes, whose shape is an argument."""
     rows, (outputs, _) = args[0], args[2]
     return 2 * int(rows.numel()) * int(outputs)
 
@@ -299,7 +299,7 @@ class MetaResults:
 
 
 def _makes_new(func: Any) -> bool:
-    """Whether an operation of torch returns one tensor, which by its schema shares no memory with an argument."""
+    """Return whether an operation returns one tensor that, by its schema, shares no memory with an argument."""
     schema = func._schema
     return (
         schema.name.startswith("aten::")
@@ -322,7 +322,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _is_new(out: torch.Tensor, given: Sequence[Any]) -> bool:
-    """Whether a tensor is all of its own memory."""
+    """Return whether a tensor fills its memory, and shares it with no argument."""
     if not (type(out) is torch.Tensor and out.is_meta and out.layout == torch.strided) or out.dtype.is_complex:
         return False
     storage = out.untyped_storage()

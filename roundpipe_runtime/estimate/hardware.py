@@ -191,7 +191,7 @@ def host_memory_rate() -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of several calls, after one untimed call."""
+    """Return the shortest time of several calls, after an untimed call."""
 
     def timed() -> float:
         start = time.perf_counter()

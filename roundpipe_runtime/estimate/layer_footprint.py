@@ -147,7 +147,7 @@ def _invoke(module: nn.Module, index: int, value: Any) -> Any:
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
-    """The layer called on these inputs: its graph, and the inputs of the next one."""
+    """Call the layer; return its graph, and the inputs of the next layer."""
     entries, entered = enter(given, as_leaves=False)
     structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
     results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])
@@ -162,7 +162,7 @@ def _measure(
     gradient_dtype: Callable[[nn.Parameter], torch.dtype],
     parts: Parts,
 ) -> tuple[LayerFootprint, Values]:
-    """The layer on these inputs, and the inputs of the next one."""
+    """Return the footprint of a layer on these inputs, and the inputs of the next layer."""
     held_here = [parameter for parameter in contents.parameters() if id(parameter) not in contents.tables]
     trained = [parameter for parameter in held_here if parameter.requires_grad]
     tables = [parameter for parameter in contents.parameters() if id(parameter) in contents.tables]
@@ -224,7 +224,7 @@ def _measure(
 def _give_sums(
     trained: Sequence[nn.Parameter], gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[torch.Tensor]:
-    """Gradients from the second microbatch on: those of other dtypes are summed elsewhere."""
+    """Allocate the gradient sums that exist from the second microbatch; other dtypes are summed on the host."""
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if gradient_dtype(parameter) == parameter.dtype else None
     return [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -260,10 +260,10 @@ class Parts:
 
 
 class _NoSum(HostSum):
-    """A sum without memory."""
+    """A gradient sum that uses no memory."""
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Forget a part."""
+        """Ignore a gradient."""
 
 
 @contextlib.contextmanager

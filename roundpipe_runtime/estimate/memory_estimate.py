@@ -149,7 +149,7 @@ def device_memory(
 
 
 class _Here(NamedTuple):
-    """Contents of a device besides the stage: layers kept for their backward, and parameters that always stay."""
+    """The layers on a device in addition to the stage: kept for their backward, or kept between steps."""
 
     staying: set[int]
     came: set[int]
@@ -194,10 +194,10 @@ def _moment(
 
 
 def _gradients(stage: Stage, layers: Sequence[LayerFootprint], prefetches: bool) -> int:
-    """Sums, where they are; of copies, also gradients of single microbatches that are still to be sent or added.
+    """Return the bytes of gradient sums, and of gradients that copies of the last stage wait to send or add.
 
-    The last copy has those of its own last microbatch and what another one sent. Those of the microbatch that is
-    computed are part of its backward, but for the layers after the one that goes back.
+    The last copy has the gradients of its own last microbatch and of another copy. Gradients of the current
+    microbatch are part of its backward, except those of the layers after the current layer.
     """
     sums = sum(layers[i].grad_bytes for i in stage.layers) if stage.is_last_copy else 0
     waiting = 2 if stage.is_last_copy else int(prefetches)
@@ -294,7 +294,7 @@ def _stage_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
-    """How many bytes of each size fit into the room, in order, and the rest of the room."""
+    """Return how many bytes of each size fit into the room, in order, and the rest of the room."""
     found = []
     for size in sizes:
         here = size if size <= room else int(room)

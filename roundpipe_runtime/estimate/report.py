@@ -180,7 +180,7 @@ def _plans(
     last_stage_copies: int | Literal["auto"],
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
-    """A plan for each number of copies, and why there is none within the limit, if so: then they have no limit."""
+    """Return a plan for each number of copies, and why no plan fits the limit; such plans ignore the limit."""
     too_large = ""
     try:
         _plan(costs, hardware, limit, 1, num_microbatch)
@@ -194,7 +194,7 @@ def _plans(
 def _plan(
     costs: list[LayerCost], hardware: Hardware, limit: float | None, copies: int, num_microbatch: int
 ) -> ModelExecutePlan:
-    """The plan that the runtime makes, once it has measured these times."""
+    """Return the plan that the runtime makes with these layer times."""
     found = ModelExecutePlan.auto(
         "fused",
         costs,
@@ -207,7 +207,7 @@ def _plan(
 
 
 def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
-    """The first step that is about as fast as the fastest one whose devices have the memory."""
+    """Return the first step that fits the memory and is about as fast as the fastest step that fits."""
     peaks = [max(device.total for device in one.device_memory) for one in simulated]
     fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
     least = min(simulated[number].seconds for number in fitting)
@@ -215,7 +215,7 @@ def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> i
 
 
 def _cost(guessed: LayerCost, layer: LayerFootprint, flops: float) -> LayerCost:
-    """Time from operations; bytes as the runtime counts them when it makes a plan."""
+    """Return the cost of a layer, with times from its operations; the bytes are those of the runtime."""
     forward = layer.forward_flops / flops + _NEXT_TO_NOTHING
     return dataclasses.replace(
         guessed, forward=forward, backward=forward + layer.backward_flops / flops + _NEXT_TO_NOTHING
@@ -223,10 +223,9 @@ def _cost(guessed: LayerCost, layer: LayerFootprint, flops: float) -> LayerCost:
 
 
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
-    """Tokens of a step with which computing takes as long as copying.
+    """Return the tokens of a step whose computation takes as long as its copies.
 
-    The tokens of a step pass through a stage while it is on the device. So its time grows with them, and that of the
-    copies of its parameters and gradients does not.
+    The time of a stage grows with the tokens, and the time to copy its parameters and gradients does not.
     """
     compute = sum(load.compute for load in loads)
     down = machine.down or machine.link
@@ -259,7 +258,7 @@ def with_reference(
 
 
 def _seconds_of_forward(report: PlanReport) -> float:
-    """Seconds of a run that goes forward through all layers, in the stages of the training."""
+    """Return the seconds of a forward through all layers, in the stages of the training."""
     groups = [*report.step.plan.fwd_plan, report.step.plan.bwd_plan[0]]
     stages = [Stage(number, "forward", range(group[0], group[-1] + 1)) for number, group in enumerate(groups)]
     loads = [

@@ -156,7 +156,7 @@ def step_plan(
 
 
 def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes that AdamW reads (parameter, gradient, two moments) and writes (three of them), and the model's copies."""
+    """Return the bytes that AdamW reads (4 values each), writes (3 values each), and rounds for the model."""
     rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
     return 7 * host.optimizer // 2 + host.masters + rounded
 

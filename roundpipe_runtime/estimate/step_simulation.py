@@ -171,7 +171,7 @@ def _check_disk(machine: Hardware) -> None:
 
 
 def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["auto"], *, stays: bool) -> float:
-    """Bytes of each device for parameters that stay there from step to step."""
+    """Return the bytes of each device for parameters that stay there between steps."""
     RoundPipeRunConfig(keep_parameters=keep_parameters)  # raises if the value is invalid
     return room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
 
@@ -203,7 +203,7 @@ def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
 
 
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
-    """Seconds in which each part of the machine is busy, the mean of all devices."""
+    """Return the seconds in which each part of the machine is busy, the mean over all devices."""
     devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
     # a copy of the last stage has some of the microbatches

@@ -216,7 +216,7 @@ def _joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Numbers of conversations for each row: the longest first, each into the fullest row that has room for it."""
+    """Return the conversations of each row: the longest first, each in the fullest row that has room for it."""
     rows_with_room: dict[int, list[list[int]]] = collections.defaultdict(list)
     rows: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):

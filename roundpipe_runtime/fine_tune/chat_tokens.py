@@ -107,7 +107,7 @@ class Encoder:
         return made
 
     def _check_read(self, conversation: Conversation, number: int, whole: str) -> None:
-        """Check that the template writes a message, or reads each field of it."""
+        """Raise FineTuneError if the template ignores a message or one of its fields."""
         message = conversation.messages[number]
         place = f"{conversation.place}, message {number + 1} ({message['role']})"
         text = message["content"].strip()
@@ -128,7 +128,7 @@ class Encoder:
             raise self._refused(place, unread)
 
     def _is_alike(self, conversation: Conversation, number: int, message: Message, whole: str) -> bool:
-        """Whether the template writes the same with another message instead of one."""
+        """Return whether the template renders the same text if ``message`` replaces message ``number``."""
         messages = [*conversation.messages[:number], message, *conversation.messages[number + 1 :]]
         other = dataclasses.replace(conversation, messages=messages)
         return result_or(lambda: self._rendered(other, len(messages)), lambda error: None) == whole
@@ -140,7 +140,7 @@ class Encoder:
         )
 
     def _text(self, prompt: str, completion: str) -> ChatTokens:
-        """Text without a template: the completion counts, with the end of text after it."""
+        """Return the tokens of a prompt and its completion; the completion and the end token count for the loss."""
         with readable(self.name, FineTuneError):
             before = self._inner(prompt)["input_ids"]
             ids = self._inner(prompt + completion)["input_ids"]
@@ -199,7 +199,7 @@ class Encoder:
 
 
 def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
-    """The variables that templates read, and the message fields that they read together with the role."""
+    """Return the variables that templates read, and the message fields that they read together with the role."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -218,7 +218,7 @@ def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
 
 
 def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
-    """Each name that a template reads of a variable, or of an item of one: ``a.b``, ``a[0]["b"]``, ``"b" in a``."""
+    """Yield each variable of a template with the field that is read: ``a.b``, ``a[0]["b"]``, ``"b" in a``."""
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call)):
@@ -239,7 +239,7 @@ def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """The number of first tokens that both have; the last token of a text may change when text follows."""
+    """Return the length of the common prefix of two sequences."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -356,14 +356,14 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a field is empty: folders of ``datasets`` fill in missing fields."""
+    """Return whether a field is empty, as ``datasets`` stores missing fields."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _form_of(
     row: Mapping[str, Any], place: str, ignored: Collection[str]
 ) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """The fields of a row, the messages of the prompt, and those after it; ``None`` for text without messages."""
+    """Return the fields of a row, the messages of its prompt, and the later ones; ``None`` for plain text."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], _messages(row[name], place, ignored)
@@ -386,7 +386,7 @@ def _form_of(
 
 
 def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
-    """Remove a field of one type from the others, and return it."""
+    """Remove a field from ``fields``, check its type, and return it."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, kind):
         wanted = "text" if kind is str else "an object"

@@ -140,7 +140,7 @@ class ModelSource:
         return _module(loaded)
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
-        """The model without its weights, and functions that read them; ``None`` if all are read at once."""
+        """Return the model without weights, and their readers; ``None`` if weights cannot be read one by one."""
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -162,7 +162,7 @@ class ModelSource:
 def _read_to_disk(
     model: nn.Module, readers: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype, home: pathlib.Path
 ) -> nn.Module:
-    """Give a model parameters on a disk, read one at a time, as memory may not hold all of them."""
+    """Read the parameters of a model into a file on a disk, one at a time, since memory may not hold them all."""
     memory = DiskMemory(home)
     made: dict[int, nn.Parameter] = {}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):

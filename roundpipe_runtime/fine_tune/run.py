@@ -101,7 +101,7 @@ def run(
 
 
 def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
-    """Train to the end; an error has a note of what is saved."""
+    """Train to the end; a note on an error names the checkpoint that was saved."""
     first = training.step
 
     def note_saved(error: BaseException) -> None:
@@ -122,7 +122,7 @@ def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) 
 def _noting(
     training: Training, path: str | os.PathLike[str] | None, show: Callable[[StepRecord | EvalRecord], None]
 ) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
-    """A function that writes records into a file, in the first of several processes, and shows them."""
+    """Yield a function that shows a record, and writes it into the metrics file in the first process."""
     if path is None:
         yield show
         return
@@ -141,7 +141,7 @@ def _noting(
 
 
 def _save_after_error(training: Training, saved: str | None) -> str | None:
-    """Save the steps before an error, and return a note; a second error, as of the same full disk, is only noted."""
+    """Save the completed steps after an error, and return a note; an error of this save is only noted."""
     trainer = training.trainer
     # in a step of several processes, others may have ended; a rank that began to write is neither done nor undone
     can_undo = training.job.size == 1 and training.settings.update != "in_backward"

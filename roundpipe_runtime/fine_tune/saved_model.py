@@ -153,7 +153,7 @@ def save_model(
 
 
 def _write_weights(model: Any, folder: pathlib.Path) -> None:
-    """Save a model; what was trained in integers is saved as these."""
+    """Save a model; save the integers if it was trained quantization-aware."""
     if not rounded_layers(model):
         model.save_pretrained(folder)
         return

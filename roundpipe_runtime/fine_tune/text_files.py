@@ -186,7 +186,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The folder of one data set: if several were saved together, the one for training."""
+    """Return the folder of one data set; if the folder has several data sets, that of ``train``."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
     if is_saved(folder / "train"):

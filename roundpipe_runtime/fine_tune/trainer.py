@@ -104,7 +104,7 @@ class TextTrainer(RoundPipeTrainer):
         return Order(rows.training, seed=settings.seed, count=count, lengths=rows.lengths, batch=settings.batch)
 
     def _tokens_of_step(self) -> int:
-        """The tokens that the step before read, in all processes."""
+        """Return the number of tokens that the last step has read in all processes."""
         size = self.settings.accumulate * self.settings.batch
         end = self.state.global_step * size
         return self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])
@@ -167,7 +167,7 @@ class TextTrainer(RoundPipeTrainer):
 
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
-        """The mean loss of a batch and the number of tokens that count; its logits stay on the devices."""
+        """Return the mean loss of a batch and the number of tokens that count; the logits stay on the devices."""
         options = {CALL_OPTIONS: CallOptions(loss_only=True)}
         was_training = self.pipeline.training
         self.pipeline.eval()
@@ -208,7 +208,7 @@ def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Notes when a step begins, when its optimizer writes, and when it ends."""
+    """Record when a step begins, when its optimizer writes, and when it ends."""
 
     def __init__(self, trainer: TextTrainer) -> None:
         self.trainer = trainer
@@ -286,7 +286,7 @@ class Order(Sampler[int]):
         return self._shuffled
 
     def _bucketed(self, rows: torch.Tensor, lengths: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Sort each bucket of rows by length, and shuffle the batches that this makes."""
+        """Sort each bucket of rows by length, cut the buckets into batches, and shuffle the batches."""
         buckets = [part[lengths[part].argsort(stable=True)] for part in rows.split(_BUCKET * self.batch)]
         batches = torch.cat(buckets).split(self.batch)
         return torch.cat([batches[int(number)] for number in torch.randperm(len(batches), generator=generator)])

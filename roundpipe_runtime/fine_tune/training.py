@@ -239,7 +239,7 @@ class Training:
         return True
 
     def _keep_groups(self, replicas: int, folder: str) -> None:
-        """Split batches into as many groups as before, unless the settings state otherwise."""
+        """Split batches into as many groups as the checkpoint did, unless the settings state another number."""
         if self.settings.replicas is not None or replicas in (1, self.pipeline.replicas):
             return
         if self.job.size == 1:
@@ -250,14 +250,14 @@ class Training:
         self.pipeline._rp_keep_replicas(replicas)
 
     def _stated(self) -> dict[str, object]:
-        """Values that must be equal on all processes, by name."""
+        """Return the values that must be equal in all processes, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """The settings that must be the same for a place in the data to mean the same."""
+        """Return the settings that must be equal to those of a checkpoint, so that its step is at the same rows."""
         settings = self.settings
         return {
             "length": self.blocks.length,
@@ -290,7 +290,7 @@ class Training:
                 )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Weights decay; parameters with one axis, norms and biases, do not."""
+        """Return the parameter groups of AdamW: parameters with one axis, norms and biases, have no weight decay."""
         trainable = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
         decaying = [p for p in trainable if p.dim() > 1]
         others = [p for p in trainable if p.dim() <= 1]
@@ -298,7 +298,7 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """Whether AdamW is fused: with groups, only if the last bits do not depend on shard boundaries."""
+        """Return whether AdamW is fused; with groups, only if its rounding does not depend on shard boundaries."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
@@ -317,7 +317,7 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _check_groups(settings: Settings, size: int) -> None:
-    """Refuse fewer groups than processes, as each process needs one."""
+    """Raise ConfigError if some process would have no group or no rows."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
         raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
@@ -334,7 +334,7 @@ def _check_groups(settings: Settings, size: int) -> None:
 
 
 def _check_reporting(names: Sequence[str]) -> None:
-    """Refuse a name that the Trainer does not report to, or whose library is not installed."""
+    """Raise FineTuneError for a name that the Trainer cannot report to, or whose library is not installed."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
@@ -353,7 +353,7 @@ def _names_and_shapes(model: nn.Module) -> str:
 
 
 def _check_causal(model: nn.Module) -> None:
-    """Refuse a model in which tokens see the tokens to predict, as in encoders: its loss would mean nothing."""
+    """Raise FineTuneError if tokens attend to the tokens to predict, as in encoders."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):

@@ -124,20 +124,20 @@ class Alarm:
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
     def _neighbours(self) -> list[tuple[int, Process]]:
-        """The other ranks on this machine."""
+        """Return the other ranks on this machine."""
         known = sorted(self._processes.items())
         return [(rank, one) for rank, one in known if rank != self._rank and not self._is_far(rank)]
 
     def _is_far(self, rank: int) -> bool:
-        """Report whether the process of a rank is known, and on another machine."""
+        """Return whether the process of a rank is known to be on another machine."""
         return rank in self._processes and self._processes[rank].machine != self._here.machine
 
     def _ended(self) -> list[int]:
-        """The ranks whose processes are on this machine and have ended."""
+        """Return the ranks on this machine whose processes have ended."""
         return [rank for rank, one in self._neighbours() if one.has_ended()]
 
     def _end_stopped(self) -> None:
-        """End processes of this machine that have been stopped for too long."""
+        """End processes on this machine that have been stopped for longer than the patience."""
         for rank, one in self._neighbours():
             if one.is_stopped():
                 # looks are counted, and not the clock read: this process may have been stopped with the other
@@ -149,7 +149,7 @@ class Alarm:
                 self._stopped.pop(rank, None)
 
     def _beat(self) -> None:
-        """Publish that this process runs, and check the next one on another machine."""
+        """Publish that this process runs, and read the beat of the next process on another machine."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + min(_BEAT, self.patience / 8)
@@ -159,7 +159,7 @@ class Alarm:
             self._heard = far, self._store.get(f"{self._prefix}/beat/{far}").decode()
 
     def _give_up_silent(self) -> None:
-        """Cut the connections with a process of another machine that has been silent for too long."""
+        """Cut all connections if a process on another machine was silent for longer than the patience."""
         self._waited += _LOOK
         known, self._known = self._known, self._heard
         if self._known is not known:  # the store has answered
@@ -178,7 +178,7 @@ class Alarm:
             cut_connections()
 
     def _meet(self) -> None:
-        """Ask for the process ids of the other ranks that have started."""
+        """Read the process ids of the other ranks that have started."""
         for rank in range(self._size):
             key = f"{self._prefix}/process/{rank}"
             if rank not in self._processes and self._store.check([key]):
@@ -193,7 +193,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """End a call if the store is gone because the process that had it has ended; the kernel takes a moment."""
+        """End a call if the process that held the store has ended, which the kernel shows after a moment."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
@@ -217,7 +217,7 @@ class Alarm:
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
 
     def _take(self, number: int) -> bool:
-        """Handle a piece of news; report whether there was one."""
+        """Handle a message of another rank; return whether there was one."""
         key = f"{self._prefix}/news/{number}"
         if not self._store.check([key]):
             return False
@@ -252,7 +252,7 @@ _ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads before the interpreter does, which would crash while one is in the store's code."""
+    """Close the alarms before the interpreter ends, which would crash while a thread is in the store's code."""
     for alarm in list(_ALARMS):
         alarm.close()
         alarm._thread.join(1.0)
@@ -318,7 +318,7 @@ class Process(NamedTuple):
 
 
 def _state(number: int) -> tuple[str, str]:
-    """The state of a process, and its start time; empty if it does not exist."""
+    """Return the state of a process and its start time; empty if the process does not exist."""
     with contextlib.suppress(OSError):
         # the name of the program, in parentheses, may hold anything
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -337,7 +337,7 @@ def cut_connections() -> None:
 
 
 class _CallNews:
-    """State of one call: its run, and why it stops."""
+    """The run of one call, and the reason why it stops."""
 
     def __init__(self) -> None:
         self.run: Run | None = None

@@ -150,7 +150,7 @@ class MeshRanks(Ranks):
 
     @contextlib.contextmanager
     def _watched(self, channel: Channel) -> Iterator[None]:
-        """Report the ranks that have ended, and wake every thread that waits for them."""
+        """Raise an error that names the ranks that have ended, and wake every thread that waits for them."""
         self.calls[channel] += 1
         try:
             yield
@@ -175,11 +175,11 @@ class MeshRanks(Ranks):
         return self._groups[channel]
 
     def _close(self, channel: Channel) -> None:
-        """Close a group: the ranks that wait in it get an error. gloo's own `abort` does not reach them."""
+        """Close a group, so that waiting ranks get an error."""
         group = self._groups.pop(channel, None)
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(group)  # `abort` of gloo does not reach waiting ranks
 
 
 def meet(mesh: DeviceMesh) -> None:

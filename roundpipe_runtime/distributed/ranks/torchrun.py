@@ -51,8 +51,8 @@ def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
 
     ::
 
-        rank 0      offers a new name; waits for a token of each rank under this name; repeats all tokens under it
-        others      read a name, maybe an old one; put a new token under it; take it once their token is repeated
+        rank 0      offer a new name; wait for a token of each rank under the name; publish all tokens under the name
+        others      read a name, maybe an old one; put a new token under it; use the name once the token is published
     """
     if rank == 0:
         name = f"roundpipe/{uuid.uuid4().hex}"

@@ -224,7 +224,7 @@ class RankCalls(OneGroup[Engine]):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
-        """Return what all ranks state, when all have succeeded."""
+        """Return the verdicts of all ranks if all succeeded; otherwise raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The verdict comes only when a rank has ended its own work. The alarm stops that work.
@@ -258,7 +258,7 @@ class RankCalls(OneGroup[Engine]):
         raise failure
 
     def _drop(self, call: RankCall, reduction: Reduction, summed: Future[None] | None, begun: int) -> None:
-        """Forget a call that has failed."""
+        """Discard a call that has failed."""
         reduction.finish(begun)
         if summed is not None:
             with contextlib.suppress(Exception):  # a rank is gone, which is known
@@ -301,7 +301,7 @@ class RankCalls(OneGroup[Engine]):
         return total
 
     def _feed(self, call: RankCall, scale: float) -> None:
-        """Continue backward from the inputs; an error of one rank is raised on all, before a gradient is written."""
+        """Continue the backward from the inputs; raise an error on all ranks if it fails on one."""
         with Outcome() as outcome:
             for run, host_values in call.runs:
                 feed_inputs(run, host_values, scale)
@@ -310,7 +310,7 @@ class RankCalls(OneGroup[Engine]):
         errors.raise_first(failure, said)
 
     def _written_buffers(self, call: RankCall) -> Mapping[tuple[int, int], torch.Tensor]:
-        """The buffers that the first group of the batch wrote; those of other groups are dropped."""
+        """Return the buffers that the first group of the batch wrote; empty on other ranks."""
         if call.first_rank != self.ranks.rank or not call.runs:
             return {}
         if call.written is not None:
@@ -331,7 +331,7 @@ class RankCalls(OneGroup[Engine]):
 
 
 def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> LossReduction:
-    """Return how losses add up, as the ranks have found it that have enough rows."""
+    """Return how losses add up, as found by the ranks that have at least two rows."""
     found = sorted({one for one in reductions if one is not None})
     if len(found) == 1 or microbatches == 1:
         return found[0] if found else "sum"

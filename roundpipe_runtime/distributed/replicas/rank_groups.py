@@ -142,7 +142,7 @@ class RankGroups(RankCalls):
             run.collected.buffers.check()
 
     def _count_forward(self, now: int) -> int:
-        """The number of forwards since the last collective call: each draws different random numbers."""
+        """Count the forwards since the last collective call, since each draws different random numbers."""
         step, number = self._forwarded
         number = number if step == now else 0
         self._forwarded = now, number + 1
@@ -151,7 +151,7 @@ class RankGroups(RankCalls):
     def _without_rows(
         self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> list[Any]:
-        """The outputs for no rows, through which the caller runs backward as the other ranks do."""
+        """Return outputs for an empty batch, so that this rank takes part in the backward of all ranks."""
         with torch.no_grad():
             without = dataclasses.replace(config, requires_grad=False)
             parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
@@ -169,7 +169,7 @@ class RankGroups(RankCalls):
         ]
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
-        """Run forward; return what every group of the batch states."""
+        """Run forward; return the inputs of the loss of every group of the batch."""
         own: list[Any] = []
         with Outcome() as outcome:
             with torch.enable_grad():
@@ -201,7 +201,7 @@ class RankGroups(RankCalls):
         passes: GroupPasses,
         gradients: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Any:
-        """Go backward through all groups, and commit when all ranks have succeeded; return the loss."""
+        """Run backward through all groups, and commit if all ranks succeed; return the loss."""
         call.runs += passes.runs
 
         def work() -> None:
@@ -212,14 +212,14 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """The outputs of the microbatches of each group, and all of their tensors."""
+    """Return the outputs of the microbatches of each group, and all of their tensors."""
     outputs, tensors = as_outputs(passes.outputs(), flows=flows)
     found = iter(outputs)
     return [[next(found) for _ in part] for part in passes.parts], tensors
 
 
 def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of outputs, ``None`` for outputs without one."""
+    """Return the gradients of outputs; ``None`` for outputs without a gradient."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):

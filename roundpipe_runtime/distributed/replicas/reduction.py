@@ -116,7 +116,7 @@ class Reduction:
         self._memory.clear()
 
     def _may_begin(self, step: int, turn: int, layer: int) -> bool:
-        """Wait for the contribution of this rank; report whether it takes part in the step."""
+        """Wait for the gradients of this rank; return whether it takes part in the step."""
         is_giver = turn < len(self._own)
         with self._changed:
             self._changed.wait_for(
@@ -133,7 +133,7 @@ class Reduction:
 
     @torch.no_grad()
     def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
-        """The sum over the groups up to this turn, of the pieces that this rank sums."""
+        """Return the sum over the groups up to this turn, for the rows that this rank sums."""
         ranks = self._ranks
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
@@ -156,7 +156,7 @@ class Reduction:
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 
     def _fill(self, out: torch.Tensor, turn: int, number: int, bucket: Bucket) -> None:
-        """Put the gradients of a group into sending order: by rank, then by parameter."""
+        """Write the gradients of a group into the send buffer: by rank, then by parameter."""
         with self._changed:
             stopped = self._is_stopped
             landed = self._landed.get((turn, bucket.layer), {})
@@ -183,7 +183,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """The sums in the rows of the targets; copies of a shard exchange their sums."""
+        """Return the sums for the rows of the targets; copies of a shard exchange their sums."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -206,7 +206,7 @@ class Reduction:
         return pieces(tensor, self._ranks.num_shards, self._ranks.num_copies)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer that the layers use in turn."""
+        """Return a buffer that all layers reuse."""
         found = self._memory.get((name, dtype))
         if found is None or found.numel() < size:
             self._memory[name, dtype] = found = torch.empty(size, dtype=dtype)

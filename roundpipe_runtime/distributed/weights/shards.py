@@ -178,7 +178,7 @@ class ShardedStore(RankStore):
             self._published.add(id(parameter))
 
     def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
-        """Copy the values stepped by all ranks to the parameters of a layer."""
+        """Copy the values that all ranks have stepped to the parameters of a layer."""
         for parameter, shard in held.items():
             shard.write(parameter)
         self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])
@@ -330,7 +330,7 @@ def clip_grad_norm(
 
 
 def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
-    """The gradients, each while it is in memory."""
+    """Yield the gradients, each while it is in memory."""
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
@@ -341,7 +341,7 @@ def _finite(sums: list[torch.Tensor]) -> bool:
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """For each gradient the sums of all its rows, of which this rank has a part."""
+    """Return the sums of all rows of each gradient, of which this rank has a part."""
     found, parts = [], []
     for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)

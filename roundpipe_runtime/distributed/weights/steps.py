@@ -70,7 +70,7 @@ class RankSteps(StepRunner):
         super().run_ended()
 
     def _run_agreed(self, step: Callable[[], Any]) -> None:
-        """Run a step; an error of one rank is raised on all."""
+        """Run a step; raise an error on all ranks if it fails on one."""
         self._is_inside = True
         with Outcome() as outcome, OptimizerCtx():
             step()
@@ -154,7 +154,7 @@ class RankSteps(StepRunner):
 
 @cache
 def _runners() -> weakref.WeakSet[RankSteps]:
-    """Return the runners that hear of the steps of all optimizers."""
+    """Return the set of runners that are notified of the steps of all optimizers."""
     found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The state of a model in a checkpoint: its state dict under its own names, and the state of its pipelines."""
+"""Collect and restore the state of a model and of its pipelines for a checkpoint."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ app = _app()
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    # argv: the arguments; by default those of the process
+    # argv: the arguments. Default: those of the process.
     given = list(sys.argv[1:] if argv is None else argv)
     run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))
     return run_once() if "train" not in given or not is_one_of_many() else _run_in_job(run_once)
@@ -74,7 +74,7 @@ def _run_in_job(run: Callable[..., int]) -> int:
     # run: function that runs it, whose argument `is_reporter` decides which process prints an error
     try:
         job = Job()
-    except RuntimeError as error:  # of the network, in words of torch
+    except RuntimeError as error:  # torch cannot connect to the other processes
         sys.stderr.write(f"roundpipe: the other processes cannot be reached: {str(error).splitlines()[0]}\n")
         return 2
     with contextlib.ExitStack() as stack:

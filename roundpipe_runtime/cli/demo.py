@@ -43,8 +43,8 @@ from ..timeline.record import Timeline
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
-DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights
-TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
+DEVICES, LIMIT = 2, 4_000_000  # bytes of each device: fewer than the bytes of the weights
+TOLERANCE = 1e-4  # Adam normalizes gradients, so rounding differences grow with each step
 
 _Step = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -91,7 +91,7 @@ class _Block(nn.Module):
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
     """Train with plain PyTorch and with a pipeline, compare memory and losses, and draw one step of the pipeline."""
-    # as_json: gets the numbers as one object; the tables then go to stderr
+    # as_json: function that gets the results as one object; tables are then written to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
@@ -111,7 +111,7 @@ def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | 
                 "largest_difference": largest,
             }
         )
-    return int(not largest < TOLERANCE)  # NaN is also a difference
+    return int(not largest < TOLERANCE)  # also true for NaN
 
 
 def _side(
@@ -274,7 +274,7 @@ class Needs:
 
     weights: int  # the weights of the model
     plain: int  # memory for weights, gradients, Adam's state and all activations on the device
-    refusal: str  # the message of a device with the limit that is to hold that
+    refusal: str  # the out-of-memory error of plain training on a device with the limit
     pipeline: int  # the peak of the pipeline's devices, each of which has the limit
 
 
@@ -315,7 +315,7 @@ class _LimitedFootprint(Footprint):
 def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, limit: int, devices: int) -> Needs:
     """Train copies of a model on counting devices, and return how much memory they need."""
     # batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
-    # limit: bytes of a device, which the pipeline keeps and plain training does not
+    # limit: bytes of a device, which suffice for the pipeline and not for plain training
     roomy = CountingDevice("a device with room")
     _train_plainly(model, batches, loss_fn, roomy)
     refusal = ""

@@ -67,7 +67,7 @@ _LIBRARIES = {
 
 HERE = pathlib.Path()
 _LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
-# Sums in another order: float32, of one device and of another.
+# Rounding in float32 of sums that two devices add up in different orders.
 _ROUNDING = 1e-4
 
 
@@ -123,7 +123,7 @@ def _declared() -> dict[str, SpecifierSet]:
     """Return the versions that this package requires of each library, extras included."""
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:  # a clone that is on the path and not installed
+    except importlib.metadata.PackageNotFoundError:  # the package runs from a clone that is not installed
         return {}
     return {found.name: found.specifier for found in map(Requirement, lines) if found.specifier}
 
@@ -154,7 +154,7 @@ def _described(device: torch.device) -> str:
     name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
     try:
         free, total = memory_info(device)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a backend that does not state it
+    except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
         return str(name)
     return f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
 
@@ -222,7 +222,7 @@ def _training() -> list[Check]:
 def _trained(devices: DeviceSpec, name: str) -> Check:
     title = f"training on {name}"
     difference = train_difference(devices)
-    if not difference < _ROUNDING:  # NaN is also a difference
+    if not difference < _ROUNDING:  # also true for NaN
         return Check(title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines.")
     return Check(title, "ok", f"two steps match plain PyTorch, except for {difference:.0e}")
 
@@ -276,7 +276,7 @@ def doctor(
         findings = examine(disk)
         if machine is not None:
             measured = dataclasses.replace(describe_hardware(), call=call_seconds())
-            with contextlib.suppress(ConfigError):  # a folder that is in memory: one of the findings
+            with contextlib.suppress(ConfigError):  # the folder is in memory, which is a separate finding
                 rates = measure_disk(disk)
                 measured = dataclasses.replace(measured, disk_read=rates.read, disk_write=rates.write)
             save_machine(measured, machine)
@@ -302,13 +302,13 @@ def _lines(findings: list[Check], width: int) -> list[str]:
     return [*lines, "", ", ".join(states) if states else "all is well"]
 
 
-# A link below this keeps any device waiting: PCIe 3 with 8 lanes.
+# Every device waits for a link that is slower than PCIe 3 with 8 lanes.
 _SLOW_LINK = 6e9
 
-# A copy next to a computation takes a little of the same memory.
+# A copy that overlaps a computation uses some of its memory bandwidth.
 _OVERLAPS = 0.7
 
-# The clock of the host includes launches, and what else the machine does.
+# The clock of the host includes launches and other work of the machine.
 _CLOCKS_AGREE = 0.5, 1.2
 
 
@@ -344,6 +344,6 @@ def _events(device: torch.device, rates: DeviceRates) -> Check:
 def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
     tokens = rates.tokens_to_hide_transfers()
     found = f"from {tokens:,.0f} tokens per step on, a forward takes longer than copying its parameters to the device"
-    if memory is not None:  # parameters and gradients of 16 bits
+    if memory is not None:  # 16-bit parameters and gradients
         found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion 16-bit parameters fit on it"
     return Check(f"plan for {device}", "ok", found)

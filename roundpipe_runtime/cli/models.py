@@ -24,7 +24,7 @@ def source_of(name: str, *, weights: bool = True) -> ModelSource:
     config = found.config
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))):
         if hasattr(part, "initializer_range"):
-            part.initializer_range = 0.02  # as wide as models are trained from
+            part.initializer_range = 0.02  # the usual standard deviation of random weights
     return ModelSource.of(config, name)
 
 
@@ -36,7 +36,7 @@ def read_by(source: ModelSource, tokenizer: Tokenizer) -> ModelSource:
     config = copy.deepcopy(source.config)
     part = config.get_text_config(decoder=True)
     part.vocab_size = tokenizer.vocab_size
-    # of the vocabulary of bytes; the row of a padding token would never be trained
+    # the vocabulary is that of bytes, without a row for a padding token, which would never be trained
     part.pad_token_id = part.bos_token_id = None
     part.eos_token_id = tokenizer.eos_token_id
     return dataclasses.replace(source, config=config)

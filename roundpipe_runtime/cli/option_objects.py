@@ -46,7 +46,7 @@ def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[.
 
         parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)]
         parameters += [parameter for concern in concerns.values() for parameter in _parameters(concern)]
-        # typer reads these two
+        # typer reads signature and annotations
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # of every function
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command

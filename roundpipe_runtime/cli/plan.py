@@ -79,7 +79,7 @@ class MachineOptions:
         if self.machine is None:
             devices = None if self.devices == "auto" else self.devices
             if devices is None and self.memory is not None and not torch.accelerator.is_available():
-                devices = "cuda:0"  # virtual devices have no memory of their own, so a GPU is asked about
+                devices = "cuda:0"  # virtual devices have no memory, so the plan is for a GPU
             return describe_hardware(devices, dtype=dtype, **self._numbers())
         found = load_machine(self.machine)
         given = {name: value for name, value in self._numbers().items() if value is not None}

@@ -141,7 +141,7 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
 def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
     """Return the table of the machine and of a step."""
     machine, run = report.hardware, report.simulation
-    origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **machine.origin}  # a file may state fewer
+    origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **machine.origin}  # a profile may be incomplete
     names = ", ".join(machine.names[:4]) + (f" ... {machine.names[-1]}" if len(machine.names) > 4 else "")
     memory = ["unknown: give it with --memory"]
     if machine.memory is not None:
@@ -175,7 +175,7 @@ def _tables(report: PlanReport) -> list[str]:
     found = [layer for layer in report.layers if layer.parts_forward]
     lines = []
     for layer in found:
-        part = "slices of" if layer.slice_bytes else "rows of up to"  # tokens may come twice
+        part = "slices of" if layer.slice_bytes else "rows of up to"  # a token may occur twice
         back = f", {format_bytes(layer.parts_down)} back" if layer.parts_down else ""
         copied = format_bytes(layer.parts_forward + layer.parts_backward)
         lines.append(f"    {layer.name}: {part} {copied} in{back}")
@@ -216,7 +216,8 @@ def _operations(flops: float) -> str:
 
 
 def _stages(report: PlanReport) -> list[str]:
-    parts = [len(stage.microbatches(report.step.num_microbatch)) for stage in report.step.stages]  # of a copy, a share
+    # a copy of a stage runs only some of the microbatches
+    parts = [len(stage.microbatches(report.step.num_microbatch)) for stage in report.step.stages]
     total = sum(part * seconds for part, seconds in zip(parts, report.seconds, strict=True)) or 1.0
     sizes = [
         (

@@ -73,7 +73,7 @@ def train(
         )
     if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
-    if job.was_restarted():  # what is there is this run's own
+    if job.was_restarted():  # existing files are those of this run
         files = dataclasses.replace(files, resume=True, overwrite=True)
     job.together(lambda: files.check(what.folder) if job.is_first else None)
     replicas = step.replicas
@@ -206,7 +206,7 @@ def _described(rows: tuning.Blocks | tuning.ChatRows, tokenizer: tuning.Tokenize
 def _card(training: tuning.Training, pupil: _Pupil, given: Mapping[str, Any]) -> str:
     rows = pupil.rows
     data = _described(rows, pupil.tokenizer)
-    # a path of this machine is of no use elsewhere
+    # readers of the card do not have this path
     data = data.replace(pupil.tokenizer.name, pathlib.Path(pupil.tokenizer.name).name)
     names = ", ".join(pathlib.Path(name).name for name in given["files"])
     options = {name: value for name, value in given.items() if name not in _NOT_ON_CARD}
@@ -255,7 +255,7 @@ def _summary(
     }
 
 
-# Paths, and what is only shown.
+# Paths, and options that only change the output.
 _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_rows")
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
 
@@ -268,7 +268,7 @@ def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
 def _named(rank: int, error: Exception) -> Exception:
     named = tuning.named_error(rank, error)
     for note in getattr(error, "__notes__", ()):
-        if note not in str(named):  # where the step failed is in the text
+        if note not in str(named):  # the message may already contain the note
             named.add_note(note)
     return named
 
@@ -341,7 +341,7 @@ def _to_go_on(argv: Any, job: tuning.Job) -> str:
 # The output of ``roundpipe train``: settings first, then a bar on a terminal or plain lines elsewhere.
 
 
-# Between two lines of an evaluation, where there is no terminal.
+# Seconds between two lines of an evaluation without a terminal.
 _SECONDS = 30
 
 

@@ -124,7 +124,7 @@ class ModelOptions:
             "--config",
             metavar="FILE",
             help="YAML file of options, with lines like batch: 4. The command line overrides it.",
-            is_eager=True,  # the others get their defaults of it
+            is_eager=True,  # read first: it sets the defaults of the other options
             callback=read_config_file,
         ),
     ] = None
@@ -389,7 +389,7 @@ class FileOptions:
                 raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
             if not path.absolute().parent.is_dir():
                 raise UserError(f"There is no folder {path.parent} for {path.name}")
-            if path.is_file() or not path.exists():  # /dev/stdout is only written to
+            if path.is_file() or not path.exists():  # special files such as /dev/stdout are written directly
                 check_place(path, f"--{name} FILE")
         checkpoints = self.checkpoints(output)
         check_place(checkpoints, "--checkpoint DIR", in_parent=False)
@@ -457,7 +457,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 # All options of a command in a YAML file: ``--config FILE`` reads one, ``--print-config`` writes one.
 
 
-# Options that are about the file itself.
+# Options that are not in the file, since they concern the file.
 _OWN = ("config", "print_config")
 _LARGEST = 2**20  # bytes
 
@@ -473,7 +473,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
         if name not in parameters:
             meant = meant_option(name, [str(one).replace("_", "-") for one in parameters])
             raise UserError(f"{path}: there is no option {key}.{meant} All options: roundpipe train --print-config")
-        if value is not None:  # as where it is left out
+        if value is not None:  # null means the default
             takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)
             typed = _as_typed(value, f"{path}: {key}")
             given[name] = [typed] if takes_many and not isinstance(typed, list) else typed
@@ -493,9 +493,9 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
     def refused(error: BaseException) -> UserError:
         return UserError(f"--config {path}: it is not YAML: {' '.join(str(error).split())[:200]}")
 
-    with raised_as(refused, UserError):  # what makes a date or a number of a text raises errors of Python
+    with raised_as(refused, UserError):  # conversions to dates and numbers raise errors of Python
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            # a few of them stand for any number of values, or for a list in itself
+            # a few aliases can expand to any number of values, or to a list that contains itself
             raise UserError(f"--config {path} contains a YAML alias (*name). Write the value itself.")
         found = yaml.safe_load(text)
     if not isinstance(found, dict):
@@ -522,6 +522,6 @@ def format_config(concerns: Iterable[tuple[str, Any]]) -> str:
         for field in dataclasses.fields(concern):
             value = getattr(concern, field.name)
             if field.name not in _OWN:
-                shown = json.dumps(value, default=str, ensure_ascii=False)  # every line of JSON is one of YAML
+                shown = json.dumps(value, default=str, ensure_ascii=False)  # JSON values are valid YAML
                 lines.append(f"{field.name.replace('_', '-')}: {shown}")
     return "\n".join(lines)

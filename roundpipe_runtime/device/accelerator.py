@@ -9,10 +9,9 @@
     # downloads                 ▪    ▪    ▪                 ▪   ▪
     # gradients                          ██████████                   of one stage, while the next one computes
 
-A tensor belongs to the stream that it was made on; ``record_stream`` informs the allocator who else reads it, and it is
-not used again before they have. Host memory that a copy reads or writes is pinned, and its allocator keeps it until the
-copy is through. What the host itself may change, parameters above all, is safe once :meth:`synchronize` has returned,
-which the engine calls at the end of every run.
+``record_stream`` notifies the allocator of the other streams that read a tensor, so memory is reused only after they
+have read it. The allocator keeps pinned host memory until its copies are complete. The host may change the source of
+a copy, such as a parameter, once :meth:`synchronize` has returned, which the engine calls at the end of every run.
 """
 
 from __future__ import annotations

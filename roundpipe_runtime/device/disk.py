@@ -3,11 +3,11 @@
 ::
 
     tensor ──> pages of this process ──> page cache ──> file
-               fetch: read ahead, in its own thread
-               leave: out of the process at once; written and out of the page cache, in another thread
+               fetch: read ahead, in a separate thread
+               leave: release the pages at once; another thread writes them and drops them from the page cache
 
-A tensor is an ordinary one of the CPU: whatever reads or writes it gets the right numbers, at any time. What does so
-without :meth:`DiskMemory.fetch` and :meth:`DiskMemory.leave` is slower, and stays resident until the tensor is left.
+The tensors are ordinary CPU tensors, which can be read and written at any time. Access without
+:meth:`DiskMemory.fetch` is slower, and keeps a tensor resident until :meth:`DiskMemory.leave`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Worker threads, one per device, their mailbox, and their behaviour on an error, on Ctrl-C and after a fork.
 
-A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
-other thread leaves at its next wait, and the caller raises the error itself, with notes that state where it happened.
+A result is a future. The first error stops the run, every other thread leaves at its next wait, and the caller
+raises the error with notes that state where the error happened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Count the memory and operations of torch code, also on ``meta`` tensors with the sizes that devices need.
-
-It works the same for real tensors and for those on ``meta``, which have sizes and no memory: so a layer of any size can
-be measured without allocating it.
-"""
+"""Count the memory and operations of torch code; tensors on ``meta`` count with the sizes that devices need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measure the memory and operations of each layer of a pipeline on one microbatch.
 
-The layers are called as a stage calls them, forward and backward, one by one. Parameters and batch may be on
-``meta``: then nothing of it takes memory, and a layer of any size is measured in the same time.
+Layers are called one by one, forward and backward, as a stage calls them. Parameters and batch may be on ``meta``,
+where tensors use no memory, so the time does not depend on the size of a layer.
 """
 
 from __future__ import annotations

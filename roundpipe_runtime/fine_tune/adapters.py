@@ -97,7 +97,7 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
     """Context manager that hides warnings of PEFT 0.21 that do not matter here."""
-    # It asks models of version 5.23 for an attribute by its old name, cannot merge into weights of torchao, and looks
+    # PEFT reads an attribute of transformers 5.23 by its old name, cannot merge into weights of torchao, and searches
     # for the configuration of a GGUF file in a folder and on the Hub.
     of_gguf = "Could not find a config file|Unable to fetch remote file"
     with warnings.catch_warnings():
@@ -118,8 +118,8 @@ _LEAST = 2.0**-24  # the smallest number of float16
 #     weight (+ B A of LoRA) ──> blocks of 32: integers, and a scale in float16 ──> integers x scales ──> product
 #               gradient     <────────────────── as if nothing were rounded ────────────────────────────────┘
 #
-# The layers of torchao have no adapters inside the rounding, and scales in float32, whose products with integers
-# are rounded once more: the file would not get the integers and the scales of the training.
+# The layers of torchao cannot round the sum of weight and adapters. Their scales are float32, so the saved integers
+# and float16 scales would differ from those of the training.
 
 
 @dataclasses.dataclass(frozen=True)

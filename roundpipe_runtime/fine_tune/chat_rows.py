@@ -26,8 +26,7 @@ from .chat_tokens import ChatTokens, Encoder, read_conversations
 from .models import Tokenizer
 from .text_files import find_texts, split_rows
 
-# What the loss of transformers leaves out.
-_IGNORED = -100
+_IGNORED = -100  # label that the loss of transformers ignores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class ChatRows:
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return the model arguments for a batch, padded on the right, where causal attention ignores padding."""
         lengths = [len(row["input_ids"]) for row in rows]
-        # of several groups each may be padded elsewhere, and is to have the same numbers
+        # groups in different processes must be padded to the same length to give bitwise identical results
         longest = max(map(len, self.ids)) if self.pads_alike else max(lengths, default=0)
         batch = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
@@ -171,7 +170,7 @@ def make_chat_rows(
     >>> rows[0]["labels"].tolist(), rows[0]["position_ids"].tolist()
     ([-100, 2, 3, -100, 5], [0, 1, 2, 0, 1])
     """
-    # nothing predicts a first token
+    # no token predicts the first token
     cut = [ChatTokens(one.ids[:length], [False, *one.counts[1:length]]) for one in conversations]
     kept = [one for one in cut if any(one.counts)]
     if not kept:
@@ -234,7 +233,7 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 def check_packing(model: nn.Module) -> None:
     """Refuse a model in which a conversation attends to the previous one in its row."""
-    if not keeps_texts_apart(model):  # what it learnt would be another thing
+    if not keeps_texts_apart(model):  # the model would train on other contexts
         raise FineTuneError(
             f"{type(model).__name__} lets a conversation see the previous one in its row, so conversations cannot be "
             "packed. Leave --pack out"

@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
-# Text that a template adds by itself has at most this length.
-_SHORT = 30
+_SHORT = 30  # longest text that a template adds to messages
 
 _LARGEST = 2**24  # bytes of a template
 
-# Variables of a template that are not a row's to set.
+# Variables of a template that a row cannot set.
 _OWN = ("messages", "add_generation_prompt")
 
 
@@ -81,7 +80,7 @@ class Encoder:
         named = found if isinstance(found, dict) else {"default": found or ""}
         self._has_template, self._marks_answers = found is not None, bool(_MARKS.search(named.get("default", "")))
         with raised_as(lambda error: FineTuneError(f"The chat template of {self.name} cannot be read: {error}")):
-            # jinja2 computes constants of a template when it looks for its variables
+            # limited: jinja2 evaluates constant expressions when it searches a template for variables
             self._variables, self._fields = limited(_read_by, list(named.values()))
         self._variables -= {*_OWN, *self._inner.special_tokens_map}
 
@@ -112,7 +111,7 @@ class Encoder:
         place = f"{conversation.place}, message {number + 1} ({message['role']})"
         text = message["content"].strip()
         times = sum(one["content"].count(text) for one in conversation.messages) if text else 0
-        is_there = len(text) > _SHORT and whole.count(text) >= times  # as it stands, so it need not be tried
+        is_there = len(text) > _SHORT and whole.count(text) >= times  # then no second rendering is needed
         if text and not is_there and self._is_alike(conversation, number, {**message, "content": f"{text}?"}, whole):
             raise FineTuneError(
                 f"{place}: the chat template of {self.name} leaves this message out. Use another template: "
@@ -160,7 +159,7 @@ class Encoder:
             if number:
                 before = self._rendered(conversation, number, add_generation_prompt=True)
                 ids_before = self._ids(conversation, number, add_generation_prompt=True)
-            else:  # templates cannot render an empty answer: its start is the common start of two answers
+            else:  # templates cannot render an empty answer, so two different answers are compared
                 other = "y" if message["content"].strip().startswith("x") else "x"
                 another = dataclasses.replace(conversation, messages=[{**message, "content": other}])
                 before = after[: _common(after, self._rendered(another, 1))]
@@ -192,7 +191,7 @@ class Encoder:
         advice = ""
         if first == "assistant":
             advice = ". The row begins with the assistant: put a message of the user first, or leave the row out"
-        # a template raises what it likes, and jinja2 errors of its own
+        # a template can raise any exception
         with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}{advice}")):
             found = self._write(messages, **options)
             return dict(found) if tokenize else found
@@ -209,7 +208,7 @@ def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
         try:
             tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except TemplateError:
-            continue  # an error when it is used
+            continue  # rendering reports the error
         variables |= meta.find_undeclared_variables(tree)
         read = list(_reads(tree))
         messages = {owner for owner, name in read if name == "role"}
@@ -249,8 +248,8 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
 Message = dict[str, Any]
 T = TypeVar("T")
 
-_LARGEST_LIST = 2**34  # bytes of one list of JSON, which is read whole
-# Fields that only distinguish rows, or calls of tools.
+_LARGEST_LIST = 2**34  # bytes of a JSON list, which is loaded as a whole
+# Fields that only identify rows or tool calls, and are ignored.
 _IDENTIFIERS = ("id", "tool_call_id")
 _LISTS = ("messages", "conversations", "conversation")
 _PAIR = ("prompt", "completion")
@@ -271,8 +270,8 @@ _FORMS = (
 #     Alpaca              {"instruction": "Greet", "input": "", "output": "Hello"}
 #     prompt, completion  {"prompt": "Hi", "completion": " Hello"}: text without a template; or two lists of messages
 #
-# Each may have `system`, `tools` (a list, or one as JSON text) and `chat_template_kwargs` next to it. Any other
-# field is given to the chat template, and refused where that does not read it: `chat_tokens` knows the template.
+# A row may also have `system`, `tools` (a list, or a list as JSON text) and `chat_template_kwargs`. Any other field is
+# a variable of the chat template; a field that the template does not read is an error.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,7 +447,7 @@ def _text_of(content: Any, place: str, *, may_be_missing: bool) -> str:
         return ""
     if not isinstance(content, str):
         raise FineTuneError(f"{place} has no text in 'content': it is a {type(content).__name__}. Write text")
-    return content.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
+    return content.encode("utf-8", "replace").decode("utf-8")  # JSON can contain half of a surrogate pair
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:

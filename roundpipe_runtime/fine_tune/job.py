@@ -48,7 +48,7 @@ class Job:
 
     def was_restarted(self) -> bool:
         """Report whether torchrun has restarted the processes; every process must call this method."""
-        # a machine counts only the restarts that its own processes have caused
+        # each machine counts only the restarts of its own processes
         return any(self.exchange(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
     def exchange(self, value: T) -> list[T]:
@@ -77,7 +77,7 @@ class Job:
         failure = failures[0] if failures else None
         said = self.exchange(_described(failure))
         if failure is not None and all(one == said[0] for one in said):
-            raise failure  # the same error in all processes
+            raise failure
         for rank, described in enumerate(said):
             if described is not None:
                 raise _raised_on(rank, *described) from failure
@@ -93,7 +93,7 @@ class Job:
             return True
         try:
             count: int = default_store().add(f"roundpipe/{what}", 1)
-        except RuntimeError:  # the store is gone, with the process that had it
+        except RuntimeError:  # the process that held the store has ended
             return True
         return count == 1
 
@@ -139,7 +139,7 @@ def _described(error: Exception | None) -> tuple[bool, str] | None:
 
 def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
     if is_request:
-        return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all
+        return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all ranks
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     return DistributedError(f"Rank {rank} failed. Its error:\n{lines}")
 
@@ -177,7 +177,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.status:  # at once: no thread is waited for, and no file that is half written counts
+        if self.status:  # end at once, without waiting for threads; readers ignore incomplete files
             if os.isatty(2):
                 os.write(2, _SHOW_CURSOR)
             os.write(2, b"\nleft at once; nothing more was saved\n")

@@ -114,7 +114,7 @@ class ModelSource:
                 wanted = self._dtype_of_weights(dtype)
                 return _module(gguf_weights(kind, self.config, self.gguf, wanted, choice=self.unmatched_weights)[0])
         home = disk_folder(host)
-        # without a dtype in the configuration, the weights decide, all of them
+        # without a dtype in the configuration, all weights are needed to choose the dtype
         if home is not None and (dtype or getattr(self.config, "dtype", None)):
             unread = self._unread(dtype)
             if unread is not None:
@@ -172,7 +172,7 @@ def _read_to_disk(
             place = memory.copy(("weight", path), weight, dtype)
             made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
             memory.leave([place])
-            page_out(weight)  # mapped from its file
+            page_out(weight)  # the weight is mapped from its file
         model.get_submodule(owner)._parameters[last] = made[id(parameter)]
     keep_with(model, memory)
     return model
@@ -271,12 +271,12 @@ class FolderTokenizer:
     def __init__(self, inner: Any, name: str) -> None:
         self.inner = inner
         self.name = name
-        self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # numbers may have gaps
+        self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # token ids may have gaps
         self.eos_token_id: int | None = inner.eos_token_id
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return the token ids of each text, int32 of shape (tokens,), without added special tokens."""
-        # a text may be longer than any row, and is split into rows later: no warning needed
+        # not verbose: long texts are split into rows later, so a warning about their length is wrong
         with readable(self.name, FineTuneError):
             rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
@@ -339,9 +339,6 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))
 
 
-# A tokenizer without a vocabulary: a token per byte of UTF-8.
-
-
 _FIRST_BYTE = 3
 
 
@@ -370,7 +367,7 @@ class ByteTokenizer:
         return [self._encoded(text.encode("utf-8")) for text in texts]
 
     def _encoded(self, data: bytes) -> torch.Tensor:
-        if not data:  # of which torch makes no tensor
+        if not data:  # `frombuffer` refuses an empty buffer
             return torch.empty(0, dtype=torch.int32)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
 

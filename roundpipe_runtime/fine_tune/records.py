@@ -133,7 +133,7 @@ def _finite(value: Any) -> Any:
 def _lines_up_to(path: pathlib.Path, step: int) -> list[str]:
     if not path.is_file():
         return []
-    lines = read_text(path, failure=FineTuneError).split("\n")[:-1]  # the last is empty, or was cut short
+    lines = read_text(path, failure=FineTuneError).split("\n")[:-1]  # the last line is empty or incomplete
     return [f"{line}\n" for line in lines if _step_of(line) <= step]
 
 
@@ -141,4 +141,4 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # of something else: it is in the way
+        return math.inf  # not a record, so the line is dropped

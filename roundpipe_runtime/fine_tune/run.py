@@ -16,7 +16,7 @@ from .job import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training
 
-if TYPE_CHECKING:  # it imports transformers
+if TYPE_CHECKING:  # the import of transformers takes seconds
     from .trainer import RunCallback
 
 # The first steps measure the cost of each layer; then the plan is fixed.
@@ -114,7 +114,7 @@ def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) 
 
     with on_error(note_saved):
         training.train()
-        if not callback.status and not callback.is_model_saved:  # the last step is of an earlier run
+        if not callback.status and not callback.is_model_saved:  # an earlier run made the last step
             callback.save_model()
 
 
@@ -143,7 +143,7 @@ def _noting(
 def _save_after_error(training: Training, saved: str | None) -> str | None:
     """Save the completed steps after an error, and return a note; an error of this save is only noted."""
     trainer = training.trainer
-    # in a step of several processes, others may have ended; a rank that began to write is neither done nor undone
+    # other processes may have completed a step that failed here, and a step that began to write cannot be undone
     can_undo = training.job.size == 1 and training.settings.update != "in_backward"
     is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
     if not is_whole:

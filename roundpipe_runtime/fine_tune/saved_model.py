@@ -1,4 +1,4 @@
-"""Check before a training that its files can be written; save the model and its card once it was loaded for a check."""
+"""Check before a training that its files can be written; save the trained model, its card and its losses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
         FineTuneError: the folder exists, or it cannot be created.
     """
     path = pathlib.Path(folder)
-    settle(path.absolute())  # what a killed process was about to replace is there again
+    settle(path.absolute())  # restore a folder that a killed process was replacing
     if path.exists() and not overwrite:
         raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
     check_place(path, "--output DIR")
@@ -80,11 +80,11 @@ def check_disk(
     Raises:
         FineTuneError: the disk is too small; names the folder, the needed and the free space.
     """
-    # of a model with adapters, only these are saved
+    # only the adapters of a model with adapters are saved
     parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
     of_model = sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
     trained = [(p, settings.optim_dtype or p.dtype) for p in model.parameters() if p.requires_grad]
-    # two moments, and a master weight where the parameter is not as wide
+    # two moments, and a master weight if the dtypes differ
     of_state = sum(p.numel() * dtype.itemsize * (2 if dtype == p.dtype else 3) for p, dtype in trained)
     needed: dict[int, int] = defaultdict(int)
     places: dict[int, pathlib.Path] = {}
@@ -173,7 +173,7 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
         from peft.utils.save_and_load import load_peft_weights
 
         expected = peft.get_peft_model_state_dict(model)
-        found = load_peft_weights(str(folder), device="cpu")  # its base would be whole in memory, in floating point
+        found = load_peft_weights(str(folder), device="cpu")  # the dequantized base model may not fit in memory
     elif is_adapted(model):
         import peft
 
@@ -196,8 +196,7 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
 
 CARD = "README.md"
 _LIBRARIES = ("yobx-flatten", "torch", "transformers", "peft", "accelerate")
-# Lines of the table of losses.
-_LINES = 12
+_LINES = 12  # of the table of losses
 
 
 def model_card(
@@ -220,7 +219,7 @@ def model_card(
     Returns:
         Markdown, with the metadata that hubs read.
     """
-    base = pathlib.Path(source.name).name  # a path of this machine is of no use elsewhere
+    base = pathlib.Path(source.name).name  # readers of the card do not have this path
     steps = [record for record in records if isinstance(record, StepRecord)]
     held_out = {record.step: record.eval_loss for record in records if isinstance(record, EvalRecord)}
     lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
@@ -267,9 +266,6 @@ def replace_card(folder: pathlib.Path, text: str) -> None:
         text: card.
     """
     write_text(folder.absolute() / CARD, text)
-
-
-# The losses of a training as a picture: a line of block characters, or an image file.
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -30,20 +30,18 @@ from yobx_flatten.files.document import open_regular
 from ..errors import FineTuneError
 from .models import Tokenizer
 
-# After each document.
-END = None
+END = None  # after each document
 
 _PLAIN = ("", ".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".log")
 _LINES = (".jsonl", ".ndjson", ".json")
-# UTF-32 first: its mark begins with that of UTF-16
+# UTF-32 first: its byte order mark begins with that of UTF-16
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# Characters of a long file that are read at a time.
-_PIECE = 2**16
+_PIECE = 2**16  # characters that are read at a time
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
@@ -115,11 +113,11 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
 
 def _plain(path: pathlib.Path) -> Iterator[str | None]:
     check_encoding(path)
-    held: list[str] = []  # of the line that is not at its end; joined once, as a line may be as long as the file
+    held: list[str] = []  # parts of an incomplete line, joined once, since a line may be as long as the file
     with io.TextIOWrapper(open_regular(path, failure=FineTuneError), encoding="utf-8-sig", newline="") as file:
         try:
             while text := file.read(_PIECE):
-                # a piece ends with a line, so that no word is cut
+                # pieces end at a line break, so that no word is split
                 whole, newline, rest = text.rpartition("\n")
                 if newline:
                     yield "".join([*held, whole, newline])
@@ -146,7 +144,7 @@ def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also of what is not UTF-8, or nested deeply
+            except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8, and for deep nesting
                 raise FineTuneError(f"{path}:{number} is not JSON. {wanted}") from error
             yield f"{path}:{number}", row
 
@@ -172,7 +170,7 @@ def _checked(row: dict[str, Any], field: str, place: str) -> str:
             raise FineTuneError(f"{place} has no text in {field!r}, but a {type(text).__name__}: --field NAME")
         found = ", ".join(row) or "nothing"
         raise FineTuneError(f"{place} has no text in {field!r}. Its fields: {found}. Name one: --field NAME")
-    return text.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
+    return text.encode("utf-8", "replace").decode("utf-8")  # JSON can contain half of a surrogate pair
 
 
 # -- folders of datasets -----------------------------------------------------------------------------------------------
@@ -201,7 +199,7 @@ def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple
     require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
     import datasets
 
-    # errors of Arrow, of JSON, of the file system
+    # Arrow, JSON and the file system raise different exceptions
     with raised_as(lambda error: FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}")):
         rows = datasets.load_from_disk(str(folder))
     if field is not None:
@@ -253,14 +251,14 @@ def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tenso
     >>> [len(part) for part in split_rows(10, eval_share=0.25, seed=0)]
     [8, 2]
     """
-    # eval_share: share of held-out rows, from 0 to 1; at least one row is held out unless it is 0, and at least one is
-    # left for training where there are two
+    # eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one of two rows
+    # is left for training
     held_out = min(max(1, round(eval_share * count)), count - 1) if eval_share > 0 else 0
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order[held_out:].sort().values, order[:held_out].sort().values
 
 
-# A tokenizer gets this many characters, or texts, at a time: it has its own threads.
+# A tokenizer with several threads gets about this many characters, or texts, at a time.
 _CHARACTERS, _TEXTS = 2**20, 1000
 
 

@@ -31,36 +31,35 @@ from .records import EvalRecord, StepRecord, device_peak, process_memory, record
 from .settings import Settings
 from .text_files import Rows
 
-# What a training on text adds to the files of a checkpoint.
-_NOTES = "fine_tune.json"
+_NOTES = "fine_tune.json"  # additional file of a checkpoint
 
 
 class TextTrainer(RoundPipeTrainer):
     """A ``RoundPipeTrainer`` for rows of tokens, of text or of conversations."""
 
-    # notes: JSON object that each checkpoint stores, next to the number of microbatches
+    # notes: JSON object that each checkpoint stores in addition to the number of microbatches
 
     def __init__(
         self, pipeline: WrappedModel, optimizer: torch.optim.Optimizer, rows: Rows, settings: Settings, job: Job
     ) -> None:
         steps = settings.total_steps(len(rows.training))
         args = TrainingArguments(
-            output_dir=os.curdir,  # a Trainer creates it at once, and the folder of the checkpoints is not known yet
+            output_dir=os.curdir,  # created at once by a Trainer; the folder of the checkpoints is set later
             max_steps=steps,
             per_device_train_batch_size=settings.batch,
             per_device_eval_batch_size=settings.rows_of_group(pipeline.replicas),
             gradient_accumulation_steps=settings.accumulate,
             max_grad_norm=settings.clip
-            or (0 if settings.update == "in_backward" else math.inf),  # infinite: only measured
+            or (0 if settings.update == "in_backward" else math.inf),  # infinite: the norm is only measured
             seed=settings.seed,
-            logging_strategy="no",  # these three are decided by a callback: a checkpoint would bring its own intervals
+            logging_strategy="no",  # RunCallback decides these three, since a checkpoint contains other intervals
             eval_strategy="no",
             save_strategy="no",
             report_to=list(settings.report_to),
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=False,
-            # of several processes the Trainer exchanges a few numbers, which are on the host
+            # several processes exchange only CPU tensors
             use_cpu=pipeline.ranks.size > 1 or not any(isinstance(one, AcceleratorDevice) for one in pipeline.devices),
         )
         super().__init__(
@@ -75,7 +74,7 @@ class TextTrainer(RoundPipeTrainer):
         )
         self.remove_callback(PrinterCallback)
         self.add_callback(_StepCallback(self))
-        if rows.lengths is None:  # the mean over batches is the mean over tokens
+        if rows.lengths is None:  # all rows have the same length, so the mean over batches is the mean over tokens
             self.model_accepts_loss_kwargs = False
         self.rows, self.settings, self.job = rows, settings, job
         self.notes: dict[str, Any] = {}
@@ -158,7 +157,7 @@ class TextTrainer(RoundPipeTrainer):
         self.pipeline.synchronize()
         self.callback_handler.eval_dataloader = dataloader
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
-        # in the order of the rows, so that the sum is the same however many processes there are
+        # in row order, so that the sum does not depend on the number of processes
         losses = [found[number % len(found)][number // len(found)] for number in range(sum(map(len, found)))]
         loss = math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
         tokens = self.rows.tokens_in(self.rows.held_out.tolist())
@@ -230,10 +229,10 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers count
 # The order of training rows: new in each epoch and made from the seed, so that any batch can be found again.
 
 
-# Batches among whose rows neighbours are chosen: so many that lengths are close, and rows still meet others.
+# Rows are sorted by length within this many batches: more would shuffle less, fewer would pad more.
 _BUCKET = 50
 
-_STRIDE = 0x9E3779B97F4A7C15  # seeds that lie side by side give epochs that do not
+_STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of neighbouring epochs
 
 
 class Order(Sampler[int]):
@@ -247,7 +246,7 @@ class Order(Sampler[int]):
     """
 
     # count: number of rows to iterate over. Default: one epoch.
-    # lengths: tokens of each row, so that rows of similar length are neighbours. Default: they are alike.
+    # lengths: tokens of each row, so that rows of similar length are in one batch. Default: all rows are equally long.
 
     def __init__(
         self,
@@ -304,7 +303,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     """
 
     # every: steps between two checkpoints; `None` for none
-    # at_end: whether to write a checkpoint after the last step; `None` for none at all, after signals neither
+    # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
     # note: function that is called with each record
     # show_evaluation: function that is called after each batch of an evaluation, with how many are done, and all
     # recorded: step of the timeline; `None` for no timeline
@@ -360,7 +359,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     ) -> None:
         """Pass the record of a step or an evaluation to ``note``, and stop the training after Ctrl-C or SIGTERM."""
         record = record_of(logs, state.global_step)
-        if record is None:  # the Trainer's own at the end
+        if record is None:  # the summary that the Trainer logs at the end
             return
         is_last, job = state.global_step == args.max_steps, self.trainer.job
         self.evaluated = 0
@@ -370,7 +369,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         job.together(functools.partial(self.note, record))
         if state.global_step == self.recorded and isinstance(record, StepRecord):
             job.together(functools.partial(self.save_timeline, self.timeline))
-        # a signal reaches processes in different steps
+        # a signal may reach each process in a different step, so all stop at the maximum status
         if not is_last and (status := max(job.exchange(self.interruption.status))):
             self.status = status
             control.should_training_stop = True

@@ -30,7 +30,7 @@ from .saved_model import check_place
 from .settings import Settings
 from .text_files import Rows
 
-# Settings that each process may have its own of.
+# Settings that may differ between processes.
 _OF_PROCESS = ("devices", "keep_parameters", "host", "report_to")
 
 
@@ -102,8 +102,8 @@ class Training:
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)
         rows = settings.rows_of_group(self.pipeline.replicas)
         self.trainer.microbatches = self.job.exchange(settings.microbatches or min(len(devices) + 1, rows))[0]
-        self._checkpoint: pathlib.Path | None = None  # the Trainer loads this when it begins
-        torch.manual_seed(settings.seed)  # the seed that dropout counts from, whatever the check has drawn
+        self._checkpoint: pathlib.Path | None = None  # the Trainer loads it when the training begins
+        torch.manual_seed(settings.seed)  # the check may have drawn random numbers
 
     @property
     def step(self) -> int:
@@ -339,7 +339,7 @@ def _check_reporting(names: Sequence[str]) -> None:
 
     try:
         for kind in get_reporting_integration_callbacks(list(names)):
-            kind()  # which raises where something is missing
+            kind()  # raises if its library is missing
     except (ImportError, RuntimeError, ValueError) as error:
         raise FineTuneError(f"--report-to {' '.join(names)}: {' '.join(str(error).split())}") from error
 
@@ -358,7 +358,7 @@ def _check_causal(model: nn.Module) -> None:
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):
         first, second = (model(input_ids=ids).logits[:, :3] for ids in (one, other))
-    # different tokens change the routing to experts, and so the rounding
+    # a different token changes the routing to experts, and thereby the rounding of the other tokens
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(

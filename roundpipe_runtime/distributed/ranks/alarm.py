@@ -1,12 +1,13 @@
 """Notice that another rank failed, is gone or is stopped, and end the call of this rank.
 
-A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
-looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
-cannot notify the others.
+Other ranks may call their next collective minutes later, so a collective cannot report an error. Therefore a thread
+reads the store a few times a second, and checks that the processes on its machine exist, since a killed process cannot
+notify the others.
 
-One that is stopped keeps its connections, and gloo waits for it until the job's timeout. So a second thread, which
-never waits for a store that the stopped process may have, gives it up after a while. On this machine the kernel knows
-that it is stopped, and it is ended; of another one its beats in the store are missing, and all connections are cut.
+A stopped process keeps its connections, and gloo waits for it until the timeout of the job. So a second thread, which
+never waits for the store, gives up on a stopped process after a while. The kernel states which processes on this
+machine are stopped, and the thread ends them. A process on another machine is stopped if its beats in the store are
+missing; then the thread cuts all connections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes that train one model, and all that they exchange but tokens of long rows.
+"""The processes that train one model, and all of their exchanges except tokens of long rows.
 
 Only this file and `token_exchange` call collectives.
 
@@ -6,7 +6,7 @@ Four process groups of gloo, each used by one thread at a time, so that every ra
 
 ::
 
-    control    what ranks state about a call, by the thread of the caller
+    control    statements of ranks about a call, by the thread of the caller
     data       gradients, by the thread that sums them, in parallel with the backward
     weights    weights after a step, by the thread that publishes them, in parallel with the forward
     step       norms, and whether a step succeeded, by the thread that runs the step

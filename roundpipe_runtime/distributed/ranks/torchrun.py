@@ -2,12 +2,12 @@
 
 ::
 
-    torchrun --max-restarts=3 ...    its store outlives the processes, with the addresses of those that have ended
+    torchrun --max-restarts=3 ...    its store outlives the processes, and keeps the addresses of ended processes
     join_job()                       the processes of one start agree on a prefix with no stored keys
 
-torch gives workers that start again the store of those before them, without a prefix, so that gloo connects to
-addresses of processes that are gone: https://github.com/pytorch/pytorch/issues/167288. The number of restarts would not
-do as a prefix, since each machine counts its own: https://github.com/pytorch/pytorch/issues/135712.
+torch gives restarted workers the store of the ended workers without a prefix, so that gloo would connect to their
+addresses: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be the prefix, since each
+machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def appearing(
     Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. A folder that had
     the name before is removed last.
     """
-    # half: path until then, on the same disk. Default: `.{name}.writing` next to it.
+    # half: path before the rename, on the same disk. Default: `.{name}.writing` in the same folder.
     half = half or writing_path(path)
     half.mkdir(parents=True)
     before = path.with_name(f".{path.name}.leaving")
@@ -176,10 +176,10 @@ def appearing(
     with on_error(undo):
         yield half
         seal(half)
-        # A folder cannot be replaced in one step. Of a process that is killed between the two renames, the new folder
-        # is complete under its other name.
+        # A folder cannot be replaced in one step. If the process is killed between the two renames, the new folder is
+        # complete under its hidden name.
         if path.exists():
-            shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
+            shutil.rmtree(before, ignore_errors=True)  # a killed run may have left this folder
             path.rename(before)
         half.rename(path)
     flush_folder(path.parent)

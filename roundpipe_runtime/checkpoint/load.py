@@ -81,7 +81,7 @@ def load_checkpoint(
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
     """Return the newest undamaged checkpoint; ``None`` if there is no checkpoint."""
     errors = []
-    # All processes take the same one: each reads a part of the files, and damage of any part counts for all.
+    # All processes choose the same checkpoint: each checks a part of the files, and the damage is shared.
     for path in reversed(there):
         damage = _damage(path, ranks)
         if damage is None:
@@ -124,14 +124,13 @@ def _restore(
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.
         stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
-        # 2. `load_state_dict` of an optimizer or scheduler is code of others: it may fail, and is undone in all
-        # processes.
+        # 2. `load_state_dict` of an optimizer or scheduler is foreign code: if it fails, all processes undo it.
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
         # 3. From here on only tensors are copied whose names and shapes were checked.
         undo.pop_all()
         with noting("The checkpoint may be partly loaded. Restart the program and load it again."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
-    # Last: what restores the rest may draw.
+    # Last, since the other restores may draw random numbers.
     training_state.restore_random_state(stored["random"])
     data: dict[str, Any] = stored["data"]
     return data
@@ -218,7 +217,7 @@ def _undo_of(part: Any) -> Callable[[], None]:
     before = copy.deepcopy(part.state_dict())
 
     def load_back() -> None:
-        with contextlib.suppress(Exception):  # it may be what failed
+        with contextlib.suppress(Exception):  # `load_state_dict` may be the call that failed
             part.load_state_dict(before)
 
     return load_back

@@ -34,7 +34,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
     """Collect a model's parameters and buffers in ``tensors``, tied ones under their first name only."""
-    # returns: the other names of tied ones (`"aliases"`), values that are not tensors (`"extra"`), and digests of the
+    # returns: the other names of tied weights (`"aliases"`), values that are not tensors (`"extra"`), and digests of
     # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
     aliases, extra = {}, {}
@@ -60,7 +60,7 @@ def check_model(
     model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
 ) -> None:
     """Raise an error, before anything is changed, if a checkpoint is for a different model."""
-    # goes_on: whether the training continues; then dtypes must also be the same
+    # goes_on: whether the training continues; then dtypes must also be equal
     expected = dict(model.state_dict(keep_vars=True))
     frozen = stored.get("frozen", {})  # earlier versions stored none
     for name in names_left_out(model, expected) if frozen else ():
@@ -128,7 +128,7 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
-        for name, value in state.items():  # a file has each of tied weights once, under any of its names
+        for name, value in state.items():  # a file stores a tied weight once, under any of its names
             if name in tensors or id(value) not in first:
                 first[id(value)] = name
         if set(tensors) != set(first.values()) or any(tensors[n].shape != state[n].shape for n in tensors):
@@ -220,7 +220,7 @@ def _restore_buffers(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> No
         try:
             owner = model.get_submodule(path)
         except AttributeError:
-            continue  # what is left out of a state dict can differ between versions of a model
+            continue  # buffers outside the state dict can differ between versions of a model
         buffer = owner._buffers.get(last)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             with torch.no_grad():
@@ -255,7 +255,7 @@ def _format_names(what: str, names: list[str]) -> str:
     return f" {what} {', '.join(names[:3])}{more}."
 
 
-# Leave frozen quantized weights out of a checkpoint, and know them again by a digest.
+# Leave frozen quantized weights out of a checkpoint, and identify them by a digest.
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:

@@ -24,7 +24,7 @@ from .training_state import TrainingObjects, TrainingState, collect_state, read_
 
 _LOG = logging.getLogger("roundpipe_runtime")
 _AS_THEY_WERE = "While {} was written. Earlier checkpoints are unchanged."
-_WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
+_WRITER = Worker("checkpoint")  # its thread starts with the first background save
 _WRITING = free_after_fork(threading.Lock())
 _PENDING: dict[pathlib.Path, Future[None]] = {}
 
@@ -236,7 +236,7 @@ def _write(
             own = ranks.together(lambda: folders.describe_files(half, ranks.rank, ranks.size))
             for files in ranks.exchange(own):
                 described.update(files)
-            ranks.on_first(stack.close)  # it appears
+            ranks.on_first(stack.close)  # renames the folder
         ranks.on_first(lambda: folders.remove_old(path.parent, keep))
 
 

@@ -34,7 +34,7 @@ SHARDS = "shards"
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a tensor is a ``DTensor``, of which this process may have only a part."""
-    library = sys.modules.get("torch.distributed.tensor")  # imported with the first of them
+    library = sys.modules.get("torch.distributed.tensor")  # not imported: without the module there are no DTensors
     return library is not None and isinstance(tensor, library.DTensor)
 
 
@@ -51,7 +51,7 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
     """Write the shards of all processes into a folder; all processes must call this function."""
     # group: group of the processes; `None` for one process
-    # file_bytes: largest number of bytes of a file, unless one part is larger; writing takes as much memory
+    # file_bytes: largest number of bytes of a file, unless one part is larger; a file is in memory while it is written
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -74,7 +74,7 @@ def read_shards(
 
     Each process reads for itself.
     """
-    # like: DTensors whose mesh and placements the read tensors get, by name; all others are read whole
+    # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
         return {}
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -136,7 +136,7 @@ def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 
 _Result = TypeVar("_Result")
 
-# by ranks, in the job: all ranks create a group once, and it serves one checkpoint at a time
+# Groups by ranks in the job. All ranks create a group once; a group writes or reads one checkpoint at a time.
 _GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
@@ -154,7 +154,7 @@ class CheckpointRanks:
 
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
-            if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
+            if world is not dist.group.WORLD:  # no group yet, or the groups of an ended job
                 # a separate group: a checkpoint is written in parallel with the exchanges of the training
                 if mesh is not None:
                     meet(mesh)

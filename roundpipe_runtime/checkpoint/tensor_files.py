@@ -28,7 +28,7 @@ from ..device.disk import disk_of, leave
 from ..errors import CheckpointError, DamagedCheckpointError
 from .shards import is_sharded
 
-# Bytes of a file with tensors that live on a disk: so many are in memory while it is written.
+# Bytes of a file with tensors from a disk, which are in memory while the file is written.
 _SHARD_OF_DISK = 128 * 2**20
 
 
@@ -48,8 +48,8 @@ def write_tensors(
     """Write tensors to one safetensors file, or to several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
     # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
-    # part: number of the files that this process writes: each `parts`-th one, from this one on; the first also writes
-    # the index
+    # part: index of this process: it writes every `parts`-th file, starting with this one; process 0 also
+    # writes the index
     if any(disk_of(tensor) is not None for tensor in tensors.values()):
         shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
     shards = _shards(tensors, shard_bytes)
@@ -95,7 +95,7 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
 #     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
 #         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "path.exp_avg"}}    and the tensor
 #
-# A tensor that consists of others, such as an 8-bit moment, is stored as these, with the name of its class.
+# A tensor that contains tensors, such as an 8-bit moment, is stored as these tensors, with the name of its class.
 
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
@@ -129,8 +129,7 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
     >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
     {'step': 3, 'betas': (0.9, inf)}
     """
-    # largest_copy: bytes of the largest tensor that is copied; larger ones are those of the mapping. Default: all are
-    # copied.
+    # largest_copy: bytes of the largest tensor that is copied; larger tensors stay mapped. Default: all are copied.
     return _decode(stored, _Copies(tensors, largest_copy))
 
 
@@ -180,7 +179,7 @@ def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
 
 
 def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    # Nothing is imported for a file: the class must be registered with torch as safe to load.
+    # A file must not import code, so the class must be registered with torch as safe to load.
     known = {describe_class(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
     kind: Any = known.get(stored["class"])
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):

@@ -39,11 +39,11 @@ from ..pipeline import wrapped_model
 _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
 
-_SHARD_BYTES = 5 * 10**9  # of a file, unless one tensor is larger
+_SHARD_BYTES = 5 * 10**9  # bytes of a file, unless one tensor is larger
 
-_SMALL = 4096  # bytes of a tensor that is not worth a mapping of its file
+_SMALL = 4096  # bytes; smaller tensors are copied, so that they do not keep the mapping of their file
 
-_WEIGHTS = "weights:"  # of a model that is cut into shards itself
+_WEIGHTS = "weights:"  # prefix for weights of a model that is itself sharded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TrainingObjects:
 
     optimizers: Sequence[Any] = ()  # optimizers of the model
     schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
-    scaler: Any = None  # object with the same methods, at most one
+    scaler: Any = None  # object with `state_dict` and `load_state_dict`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint's training state, without the tensors of the model: all keys, or only some."""
-    # targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients and
-    # master weights are read as such. Default: everything is whole.
+    # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
+    # are read as shards. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
 
 
@@ -130,7 +130,7 @@ def read_weights(
 
 def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the parameter of each stored tensor, by the name of the tensor."""
-    progress = stored.get("progress", stored)  # the Trainer's values are those of the progress
+    progress = stored.get("progress", stored)  # a Trainer stores only the progress
     tables = [progress.get("masters", {}), progress.get("gradients", {})]
     tables = [{name: {"": value} for name, value in table.items()} for table in tables]
     tables += [optimizer["state"] for optimizer in stored.get("optimizers", [])]
@@ -193,7 +193,7 @@ def read_values(
     with open_tensors(folder, stem) as tensors:
         read = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
         read.update({name: cut_like(read[name], target) for name, target in places.items() if name in read})
-        # tensors for a disk are read from their file when they are copied there, one at a time
+        # tensors for a disk stay mapped, and are copied one at a time
         goes_to_disk = any(disk_of(target) is not None for target in places.values())
         largest = _SMALL if goes_to_disk else None
         return {key: decode(value, read, largest_copy=largest) for key, value in wanted.items()}
@@ -206,7 +206,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         memory = tensor.untyped_storage().data_ptr()
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         is_own = plain.untyped_storage().data_ptr() != memory
-        # A file has each tensor whole and once: views of shared memory, or slices of larger tensors, are copied.
+        # A file stores each tensor as a whole, so views and slices of shared memory are copied.
         if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != plain.nbytes):
             plain = plain.clone()
         seen.add(memory)
@@ -217,7 +217,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 def config_files(model: nn.Module) -> dict[str, str]:
     """Return the texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model, else ``{}``."""
     inner = wrapped_model(model)
-    library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
+    library = sys.modules.get("transformers.modeling_utils")  # a Hugging Face model has imported it
     if library is None or not isinstance(inner, library.PreTrainedModel):
         return {}
     config = copy.deepcopy(inner.config)
@@ -251,7 +251,7 @@ def check_random_state(state: dict[str, Any]) -> None:
     States of accelerators are compared by type and size: not every backend can create generators.
     """
     torch.Generator().set_state(state["torch"])
-    random.Random().setstate(state["python"])  # nothing is drawn
+    random.Random().setstate(state["python"])  # raises if the state is invalid
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.RandomState().set_state(state["numpy"])
@@ -282,7 +282,7 @@ def _accelerator() -> tuple[str, Any]:
     """Return the kind and the library of an accelerator that is in use; do not initialize an unused one."""
     device = torch.accelerator.current_accelerator()
     library = None if device is None else torch.get_device_module(device)
-    # one that has no word for it started with its import
+    # a library without `is_initialized` is initialized by its import
     if device is None or not getattr(library, "is_initialized", lambda: True)():
         return "", None
     return device.type, library

@@ -32,19 +32,17 @@ from .protocol import NOW, Device, Event, EventClock
 from .virtual import VirtualDevice
 from .worker import Worker, noting
 
-# Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
+# Bytes of one piece of a parameter. A link does not interrupt a copy, so an activation waits for at most one piece.
 PIECE = 32 * 1024**2
 
-# The current stage, the one that is being loaded, and a small one between them.
-_STAGES_AT_ONCE = 3
+_STAGES_AT_ONCE = 3  # the current stage, the stage that is loaded, and a small stage between them
 
-# The room for stages, in sizes of the largest one.
-_ROOM = 2.1
+_ROOM = 2.1  # room for stages, as a multiple of the largest stage
 
-# A stage runs in the compute stream, which takes the host a microsecond to enter, several times per layer.
+# Used if the compute stream is current, since entering a stream takes the host a microsecond, several times per layer.
 _IS_CURRENT = contextlib.nullcontext()
 
-# References to a tensor's memory if only this tensor uses it: its own, and the caller's.
+# References to a storage that only one tensor uses: the reference of the tensor, and of the caller.
 _OWN_REFERENCES = 2
 
 
@@ -55,8 +53,7 @@ class _StreamEvent:
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
-        # Whether the compute stream waits for it already.
-        self.computed_after = False
+        self.computed_after = False  # whether the compute stream already waits for the event
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -77,27 +74,25 @@ class AcceleratorDevice:
     """An accelerator of torch, such as a GPU, with separate streams for copies and computation; a :class:`Device`."""
 
     # device: device with an index, such as `cuda:0`
-    # streams: streams of an earlier object for this device, to be used again. Default: new ones.
+    # streams: streams of an earlier object for this device, which are reused. Default: new streams.
 
     def __init__(self, device: torch.device, streams: tuple[torch.Stream, ...] = ()) -> None:
         self.torch_device = device
         self.name = str(device)
         self.worker = Worker(self.name)
-        # torch cycles through 32 streams per device, so a new pipeline can reuse those of a
-        # closed one. The pipeline's computation has priority over the caller's work on the device.
+        # torch has 32 streams per device, so a new pipeline reuses the streams of a closed pipeline. The computation of
+        # a pipeline has priority over the caller's work on the device.
         self.streams = streams or (*(torch.Stream(device) for _ in range(4)), torch.Stream(device, priority=-1))
         self._parameters, self._activations, self._downloads, self._gradients, self._compute = self.streams
-        # Stages that may be computing, and when those before have ended their copies; only the thread of the device
-        # touches what follows.
+        # Stages that may be computing, and the last copies of earlier stages. Only the thread of the device uses the
+        # following attributes.
         self._visits: collections.deque[_Visit] = collections.deque()
         self._copying: collections.deque[torch.Event] = collections.deque()
         self._largest = 0
-        # Bytes of the stage that the host gives now.
-        self._entered: list[int] = []
+        self._entered: list[int] = []  # bytes of the current stage
         self._has_new_parameters = False
         self._has_new_activations = False
-        # Thread that is in the compute stream for the time of a stage.
-        self._inside: int | None = None
+        self._inside: int | None = None  # thread whose current stream is the compute stream, during a stage
 
     def __repr__(self) -> str:
         return f"AcceleratorDevice({self.name!r})"
@@ -107,9 +102,9 @@ class AcceleratorDevice:
         """Bytes of the device's memory that this process can use; ``None`` if torch does not report them."""
         try:
             free, total = memory_info(self.torch_device)
-        except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a backend without this
+        except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
             return None
-        # What this process has taken from the driver is free for it again; what other processes have is not.
+        # Memory that torch has reserved in this process can be used again.
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -121,7 +116,7 @@ class AcceleratorDevice:
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         """Return a copy of a host tensor on the device; parameters and activations are copied on different streams."""
-        # ready: event after which the host tensor is complete. Default: it is complete.
+        # ready: event after which the host tensor is complete. Default: the tensor is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
         if isinstance(ready, _StreamEvent):
@@ -157,8 +152,8 @@ class AcceleratorDevice:
         after_compute: bool = False,
     ) -> None:
         """Copy rows of a parameter to the device, before parameters of later stages that are queued already."""
-        # target: reserved memory. Nothing has read these rows, so the copy waits for no computation by default.
-        # after_compute: whether the computation wrote these rows. Default: `False`.
+        # target: memory from `reserve`
+        # after_compute: whether the copy waits for the computation, which wrote these rows. Default: `False`.
         if after_compute:
             self._activations.wait_event(self._compute.record_event())
         with torch.no_grad(), self._activations:
@@ -196,8 +191,8 @@ class AcceleratorDevice:
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
         """Return a copy of a device tensor in pinned memory, and the event after which the copy is complete."""
-        # last: whether the caller writes the tensor no more. Then the computation waits for the copy only where another
-        # tensor has the same memory. Default: `False`.
+        # last: whether the caller no longer writes to the tensor. Then the computation waits for the copy only if
+        # another tensor shares the memory. Default: `False`.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         # target: host tensor to copy to. Default: a new one.
         if tensor.device != self.torch_device:
@@ -206,13 +201,13 @@ class AcceleratorDevice:
                 f"on {self.name}. Create the tensor on the device of the layer's input:\n"
                 "    torch.zeros(3, device=x.device)"
             )
-        if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them
+        if tensor.layout != torch.strided:  # sparse tensors cannot be in pinned memory
             with self._compute:
                 return tensor.detach().cpu(), NOW
         may_be_written = not last or is_held_elsewhere(tensor)
         tensor = tensor.detach()
         stream = self._gradients if parameter else self._downloads
-        if self._has_new_activations:  # what is kept for the backward may go down before anything was computed with it
+        if self._has_new_activations:  # an input kept for the backward may be copied back before it is used
             stream.wait_event(self._activations.record_event())
         stream.wait_event(self._compute.record_event())
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if target is None else target
@@ -229,8 +224,7 @@ class AcceleratorDevice:
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Run the with block on the compute stream, after all host-to-device copies so far."""
-        # after: event that stands for the copies of parameters. Default: all of them.
-        # returns: the compute stream, which is a context manager; in a `visit`, which is in it, one that does nothing
+        # after: event of the parameter copies to wait for. Default: wait for all parameter copies.
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
                 after.computed_after = True
@@ -249,12 +243,12 @@ class AcceleratorDevice:
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
         """Wait until the device has memory for one more stage, and run the with block on the compute stream.
 
-        There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
-        upload of the stage after it would wait for the stage before it otherwise. Gradients of a stage that has
-        computed may still be on their way: they have the memory that those of the new stage take when it goes backward.
+        There is room for two stages of the size of the largest, and for a small stage between them, such as a head.
+        Without this room, the next upload would wait for the end of the stage before the small one. Gradients of a stage
+        whose computation has ended may still be copied: the new stage needs their memory only for its own gradients.
         """
-        # nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
-        # yields: A function that reports whether there is room for so many bytes of the following stage now
+        # nbytes: bytes of the parameters and gradients of the stage
+        # yields: function that returns whether the device has room for so many bytes of the following stage now
         self._largest = max(self._largest, nbytes)
         while self._visits and not self._fits(nbytes):
             visit = self._visits.popleft()
@@ -350,7 +344,7 @@ def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> N
 
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 
-# One object, and so one thread, per accelerator and process, as long as a pipeline holds it.
+# One object, and thereby one thread, per accelerator and process while a pipeline uses it.
 _ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
 _STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
 
@@ -416,7 +410,7 @@ def _accelerator(device: torch.device | str) -> Device:
         raise ConfigError(f"{str(device)!r} is not an accelerator. To run on the CPU, use devices='virtual:2'.")
     if not torch.accelerator.is_available():
         raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here. Use 'virtual:2'.")
-    index: int | None = device.index  # torch's stubs know no device without one
+    index: int | None = device.index  # None for "cuda", which torch's stubs do not allow
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     found = _ACCELERATORS.get(device)

@@ -7,7 +7,7 @@
     state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
 
 No library is named here: a class is known by ``__tensor_flatten__``, or by tensors in the attributes of a parameter.
-Only frozen weights are rebuilt; a gradient has no place in integers.
+Only frozen weights are rebuilt, since integers have no gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is
 
 from ..errors import ConfigError
 
-# What every module has: parameters, buffers, hooks and modes.
+# Attributes of every module: parameters, buffers, hooks and modes.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-# Children of a value, and the function that makes an equal value of others.
+# The children of a value, and a function that makes an equal value from other children.
 _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
@@ -101,7 +101,7 @@ class Rebuilding:
     def __init__(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._place = place
         self._placed: dict[Any, torch.Tensor] = {}
-        # The rebuilt objects by identity, and the objects themselves, which are kept alive so that no id is used again.
+        # Original and rebuilt objects by id; originals are kept alive so that no id is reused.
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -135,7 +135,7 @@ class Rebuilding:
         opened = _opened(value)
         if opened is None:
             return value
-        self._made[id(value)] = value, value  # what it holds may refer to it
+        self._made[id(value)] = value, value  # its children may refer to it
         children = [self.value(child) for child in opened[0]]
         if any(new is not old for new, old in zip(children, opened[0], strict=True)):
             self._made[id(value)] = value, opened[1](children)
@@ -248,4 +248,5 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 def _is_made_by_python(kind: type) -> bool:
     """Return whether instances of a class store everything in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
-    return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)  # `class`, not C
+    # CPython flags: a heap type that is not immutable, as a `class` statement makes it
+    return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import math
 import mmap
 import os
 import pathlib
@@ -36,20 +37,16 @@ from yobx_flatten.errors.failures import format_bytes
 from ..errors import ConfigError
 from .worker import Worker
 
-# Alignment of tensors: a page for tensors of at least one page.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; tensors of at least one page are aligned to pages
 
-# Smallest number of bytes by which the file grows; beyond that it grows by an eighth.
-_LEAST = 2**20
+_LEAST = 2**20  # bytes by which the file grows at least; a large file grows by an eighth
 
-# Bytes that are written together: each wait for a disk takes milliseconds.
-_TOGETHER = 16 * 2**20
+_TOGETHER = 16 * 2**20  # bytes that are written together, since each wait for a disk takes milliseconds
 
-# Bytes that were left and may still wait to be written. More would fill the memory with what is to be written.
+# Largest number of released bytes that wait to be written, so that they do not fill the memory.
 _BACKLOG = 256 * 2**20
 
-# Bytes of tensors that are read ahead together, if they are not grouped by layers.
-_GROUP = 32 * 2**20
+_GROUP = 32 * 2**20  # bytes of tensors that are read ahead together, without groups by layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class DiskMemory:
 
     # folder: folder on a disk
     # together: bytes that are written together; as many stay in the page cache
-    # backlog: bytes that may wait to be written
+    # backlog: largest number of bytes that may wait to be written
 
     def __init__(self, folder: pathlib.Path, *, together: int = _TOGETHER, backlog: int = _BACKLOG) -> None:
         self.folder = folder
@@ -90,7 +87,7 @@ class DiskMemory:
         self._closing.atexit = False
         self._together, self._backlog = together, backlog
         self._users = 0
-        # parts of the file that were left and that the writer has not been given yet: starts and ends
+        # starts and ends in the file of released ranges that are not submitted to the writer yet
         self._written: list[tuple[int, int]] = []
         self._unchanged: list[tuple[int, int]] = []
         self._parts: list[_Part] = []  # by address
@@ -119,10 +116,7 @@ class DiskMemory:
     ) -> torch.Tensor | None:
         """Return an uninitialised tensor on the disk, in the place of a key; ``None`` if a tensor is stored there."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
-        count = 1
-        for size in shape:
-            count *= size
-        nbytes = count * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             place = self._places.get(key)
             if place is None or (place.nbytes != nbytes and not place.is_taken):
@@ -131,7 +125,7 @@ class DiskMemory:
                 return None
             held = memoryview(place.part.memory)[place.offset : place.offset + nbytes]
             place.holder = weakref.ref(held)
-        # the storage holds `held`, as long as any tensor holds the storage
+        # the storage keeps `held` alive as long as a tensor uses the storage
         flat = torch.frombuffer(held, dtype=torch.uint8).view(dtype)
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
@@ -145,7 +139,7 @@ class DiskMemory:
         """Return an uninitialised tensor on the disk, with the layout of ``like``, in the first free place of a key."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
-            number += 1  # a key has as many places as tensors lived there at the same time
+            number += 1  # a key has as many places as it had tensors at the same time
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -156,7 +150,7 @@ class DiskMemory:
         if part is None or not is_alike or place.nbytes < mmap.PAGESIZE:
             place.copy_(tensor)
             return
-        # by a call, and not through the mapping: a page that is written there is first read from the disk
+        # not through the mapping, which would first read each page from the disk
         buffer = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         offset, written = part.offset + place.data_ptr() - part.address, 0
         while written < len(buffer):
@@ -179,7 +173,7 @@ class DiskMemory:
         nbytes = _rounded(max(nbytes, 1), mmap.ALLOCATIONGRANULARITY)
         offset, file = self.nbytes, self._file
         try:
-            os.posix_fallocate(file, offset, nbytes)  # an error where the disk is full, and not a signal later
+            os.posix_fallocate(file, offset, nbytes)  # an error now if the disk is full, instead of SIGBUS later
         except OSError as error:
             raise full_disk(self.folder, nbytes, error) from error
         memory = mmap.mmap(file, nbytes, offset=offset)
@@ -194,12 +188,12 @@ class DiskMemory:
     def _part_at(self, address: int) -> _Part | None:
         parts, addresses = self._parts, self._addresses
         place = bisect.bisect(addresses, address) - 1
-        # another thread may be adding a part: the lists are replaced, one at a time
+        # another thread may have replaced only one of the two lists, so the result is checked
         if 0 <= place < len(parts) and parts[place].address <= address < parts[place].address + parts[place].nbytes:
             return parts[place]
         return next((one for one in parts if one.address <= address < one.address + one.nbytes), None)
 
-    # -- where its pages are -----------------------------------------------------------------------------------------
+    # -- pages in memory ---------------------------------------------------------------------------------------------
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
         """Start to read tensors from the disk into memory in the background, and return the future of the reading."""
@@ -222,7 +216,7 @@ class DiskMemory:
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
         """Release the memory of tensors: of this process at once, of the page cache after the disk has the tensors."""
-        # written: whether they may have been changed since they were left. Default: `True`.
+        # written: whether the tensors may have changed since the last `leave`. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
             release(start, end)
@@ -290,12 +284,12 @@ class DiskMemory:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
                 return
-        with contextlib.suppress(OSError):  # unwritten data is in the page cache, and nothing reads the file any more
+        with contextlib.suppress(OSError):  # nothing reads the file any more
             self.settle()
         self._reader.close()
         self._writer.close()
         self._parts, self._addresses = [], []
-        self._closing()  # mappings hold the file until the last tensor is gone
+        self._closing()  # mappings keep the file until the last tensor is deleted
         _MEMORIES.discard(self)
 
 
@@ -386,8 +380,7 @@ def _rounded(number: int, unit: int) -> int:
 HOST_IN_MEMORY = "memory"
 _PREFIX = "disk:"
 
-# File systems whose files are memory.
-_OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")  # file systems in memory
 
 
 def check_host(host: object) -> None:
@@ -453,14 +446,14 @@ def _file_system(folder: pathlib.Path) -> str:
     return ""
 
 
-# Constants of Linux that the mmap module does not have.
+# Constants of Linux that the module mmap lacks.
 _PAGE_OUT, _POPULATE_READ = 21, 22
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
 # Pages of mapped memory: read ahead, release from this process, write to the disk, and drop from the page cache.
 #
-# Each call changes where pages are and never their contents, so it is safe at any time and in any thread.
+# The calls never change the contents of pages, so they are safe at any time and in any thread.
 
 
 @functools.cache
@@ -494,7 +487,7 @@ def release(start: int, end: int) -> None:
 
 def page_out(tensor: torch.Tensor) -> None:
     """Remove the pages of a tensor from memory; unchanged pages of a mapped file are not written."""
-    if hasattr(mmap, "MADV_DONTNEED"):  # on other kernels the meaning of the number is not known
+    if hasattr(mmap, "MADV_DONTNEED"):  # Linux, on which _PAGE_OUT is defined
         for start, end in pages_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)
 

@@ -12,8 +12,8 @@ import torch
 
 from .worker import free_after_fork
 
-# A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
-# take turns among themselves.
+# A layer that holds the lock may call another pipeline and wait for its threads. These threads inherit a context
+# variable with a second lock, which they share instead.
 _CPU_GENERATOR = free_after_fork(threading.RLock())
 _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
 
@@ -26,7 +26,7 @@ def generator_lock() -> Any:
 @contextlib.contextmanager
 def generator_alone(timeout: float = -1) -> Iterator[None]:
     """Reserve torch's CPU random generator for this thread, and for threads of its pipelines, in the with block."""
-    # timeout: seconds to wait for it. Default: as long as it takes.
+    # timeout: seconds to wait for the lock. Default: no limit.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
         raise TimeoutError(f"Another thread held the CPU's random generator for more than {timeout} s.")

@@ -23,8 +23,8 @@ from .transfer import sent_dtype
 class PinnedModel:
     """Keeps the parameters and buffers of a model in pinned memory if one of its devices is an accelerator."""
 
-    # how: `"alloc"` moves them into pinned memory, but for parts of a larger tensor, which stay pageable; `"register"`
-    # pins them in place (CUDA only); `"off"`
+    # how: `"alloc"` moves tensors into pinned memory, except views of a larger tensor, which stay pageable;
+    # `"register"` pins tensors in place (CUDA only); `"off"` pins nothing
     # devices: devices of the pipeline. Virtual devices need no pinned memory.
 
     def __init__(self, model: nn.Module, how: str, devices: Sequence[Device]) -> None:
@@ -33,7 +33,7 @@ class PinnedModel:
         self._model = model
         self._how = how
         self._devices = [device for device in devices if isinstance(device, AcceleratorDevice)]
-        # Objects that were already handled, and their memory. Either may be replaced.
+        # Ids and addresses of tensors that are pinned; other code may replace the tensor or its memory.
         self._seen: set[tuple[int, int]] = set()
         self.update()
 
@@ -42,7 +42,7 @@ class PinnedModel:
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}
-        if found.keys() == self._seen:  # nearly always: each run asks
+        if found.keys() == self._seen:  # true in nearly every run
             return
         pageable = [tensor for key, tensor in found.items() if key not in self._seen and not tensor.is_pinned()]
         if pageable and self._how == "alloc":
@@ -62,7 +62,7 @@ class PinnedModel:
             if _is_on_host(part):
                 yield part
         for buffer in self._model.buffers():
-            # a view, for example of a parameter, would lose its base
+            # a view, for example of a parameter, would no longer share memory with its base
             if _is_on_host(buffer) and type(buffer) is torch.Tensor and not is_held_elsewhere(buffer):
                 yield buffer
 
@@ -100,19 +100,19 @@ def _is_part(tensor: torch.Tensor) -> bool:
 def _key(tensor: torch.Tensor) -> tuple[int, int]:
     try:
         return id(tensor), tensor.data_ptr()
-    except RuntimeError:  # a tensor that consists of others has no memory of its own
+    except RuntimeError:  # a wrapper subclass has no memory
         return id(tensor), 0
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> None:
     """Move tensors into pinned memory; they stop sharing memory with each other."""
     memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
-    # in the order of the slabs: the memory of a tensor is free before the next slab is allocated
+    # in slab order, so that the old memory of tensors is free before the next slab is allocated
     order = [number for number in memory.keys if isinstance(number, int)]
     for number in order:
         tensor = tensors[number]
         data = tensor.data
-        # Classes of other libraries (quantized weights) store where their data is.
+        # Quantized weights of other libraries store the address of their data.
         place = memory.empty_like(number, data) if type(data) is torch.Tensor else None
         tensor.data = data.pin_memory() if place is None else place.copy_(data)
 
@@ -148,17 +148,16 @@ def _unregister(library: Any, starts: Sequence[int]) -> None:
 # Pinned memory for many tensors of known sizes, in slabs that torch's allocator does not round up.
 
 
-# Bytes at which a tensor begins, for the instructions of the host and the transfers of a device.
+# Alignment of tensors in bytes, for vector instructions of the host and transfers of a device.
 _ALIGNMENT = 64
 
-# Bytes of the smallest slab, a page.
-_SMALLEST = 4096
+_SMALLEST = 4096  # bytes of the smallest slab, a page
 
-# Bytes of a large slab. Larger ones are taken only where too much is lost otherwise: while parameters move into a slab,
-# both take memory.
+# Bytes of a large slab. Larger slabs are used only if too much memory would stay unused, since a slab is allocated in
+# addition to the parameters that are moved into it.
 _LARGE = 2**30
 
-# The share of all bytes that may be lost, and that which may be lost where the last tensors are packed.
+# The share of all bytes that may stay unused, in all slabs and in the last slab.
 _LOST, _LOST_AT_END = 0.01, 0.005
 
 
@@ -191,7 +190,7 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
         while True:
             placed, used = _fill(waiting, sizes, nbytes)
             lost = nbytes - used
-            # what is lost counts for each byte that is stored; of two that lose as much, the larger slab
+            # choose the slab with the smallest unused share; with equal shares, the larger slab
             tried.append((0.0 if lost <= _LOST_AT_END * total else lost / nbytes, -nbytes, placed, used))
             if nbytes >= min(left, limit):
                 break
@@ -261,7 +260,7 @@ class PinnedMemory:
                 memory = self._memory[slab] = _allocate(self._slabs[slab][0])
             part = memory[offset : offset + tensor.nbytes]
             self._holders[key] = weakref.ref(part)
-        # The storage holds `part`, as long as any tensor holds the storage.
+        # The storage keeps `part` alive as long as a tensor uses the storage.
         flat = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride())
 
@@ -276,5 +275,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def _allocate(nbytes: int) -> memoryview:
     slab = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = (ctypes.c_char * nbytes).from_address(slab.data_ptr())
-    memory._slab = slab  # type: ignore[attr-defined]  # ctypes knows the address, and this holds the memory
+    memory._slab = slab  # type: ignore[attr-defined]  # keeps the memory alive, of which ctypes stores only the address
     return memoryview(memory).cast("B")

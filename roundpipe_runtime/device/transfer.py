@@ -32,7 +32,7 @@ class Static:
     __slots__ = ()
 
 
-# What cannot hold a tensor, so that it is not searched.
+# Types that cannot contain a tensor, so that their objects are not searched.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Static)
 
 
@@ -40,11 +40,10 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 class TreeStructure:
     """The structure of a nested value, with all its leaves except the tensors."""
 
-    spec: pytree.TreeSpec  # structure
-    # index of the tensor of each leaf, or `None`; for a mask of flex attention, the indices of all its tensors
+    spec: pytree.TreeSpec
+    # index of the tensor of each leaf, or `None`; for a flex attention mask, the indices of its tensors
     leaves: tuple[int | tuple[int, ...] | None, ...]
-    # leaves that are not tensors, with `None` in the places of those that are, and for a mask the function that
-    # rebuilds it
+    # leaves that are not tensors; `None` for a tensor; for a mask, the function that rebuilds the mask
     constants: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
@@ -60,7 +59,7 @@ class TreeStructure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-# Most layers take and return one tensor, and they are called often.
+# A shared object, since most layers take and return one tensor.
 _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
@@ -150,9 +149,9 @@ def send(
     copies: HostCopies | None = None,
 ) -> HostValue:
     """Copy tensors of a device to the host, as a value that can be read when the copies are complete."""
-    # needs_grad: whether a gradient flows back through each of them
-    # last: whether the caller writes the tensors no more. Default: `False`.
-    # copies: copies that the host has already, to which these are added. Default: none.
+    # needs_grad: whether a gradient flows back through each tensor
+    # last: whether the caller no longer writes to the tensors. Default: `False`.
+    # copies: copies that the host already has; new copies are added. Default: none.
     on_host: list[tuple[torch.Tensor, Event | None]] = []
     for tensor in tensors:
         found = None if copies is None else copies.find(tensor)
@@ -178,11 +177,9 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors) or "no tensors"
 
 
-# Round parameters on their way to devices: on the host they have the dtype of the optimizer.
+# Round parameters when they are copied to devices: on the host they have the dtype of the optimizer.
 
-
-# Attribute of a parameter: its dtype on devices, if it differs from the host's.
-_SENT_AS = "_roundpipe_sent_as"
+_SENT_AS = "_roundpipe_sent_as"  # attribute of a parameter: its dtype on devices, if different from the host's
 
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -234,18 +231,16 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 # Block masks of flex attention: split along the batch, and flattened for copies to a device.
 #
-# A `BlockMask` states which blocks count, row by row of the batch, and holds a function that states it for each place:
-# `mask_mod(b, h, q, kv)`. A part of it begins at a later row, so its function is asked for `b` rows later. Registered
-# with torch or not, a mask is one leaf here: its tensors alone can be split, the function would still count from row 0.
-#
-# The idea is that of `torch.distributed.pipelining`, whose microbatches get their masks in this way.
+# A `BlockMask` contains tensors with the blocks of each row of the batch, and a function `mask_mod(b, h, q, kv)` for
+# the elements. In a microbatch that begins at a later row, an offset must be added to `b`. So a mask is one leaf here, even
+# if it is registered with torch. `torch.distributed.pipelining` splits masks in the same way.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
     """A wrapper around a ``BlockMask``, so that torch treats the mask as one leaf."""
 
-    mask: Any  # `BlockMask`
+    mask: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -277,8 +272,8 @@ def held(tree: PyTree) -> PyTree:
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
     """Return the ``BlockMask`` for the rows from ``start`` to ``stop`` of the batch."""
-    # mask: a `BlockMask` with its own batch
-    part = mask[start:stop]  # blocks only: torch leaves a function there that raises
+    # mask: a `BlockMask` whose batch size is not 1
+    part = mask[start:stop]  # torch splits the blocks, and replaces the function by a function that raises
     part.mask_mod = _later(mask.mask_mod, start)
     return part
 
@@ -327,7 +322,7 @@ def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[An
     elif isinstance(function, types.FunctionType) and function.__closure__:
         try:
             held_by = tuple(cell.cell_contents for cell in function.__closure__)
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # the closure has a variable without a value
             return lambda moved: function
     else:
         return lambda moved: function

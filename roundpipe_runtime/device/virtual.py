@@ -20,8 +20,7 @@ from .worker import Worker
 
 _POISON_INTEGER = 0x5A
 
-# It keeps no state, so any number of threads can use it at once.
-_ALWAYS = contextlib.nullcontext()
+_ALWAYS = contextlib.nullcontext()  # without state, so threads can share it
 
 
 class _Ledger:
@@ -33,13 +32,13 @@ class _Ledger:
 
     def write(self, tensor: torch.Tensor, owner: str, state: str) -> None:
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer:  # tensors without elements share the null pointer
+        if pointer:  # empty tensors have no memory
             with self._lock:
                 self._owners[pointer] = (owner, state)
             weakref.finalize(tensor, self._forget, pointer).atexit = False
 
     def read(self, tensor: torch.Tensor) -> tuple[str, str] | None:
-        if tensor.layout != torch.strided:  # a sparse tensor has no memory of one piece, and is not watched
+        if tensor.layout != torch.strided:  # sparse tensors are not checked
             return None
         with self._lock:
             return self._owners.get(tensor.untyped_storage().data_ptr())
@@ -79,7 +78,7 @@ class VirtualDevice:
         self.check = check
         self.memory_limit = memory_limit
         self.peak = 0
-        # Of every copy that is alive: its size, and what reports that it is not any more.
+        # Size of each copy that is alive, and a reference that removes the entry when the copy is deleted.
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
@@ -110,7 +109,7 @@ class VirtualDevice:
             self.peak = max(self.peak, before + size)
         tensor = torch.empty_like(like, requires_grad=False)
         key = id(tensor)
-        # The callback must not keep the device alive.
+        # a partial of `_drop`, since a bound method would keep the device alive
         held = weakref.ref(tensor, functools.partial(_drop, self._held, key))
         with self._lock:
             self._held[key] = size, held
@@ -247,7 +246,7 @@ class VirtualDevice:
 
 
 def _drop(held: dict[int, Any], key: int, _: object = None) -> None:
-    held.pop(key, None)  # one operation, so it needs no lock
+    held.pop(key, None)  # atomic, so no lock is needed
 
 
 def _poison(tensor: torch.Tensor) -> None:

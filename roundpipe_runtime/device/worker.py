@@ -57,7 +57,7 @@ class Worker:
         bound = functools.partial(work, *args, **kwargs)
         try:
             return self._threads.submit(self._run, contextvars.copy_context(), bound)
-        except RuntimeError as error:  # what an executor raises after its shutdown, and at the end of the interpreter
+        except RuntimeError as error:  # raised after the shutdown of the executor, and at the end of the interpreter
             raise DeviceError(
                 f"{self.name} was closed, by this pipeline or by another that uses the device. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
@@ -142,7 +142,7 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     """
     try:
         wait_for_futures(work)
-    except BaseException as interruption:  # KeyboardInterrupt, or whatever a handler of the user raises
+    except BaseException as interruption:  # KeyboardInterrupt, or an exception of the user's signal handler
         mailbox.fail(interruption)
         wait_for_futures(work)
     error = mailbox.error
@@ -151,7 +151,7 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
         try:
             raise error
         finally:
-            del error  # else the traceback's frame would hold the exception that holds the traceback
+            del error  # avoids a reference cycle of exception, traceback and frame
 
 
 def add_note_once(error: BaseException, note: str) -> None:
@@ -192,7 +192,7 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # an interruption must also be undone
+    except BaseException as error:  # BaseException: changes must also be undone after Ctrl-C
         act(error)
         raise
 
@@ -219,7 +219,7 @@ def _start_again() -> None:
         if not worker.is_closed:
             worker._start()
     for lock in _LOCKS:
-        lock._at_fork_reinit()  # as the standard library does with the locks of its modules
+        lock._at_fork_reinit()  # the standard library does the same with its locks
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -239,8 +239,9 @@ class Uninterrupted:
                 parameter.grad = gradient
     """
 
-    # stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its
-    # end does. Later signals change nothing. Without `stop` the handler is called at the end of the block.
+    # stop: function that is called at once with the exception of the handler, to make the block end soon. If the block
+    # raises no error, its end raises the exception. Later signals are ignored. Without `stop`, the handler is called at
+    # the end of the block.
 
     __slots__ = ("_before", "_error", "_late", "_stop")
 
@@ -263,7 +264,7 @@ class Uninterrupted:
         elif self._error is None:
             try:
                 self._before(number, frame)
-            except BaseException as error:  # KeyboardInterrupt, or whatever a handler of the user raises
+            except BaseException as error:  # KeyboardInterrupt, or an exception of the user's signal handler
                 self._error = error
                 self._stop(error)
 
@@ -281,26 +282,26 @@ class Uninterrupted:
 def wait_for(future: Future[T]) -> T:
     """Wait until a future is done and return its result; Ctrl-C ends only the wait.
 
-    ``Future.result`` waits on a condition: an interruption between two lines of that comes out as ``RuntimeError``, or
-    leaves the lock with a thread that has gone on (https://github.com/python/cpython/issues/78667).
+    ``Future.result`` waits on a condition. An interruption between two lines of that wait raises ``RuntimeError``, or
+    leaves the lock locked (https://github.com/python/cpython/issues/78667).
 
     >>> future = Future()
     >>> future.set_result(3)
     >>> wait_for(future)
     3
     """
-    news: queue.SimpleQueue[object] = queue.SimpleQueue()  # a handler of signals may put something into it at any time
+    news: queue.SimpleQueue[object] = queue.SimpleQueue()  # signal handlers can use a SimpleQueue
     with Uninterrupted(stop=news.put):
         future.add_done_callback(news.put)
         if news.get() is future:
             return future.result()
-    raise KeyboardInterrupt  # the block has raised what the handler did
+    raise KeyboardInterrupt  # not reached, since the block raises the exception of the handler
 
 
 def is_done(future: Future[Any]) -> bool:
     """Return whether a future is done; unlike with ``Future.done``, Ctrl-C cannot leave the future's lock locked.
 
-    ``Future.done`` takes the lock that ``set_result`` needs: an interruption in between leaves it taken for ever.
+    ``Future.done`` takes the lock that ``set_result`` needs; an interruption could leave the lock locked.
     """
     with Uninterrupted():
         return future.done()

@@ -22,7 +22,7 @@ _BYTES_OF_PARAMETER = 2
 _COPIED = 256 * 2**20
 _ROWS = 8192
 
-# How often everything is measured; the fastest counts.
+# Number of measurements, of which the fastest counts.
 _REPEATS = 3
 
 Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
@@ -34,12 +34,11 @@ class DeviceRates:
 
     up: float  # bytes per second from pinned memory to the device
     down: float  # bytes per second from the device to pinned memory
-    both: float  # bytes per second of both at the same time, added up
+    both: float  # bytes per second in both directions together, when copied at the same time
     pageable_up: float  # bytes per second from memory that is not pinned
     pageable_down: float  # bytes per second to memory that is not pinned
     flops: float  # operations per second in products of matrices
-    # share of the shorter of a copy and a computation that is hidden when both are given at once: 1.0 if they run side
-    # in parallel, 0.0 if one waits for the other
+    # share of the shorter of copy and computation that the other hides: 1.0 if they run in parallel, 0.0 if one waits
     overlap: float
     clock: float  # seconds by the events of the device in one second of the host
 
@@ -75,7 +74,7 @@ def measure_device(
     pageable_up = _seconds(device, (uploads, lambda: there[0].copy_(pageable)))
     pageable_down = _seconds(device, (downloads, lambda: pageable.copy_(there[1])))
 
-    # as many products as take about as long as an upload
+    # enough products to take about as long as an upload
     number = max(1, round(alone["up"] / alone["product"]))
     products = compute, lambda: [matrix @ matrix for _ in range(number)]
     computing = _seconds(device, products)

@@ -39,7 +39,7 @@ class Footprint(TorchDispatchMode):
         self.alive = 0
         self.peak = 0
         self.flops = 0
-        # Rows of products of groups of rows with a matrix each, by the identity of the memory of the matrices.
+        # Rows of grouped products, by the storage of their matrices.
         self.grouped: dict[int, int] = {}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -116,7 +116,7 @@ def _grouped(args: Any) -> int:
     """Return the operations of a grouped product, in which each row is multiplied by the matrix of its group."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
-    if len(first) == 2:  # rows x width, with a matrix per group, or with rows of another: gradients of the matrices
+    if len(first) == 2:  # rows times a matrix per group, or times other rows, for the gradients of the matrices
         return 2 * first.numel() * second[-1]
     return 2 * first.numel() * second[-1] // (first[0] if len(second) == 2 else 1)
 
@@ -146,10 +146,10 @@ def _product_of_four_bits(args: Any) -> int:
     return 2 * int(rows.numel()) * int(outputs)
 
 
-# Operators of other libraries, which are not imported for it.
+# Operators of other libraries, by name, so that no library is imported.
 _OF_OTHERS = {"bitsandbytes.gemm_4bit": _product_of_four_bits}
 
-# Those that torch's own counter does not know.
+# Operators that torch's counter does not know.
 _OWN = {
     _ATEN._grouped_mm: _grouped,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -160,11 +160,11 @@ _OWN = {
 _ATTENTION = functional.scaled_dot_product_attention
 
 
-# Kernels for `meta` tensors that match devices: same sizes of results, and of tensors saved for backward.
+# Kernels for `meta` tensors that allocate the same results and saved tensors as the kernels of devices.
 #
-#     attention      on meta torch writes out the scores of every pair of tokens; kernels of devices do not
-#     grouped_mm     products of groups of rows, as experts do: on meta torch has them for bfloat16 only
-#     bool(tensor)   not known on meta; here True: models ask whether a mask hides nothing
+#     attention      on meta, torch allocates the scores of all pairs of tokens; kernels of devices do not
+#     grouped_mm     products of experts; on meta, torch supports only bfloat16
+#     bool(tensor)   undefined on meta; here True: models check whether a mask hides nothing
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.multi_head_attention_forward:  # what it calls does not come here
+        if func is functional.multi_head_attention_forward:  # its inner calls do not reach this mode
             with mock.patch.object(functional, "scaled_dot_product_attention", self._attend):
                 return func(*args, **kwargs)
         return self._attend(*args, **kwargs) if func is _ATTENTION else func(*args, **kwargs)
@@ -212,7 +212,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # the kernels that save memory take no others
+    # memory-efficient kernels accept only these
     is_usual = query.dim() == 4 and value.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
     shares = key.shape[1] == query.shape[1] or enable_gqa
     is_trainable = attn_mask is not None and attn_mask.requires_grad
@@ -246,13 +246,13 @@ def _meta_grouped(
 ) -> torch.Tensor:
     rows, columns = first.shape[-2], second.shape[-1]
     groups: tuple[int, ...] = ()
-    if first.dim() == second.dim():  # a product for every group: two stacks of matrices, or the columns in groups
+    if first.dim() == second.dim():  # a product for each group: two stacks of matrices, or columns in groups
         assert first.dim() == 3 or offs is not None
         groups = (first.shape[0] if first.dim() == 3 or offs is None else offs.shape[0],)
     return first.new_empty(*groups, rows, columns, dtype=out_dtype or first.dtype)
 
 
-# Compute what operations on ``meta`` return once for each form of their arguments.
+# Compute the result of an operation on ``meta`` once for each form of its arguments.
 
 
 class MetaResults:
@@ -274,7 +274,7 @@ class MetaResults:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
         """Return the result of an operation, made from the cache if possible, otherwise by calling ``compute``."""
-        # compute: function that runs the operation on these arguments, called where the result is not known
+        # compute: function that runs the operation if its result is not in the cache
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = _makes_new(func)
@@ -283,7 +283,7 @@ class MetaResults:
         try:
             key = (func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items()))
             known = self._known.get(key)
-        except TypeError:  # an argument that has no hash, or a tensor that is not an ordinary one on meta
+        except TypeError:  # an argument without a hash, or an unusual tensor
             return compute(*args, **kwargs)
         if known is not None:
             size, stride, dtype = known
@@ -309,7 +309,7 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if not (type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout == torch.strided):
             raise TypeError
-        if value.dtype.is_complex:  # it may stand for its conjugate
+        if value.dtype.is_complex:  # it may be a lazy conjugate
             raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

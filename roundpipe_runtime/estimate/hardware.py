@@ -20,12 +20,12 @@ from yobx_flatten.files.scratch import write_text
 from ..device.accelerator import memory_info, parse_devices
 from ..errors import ConfigError
 
-# What is assumed of a device that is not here, unless it is given: a card of a workstation over PCIe 4.
+# Assumed values of an absent device: a workstation GPU with PCIe 4.
 _ASSUMED_FLOPS = 100e12
 _ASSUMED_LINK = 20e9
 
-_COPIED = 128 * 2**20  # bytes, more than caches hold
-# Rows of a matrix: the first size whose product takes long enough is used, so a slow device is also measured quickly.
+_COPIED = 128 * 2**20  # bytes, larger than caches
+# Rows of a matrix: the first size with a long enough product is used, so that slow devices are measured quickly.
 _ROWS = (512, 1024, 2048, 4096, 8192)
 _LONG_PRODUCT = 0.01  # seconds
 _LONG_ENOUGH = 0.05  # seconds of one measurement
@@ -106,7 +106,7 @@ def describe_hardware(
     device = torch.device("cpu" if kind == "cpu" else names[0])
     if not flops:
         flops = matmul_rate(device, dtype) if here else _ASSUMED_FLOPS
-        if kind == "cpu":  # virtual devices share the cores, each with as many threads as torch uses
+        if kind == "cpu":  # virtual devices share the cores, and each uses all threads of torch
             flops *= min(1.0, cores() / (len(names) * torch.get_num_threads()))
     if not link:
         link = copy_rate(device) if here else _ASSUMED_LINK
@@ -159,7 +159,7 @@ def _is_here(names: tuple[str, ...]) -> bool:
 def _memory_of(name: str) -> int | None:
     try:
         return memory_info(torch.device(name))[1]
-    except (AttributeError, NotImplementedError, RuntimeError):  # a backend that does not state it
+    except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
         return None
 
 

@@ -130,8 +130,8 @@ def device_memory(
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
     """Estimate the peak memory of each device in a run."""
-    # prefetches: whether a stage is loaded while the one before it computes; virtual devices do not
-    # room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
+    # prefetches: whether a stage is loaded while the previous stage computes; false for virtual devices
+    # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     found = []
     kept = kept_bytes(layers, room_to_keep)
     for device in sorted(set(devices)):
@@ -217,13 +217,13 @@ def host_memory(
 ) -> HostMemory:
     """Estimate the peak memory of the host in a run with its optimizer step."""
     # parameters: the parameters of the model, each once
-    # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
-    # gradient_dtype and update: as in `RoundPipe`. Default: gradients as the optimizer, and `"masters"`.
+    # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
+    # gradient_dtype, update: as in `RoundPipe`. Default: the dtype of the optimizer, and `"masters"`.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
     restarts = [stage.layers[0] for stage in stages if stage.kind == "backward"]
-    # of copies of the last stage, all but the last may be done before it adds up what they sent
+    # the other copies of the last stage may send all gradients before the last copy adds them
     sent = sum(len(s.microbatches(num_microbatch)) * share_bytes(s, layers) for s in stages if not s.is_last_copy)
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
     masters = sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype)

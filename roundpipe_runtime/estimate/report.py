@@ -38,11 +38,10 @@ class PlanReport:
     hardware: Hardware  # devices and host
     devices: list[int]  # device of each stage
     seconds: list[float]  # time of each stage on one microbatch
-    # tokens of a step from which on the computation of forward stages takes as long as their uploads
+    # tokens per step above which forward stages compute for longer than their uploads take
     tokens_forward: float
-    tokens_backward: float  # the same of the stages that go back
-    # why the runtime refuses to make a plan: a layer alone is too large. The plan then is one for devices without a
-    # limit. Else empty.
+    tokens_backward: float  # the same for backward stages
+    # why the runtime cannot make a plan: one layer is too large. Then the plan is for devices without a limit. Else "".
     too_large: str
     least_memory: int  # bytes that a device must have for the runtime to make a plan
 
@@ -129,10 +128,10 @@ def plan_report(
     """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
     # layers: footprint of each layer for one microbatch
-    # optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
-    # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. `"auto"`: the
-    # number with which the simulated step, with its transfers, is clearly faster. Default: 1.
-    # keep_parameters: what stays on devices from step to step, as in `RoundPipeRunConfig`. Default: 0.
+    # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
+    # last_stage_copies: number of devices that run the last layer, each on some of the microbatches. `"auto"`: the
+    # smallest number with which the simulated step is about as fast as possible. Default: 1.
+    # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
     # rule: which tables are copied in parts, in the layers as they were measured. Default: none.
     # least_rule: the same with the least memory that a device may have. Default: `rule`.
     # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
@@ -144,11 +143,11 @@ def plan_report(
 
     guessed = guessed_costs(pieces, rule, sums_in)
     if rule.mark(scan(pieces))[-1].trains_tables:
-        last_stage_copies = 1  # as the runtime has it
+        last_stage_copies = 1  # as in the runtime
     least = max(cost.param_bytes + cost.grad_bytes for cost in guessed_costs(pieces, least_rule or rule, sums_in))
     costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
-    if limit is None and host == "disk" and hardware.is_virtual:  # whose memory is that of the host
+    if limit is None and host == "disk" and hardware.is_virtual:  # their memory is host memory
         limit = 2 * max(cost.param_bytes + cost.grad_bytes for cost in costs)
     plans, too_large = _plans(costs, hardware, limit, last_stage_copies, num_microbatch)
     how: Any = {"num_microbatch": num_microbatch, "tokens": tokens, "optim_dtype": optim_dtype, "update": update}
@@ -168,7 +167,7 @@ def plan_report(
         tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware),
         tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,
-        # a stage gets half of the parameter memory, as the next one is loaded meanwhile
+        # a stage gets half of the parameter memory, since the next stage is loaded while it computes
         least_memory=int(2 * least / FOR_PARAMETERS),
     )
 
@@ -240,7 +239,7 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
 class Reference:
     """Cost of a frozen reference model, whose stages run after the trained model's, so devices need no extra memory."""
 
-    host_bytes: int  # its weights on the host; 0 where it is the model itself without its adapters
+    host_bytes: int  # its weights on the host; 0 if it is the model without its adapters
     seconds: float  # its forward
 
 
@@ -248,7 +247,7 @@ def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
     """Return the plan with a frozen reference model of the same size added, and the cost of the reference model."""
-    # tensors: parameters and buffers of the model, which those of the reference equal in size
+    # tensors: parameters and buffers of the model; those of the reference have the same sizes
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = dataclasses.replace(report.host_memory, reference=size)

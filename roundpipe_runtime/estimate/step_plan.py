@@ -18,7 +18,7 @@ from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import HostMemory, host_memory, kept_bytes, share_bytes
 
-# Number of forwards, recomputations and backwards of each kind of stage, from which the host's share is computed.
+# Share of a stage in the host's time per layer and step; a forward, a recomputation and a backward are a third each.
 _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3}
 
 
@@ -163,7 +163,7 @@ def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
     """Return the time and traffic of each stage; parameters that stay on a device are not copied again."""
-    # room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
+    # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
     kept = kept_bytes(plan.layers, room_to_keep)
@@ -201,7 +201,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
     return loads
 
 
-# Estimate how many experts of a mixture a step uploads: those with at least one token.
+# Estimate how many experts of a mixture a step uploads: the experts with at least one token.
 
 
 # The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/partial_table` has it.
@@ -234,7 +234,7 @@ def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tup
     if not (layer.experts and tokens):
         return 0.0, 0.0
     share = expected_share(layer.experts, layer.routed_rows * num_microbatch / tokens, tokens)
-    if share > MOST_READ:  # all are uploaded, ahead
+    if share > MOST_READ:  # then the runtime uploads all experts ahead
         return 0.0, 0.0
     unread = (1.0 - share) * layer.expert_bytes
     # frozen experts have no gradients; trained ones are assumed to have the dtype of the other gradients

@@ -76,8 +76,8 @@ class StepSimulation:
     def bubbles(self) -> dict[str, float]:
         """Shares of a step's time in which devices do not compute, by cause, such as ``"transfer"``.
 
-        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's, and
-        ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
+        ``"transfer"`` is the share caused by copies, and ``"optimizer"`` the share caused by the optimizer.
+        ``"dependency"`` is the filling and draining of the pipeline, and waiting for longer stages.
         """
         whole = self.seconds or 1.0
         transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
@@ -128,7 +128,7 @@ def simulate(
     """
     plan = plan.on(len(machine.names))
     if stays is None:
-        # memory of virtual devices without a limit is that of the host, of which a few layers are there at a time
+        # virtual devices without a limit use host memory, which holds a few layers of a state on a disk
         stays = stays_on_devices(plan, machine) and not (host == "disk" and machine.is_virtual and not machine.memory)
     room = _room(plan, machine, keep_parameters, stays=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
@@ -141,7 +141,7 @@ def simulate(
         optimizer = max(optimizer, disk.seconds(machine, disk.read_in_step, disk.written_in_step))
         optimizer += disk.seconds(machine, disk.read_for_norm, 0)
     alone = max(run.time, needed)
-    # all layers are updated before the last one is read in the forward: then the backward is left
+    # the forward reads the last layer after the update of all layers, so only the backward follows the optimizer
     forward = [one.end for one in run.steps if plan.stages[one.step.stage].kind == "forward"]
     exact = max(alone, optimizer + run.time - max(forward, default=0.0))
     seconds = {False: alone + optimizer, True: max(alone, optimizer), "exact": exact}[is_async]
@@ -206,9 +206,9 @@ def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: D
     """Return the seconds in which each part of the machine is busy, the mean over all devices."""
     devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
-    # a copy of the last stage has some of the microbatches
+    # a copy of the last stage runs some of the microbatches
     counts = [len(stage.microbatches(microbatches)) for stage in plan.stages]
-    # gradients of single microbatches, down from all copies but the last, and up to that one
+    # the other copies send the gradients of each microbatch down, and the last copy receives them
     shares = sum(
         count * load.share
         for stage, count, load in zip(plan.stages, counts, loads, strict=True)
@@ -232,7 +232,7 @@ def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: D
     return found
 
 
-# Layers that are in memory at the same time: the current one, and the next.
+# Layers that are in memory at the same time: the current layer and the next layer.
 _AT_HAND = 2
 
 
@@ -241,11 +241,11 @@ class DiskUse:
     """The bytes that a training step stores on a disk, reads from it and writes to it."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
-    resident: int  # what is in the memory of the host instead: a few layers, and activations
+    resident: int  # bytes in host memory: a few layers, and activations
     read_in_run: int  # parameters, for the forward and again for the backward
     written_in_run: int  # gradients
     read_for_norm: int  # gradients, for the norm to which they are clipped
-    read_in_step: int  # everything of the parameters that train
+    read_in_step: int  # complete state of the parameters that train
     written_in_step: int  # the same without gradients
 
     @property

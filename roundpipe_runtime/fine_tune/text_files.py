@@ -251,8 +251,8 @@ def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tenso
     >>> [len(part) for part in split_rows(10, eval_share=0.25, seed=0)]
     [8, 2]
     """
-    # eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one of two rows
-    # is left for training
+    # eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out. If there are two or more
+    # rows, at least one is left for training.
     held_out = min(max(1, round(eval_share * count)), count - 1) if eval_share > 0 else 0
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order[held_out:].sort().values, order[:held_out].sort().values

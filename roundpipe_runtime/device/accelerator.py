@@ -244,8 +244,8 @@ class AcceleratorDevice:
         """Wait until the device has memory for one more stage, and run the with block on the compute stream.
 
         There is room for two stages of the size of the largest, and for a small stage between them, such as a head.
-        Without this room, the next upload would wait for the end of the stage before the small one. Gradients of a stage
-        whose computation has ended may still be copied: the new stage needs their memory only for its own gradients.
+        Without this room, the next upload would wait for the end of the stage before the small stage. Gradients of an
+        ended stage may still be copied: the new stage needs their memory only when it has gradients.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now

@@ -232,8 +232,8 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 # Block masks of flex attention: split along the batch, and flattened for copies to a device.
 #
 # A `BlockMask` contains tensors with the blocks of each row of the batch, and a function `mask_mod(b, h, q, kv)` for
-# the elements. In a microbatch that begins at a later row, an offset must be added to `b`. So a mask is one leaf here, even
-# if it is registered with torch. `torch.distributed.pipelining` splits masks in the same way.
+# the elements. In a microbatch that begins at a later row, an offset must be added to `b`. So a mask is one leaf here,
+# even if it is registered with torch. `torch.distributed.pipelining` splits masks in the same way.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

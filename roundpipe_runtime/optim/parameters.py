@@ -558,5 +558,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Return whether autograd must accumulate the gradient: the parameter has hooks or is no leaf of autograd."""
+    """Return whether autograd must accumulate the gradient: the parameter has hooks or is not a leaf of autograd."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -33,12 +33,12 @@ from ...device.worker import Uninterrupted
 from ...engine.run import Run
 from ...errors import StoppedByRankError
 
-_PERIOD = 0.1  # seconds between two looks: an exception on one rank is to be raised on all within a second
-_LOOK = 0.5  # seconds between two looks at whether a process is stopped
-_BEAT = 5.0  # seconds between two beats, at most: a part of the patience
-_RECENT = 10.0  # seconds in which the end of a process follows from its stop: it runs again while it ends
-_PATIENCE = 3.0  # seconds in which a rank of another machine answers if it is alive
-_LEFT = "left"  # instead of the last beat of a process that stops listening
+_PERIOD = 0.1  # seconds between two reads of the store, so that an exception is raised on all ranks within a second
+_LOOK = 0.5  # seconds between two checks for stopped processes
+_BEAT = 5.0  # largest number of seconds between two beats
+_RECENT = 10.0  # seconds after a stop in which the end of a process is attributed to the stop
+_PATIENCE = 3.0  # seconds in which a live rank on another machine answers
+_LEFT = "left"  # last beat of a process that stops listening
 
 
 class Alarm:
@@ -59,10 +59,10 @@ class Alarm:
         self._closed = threading.Event()
         self._here = Process.here()
         self._processes: dict[int, Process] = {}
-        self._stopped: dict[int, float] = {}  # for how many seconds others are stopped now, by rank
-        self._last_stop: dict[int, tuple[float, float]] = {}  # the same of the last stop, and when it was seen
-        self._heard = self._known = (rank, "")  # a process of another machine and its last beat; a tuple per answer
-        self._waited = self._silent = 0.0  # seconds since the store has answered, and since that beat was another one
+        self._stopped: dict[int, float] = {}  # seconds for which ranks have been stopped until now
+        self._last_stop: dict[int, tuple[float, float]] = {}  # seconds of the last stop, and when it was seen
+        self._heard = self._known = (rank, "")  # rank on another machine and its last beat; a new tuple per answer
+        self._waited = self._silent = 0.0  # seconds since the last answer of the store, and since the last new beat
         self._next_beat = 0.0
         if store is not None and size > 1:
             store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
@@ -76,7 +76,7 @@ class Alarm:
 
     def listen(self, listener: Callable[[int | None], None] | None) -> None:
         """Set the function that is called when another rank has failed."""
-        # listener: function that is given the number of the call; `None` when a rank is gone
+        # listener: function that gets the number of the failed call; `None` if a rank is gone
         with self._lock:
             self._listener = listener
 
@@ -141,7 +141,7 @@ class Alarm:
         """End processes on this machine that have been stopped for longer than the patience."""
         for rank, one in self._neighbours():
             if one.is_stopped():
-                # looks are counted, and not the clock read: this process may have been stopped with the other
+                # count the checks instead of reading the clock, since this process may also have been stopped
                 self._stopped[rank] = self._stopped.get(rank, 0.0) + _LOOK
                 self._last_stop[rank] = self._stopped[rank], time.monotonic()
                 if self._stopped[rank] > self.patience:
@@ -166,16 +166,16 @@ class Alarm:
         if self._known is not known:  # the store has answered
             is_silent = self._known == known and known[1] != _LEFT
             self._silent, self._waited = self._silent + self._waited if is_silent else 0.0, 0.0
-        # a store that does not answer is in the process of rank 0, or in torchrun on its machine
+        # the store is in the process of rank 0, or in torchrun on the same machine
         rank, seconds = (known[0], self._silent) if self._silent > self._waited else (0, self._waited)
         if self._gone is None and seconds > self.patience and self._is_far(rank):
-            if not self._waited:  # otherwise others would report this process, which ends now, as the cause
+            if not self._waited:  # otherwise the other ranks would report this process as the cause
                 self._send({"gone": [rank], "seconds": seconds})
             self._gone, self._last_stop[rank] = [rank], (seconds, time.monotonic())
             self._hear(None)
         if any(self._is_far(rank) and self.seconds_stopped(rank) for rank in self._gone or ()):
             self.close()
-            time.sleep(3 * _PERIOD)  # until others are notified, and the listener no longer uses the store
+            time.sleep(3 * _PERIOD)  # until the other ranks are notified, and the listener no longer uses the store
             cut_connections()
 
     def _meet(self) -> None:
@@ -270,7 +270,7 @@ def _listen(alarm: weakref.ref[Alarm]) -> None:
                 number += 1
             found._look()
             found._beat()
-        except (RuntimeError, ValueError):  # the next collective fails, and is reported
+        except (RuntimeError, ValueError):  # the next collective reports the error
             found._lose_store()
             return
         del found
@@ -280,7 +280,7 @@ def _listen(alarm: weakref.ref[Alarm]) -> None:
         leave()
 
 
-_ENDED = ("Z", "X")  # states of a process that has ended, of which its parent may not have heard yet
+_ENDED = ("Z", "X")  # states of an ended process
 
 
 def this_machine() -> str:
@@ -296,7 +296,7 @@ class Process(NamedTuple):
 
     machine: str  # name of the machine
     number: int  # number of the process
-    started: str  # when it was started, as the kernel counts: numbers are used again
+    started: str  # start time in kernel units, since process ids are reused
 
     @classmethod
     def here(cls) -> Process:
@@ -310,7 +310,7 @@ class Process(NamedTuple):
 
     def is_stopped(self) -> bool:
         """Return whether a signal (SIGSTOP, Ctrl-Z) has stopped the process; the process must be on this machine."""
-        return _state(self.number) == ("T", self.started)  # a debugger's is "t"
+        return _state(self.number) == ("T", self.started)  # "t" is a process in a debugger
 
     def end(self) -> None:
         """Kill the process, even if it is stopped; the process must be on this machine."""
@@ -321,7 +321,7 @@ class Process(NamedTuple):
 def _state(number: int) -> tuple[str, str]:
     """Return the state of a process and its start time; empty if the process does not exist."""
     with contextlib.suppress(OSError):
-        # the name of the program, in parentheses, may hold anything
+        # the program name, in parentheses, may contain spaces and parentheses
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[0], fields[19]
     return "X" if Path("/proc/self/stat").exists() else "", ""
@@ -375,8 +375,8 @@ class News:
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
         """Stop the call of the with block when another rank reports that it has failed."""
-        # number: number of the call; news of others do not concern it
-        # Other threads deliver errors of ranks, maybe after the next call has begun: each call has its own object.
+        # number: number of the call; errors of other calls are ignored
+        # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()
 
         def hear(failed: int | None) -> None:

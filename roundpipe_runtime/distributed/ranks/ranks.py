@@ -64,7 +64,7 @@ class Ranks:
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
         """Fill the other members' parts of tensors with the values that they send (all-gather)."""
-        # parts: for each tensor its parts, one per member, each contiguous; the own part is sent
+        # parts: for each tensor one contiguous part per member; the part of this rank is sent
 
     def shard_members(self) -> list[int]:
         """Return the ranks that hold the shards of this rank's copy of the model, in the order of the shards."""
@@ -91,7 +91,7 @@ class MeshRanks(Ranks):
         self.mesh = mesh
         meet(mesh)
         timeout = job_timeout()
-        # Names of groups of all processes are never used twice, so no rank reads old addresses in the store.
+        # torch never reuses the name of a group of all processes, so no rank reads old addresses in the store.
         is_part = len(self._members) < dist.get_world_size()
         self._new_group = partial(
             dist.new_group, self._members, timeout=timeout, backend="gloo", use_local_synchronization=is_part
@@ -156,14 +156,14 @@ class MeshRanks(Ranks):
             yield
         except (RuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and channel in self._groups:
-                raise  # not of a group that another thread has closed
-            error.__traceback__ = None  # its frames hold the group, which could not be closed
+                raise  # a ValueError is expected only if another thread has closed the group
+            error.__traceback__ = None  # its frames would keep the group alive
             if channel == "step" and (failure := self.alarm.take_step_failure()):
                 self._close("step")
                 raise rank_failed_in_step(*failure) from None
             with self._lock:
                 gone = self.alarm.find_gone()
-                for other in _CHANNELS:  # other threads and ranks wait for ranks that will not come
+                for other in _CHANNELS:  # wake the threads and ranks that wait for the ranks that are gone
                     self._close(other)
             raise ranks_gone(gone, error, max(map(self.alarm.seconds_stopped, gone), default=0.0)) from None
 
@@ -171,7 +171,7 @@ class MeshRanks(Ranks):
         if channel not in self._groups:
             if channel != "step":
                 raise RuntimeError("the connection was closed")
-            self._groups[channel] = self._new_group()  # all ranks have closed it, and come here together
+            self._groups[channel] = self._new_group()  # all ranks have closed the group, and make a new one together
         return self._groups[channel]
 
     def _close(self, channel: Channel) -> None:
@@ -221,7 +221,7 @@ def check_mesh(mesh: Any) -> None:
 
 def job_timeout() -> datetime.timedelta | None:
     """Return the timeout of the default process group, which the user gave to ``init_process_group``."""
-    with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
+    with contextlib.suppress(RuntimeError, AttributeError):  # the group may have no CPU backend
         options = backend_options(torch.device("cpu"))
         found: datetime.timedelta = options._timeout
         return found

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import ConfigError
 
-_PERIOD = 0.02  # seconds between two looks into the store
+_PERIOD = 0.02  # seconds between two reads of the store
 
 
 def is_one_of_many() -> bool:
@@ -37,7 +37,7 @@ def join_job(backend: str = "gloo") -> bool:
 
     After a restart by ``torchrun --max-restarts`` it works with every rendezvous, without an environment variable.
     """
-    # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` where something else needs nccl
+    # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` if other code needs nccl
     if dist.is_initialized() or not is_one_of_many():
         return False
     store, rank, size = next(rendezvous("env://"))
@@ -57,7 +57,7 @@ def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
     if rank == 0:
         name = f"roundpipe/{uuid.uuid4().hex}"
         store.set("roundpipe/start", name)
-        tokens = [store.get(f"{name}/token/{other}").decode() for other in range(1, size)]  # waits for it
+        tokens = [store.get(f"{name}/token/{other}").decode() for other in range(1, size)]  # `get` waits for the key
         store.set(f"{name}/tokens", json.dumps(tokens))
         return name
     token = uuid.uuid4().hex
@@ -79,7 +79,7 @@ def own_devices() -> list[str] | None:
     total = torch.accelerator.device_count()
     if count <= total:
         return [f"{found.type}:{number}" for number in range(own, total, count)]
-    if any(name.endswith("_VISIBLE_DEVICES") for name in os.environ):  # what it sees is its own
+    if any(name.endswith("_VISIBLE_DEVICES") for name in os.environ):  # the user has assigned devices to this process
         return None
     raise ConfigError(
         f"{count} processes were started on a machine with {total} accelerators. One process can use all of them:\n"

@@ -23,22 +23,22 @@ class Opening:
     rows: list[list[int | None]]  # rows of each microbatch, for each group of the rank
     seed: int  # seed of random layers
     stated: Mapping[str, object]  # what all ranks must agree on
-    failure: str | None = None  # error of this rank; `None` if it can begin
-    reduction: Reduction | None = None  # how losses add up; `None` if the rows of this rank do not prove it
+    failure: str | None = None  # error of this rank before the call
+    reduction: Reduction | None = None  # how losses add up; `None` if this rank has too few rows to find out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
     """The message of a rank to all ranks after its part of a call: its losses, or its error."""
 
-    begun: int  # number of exchanges of gradients that it has begun
-    failure: str | None  # error of this rank; `None` if it has none
+    begun: int  # number of gradient exchanges that this rank has begun
+    failure: str | None  # error of this rank
     losses: Sequence[LossReport] = ()  # losses of its microbatches
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
-    feeds: bool = False  # whether gradients continue from its inputs
-    total: Any = None  # loss of the batch, of a call in two passes
+    feeds: bool = False  # whether the inputs of the call require gradients
+    total: Any = None  # loss of the batch, in a call in two passes
     has_drawn: bool = False  # whether a layer has drawn from torch's generators
 
 
@@ -46,15 +46,15 @@ class Verdict:
 class Halfway:
     """The message of a rank to all ranks between forward and backward, if one loss is computed for the whole batch."""
 
-    of_groups: Sequence[Any]  # what the loss needs to know of each group of the rank
-    failure: str | None = None  # error of this rank; `None` if it can continue
+    of_groups: Sequence[Any]  # inputs of the loss from each group of the rank
+    failure: str | None = None  # error of this rank
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
     """One call of ``forward_backward`` on several ranks, on which all ranks have agreed."""
 
-    plan: ReductionPlan  # what is summed
+    plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
     # whether the backward of each microbatch follows its loss at once, so that the contract has all losses
     is_one_pass: bool = True

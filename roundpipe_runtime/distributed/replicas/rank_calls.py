@@ -44,8 +44,8 @@ from .reduction import Reduction, ReductionPlan, groups_of
 class RankCalls(OneGroup[Engine]):
     """Runs the groups of rows that belong to this rank, and writes gradients when all ranks have succeeded."""
 
-    # replicas: number of groups that a batch is cut into. Default: number of ranks.
-    # reduce_dtype: dtype in which gradients are sent. Default: that of their sums.
+    # replicas: number of groups of a batch. Default: number of ranks.
+    # reduce_dtype: dtype in which gradients are sent. Default: the dtype of their sums.
 
     store: RankStore
 
@@ -97,7 +97,7 @@ class RankCalls(OneGroup[Engine]):
             reduce_dtype=self.reduce_dtype,
             gradient_dtype=self.store.kept_dtype,
             layers=len(engine.layers),
-            large_tables=engine.planner.rule,  # device memory may have decided these
+            large_tables=engine.planner.rule,  # may depend on device memory
             name=engine.tag,
         )
         if error := errors.ranks_disagree(self.ranks.exchange(stated)):
@@ -117,8 +117,7 @@ class RankCalls(OneGroup[Engine]):
         number = self._number
 
         def notify(error: BaseException) -> None:
-            # A higher number: `open` has stated the error already, and a second exchange would meet that of the next
-            # call.
+            # If the number is higher, `open` has sent the error, and another exchange would belong to the next call.
             if self._number == number and not self._is_closed:
                 self._number += 1
                 self.ranks.exchange(Opening([], 0, {}, errors.format_failure(error)))
@@ -149,7 +148,7 @@ class RankCalls(OneGroup[Engine]):
     ) -> Any:
         """Run forward, loss and backward of this rank's rows; change the model only when all ranks have succeeded."""
         # cut: function that returns the microbatches of each group of this rank
-        # config: settings of the call, without gaps. `num_microbatch` is that of each group.
+        # config: complete settings of the call; `num_microbatch` is the number per group
         with self.calling():
             call = self.open(engine, name, cut, config)
             return self.summed(engine, call, lambda: work(call))
@@ -157,8 +156,8 @@ class RankCalls(OneGroup[Engine]):
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Stop the call of the with block when another rank reports that it has failed."""
-        # The number that `open` will count to. Until then it cuts the batch, and may try layers for seconds, while news
-        # of the call before arrive.
+        # `open` increments the number only after it has cut the batch, which may take seconds. Errors of the previous
+        # call that arrive meanwhile must be ignored.
         with self.news.listening(self._number + 1):
             try:
                 yield
@@ -171,7 +170,7 @@ class RankCalls(OneGroup[Engine]):
         reduction: LossReduction | None = None
         stated: dict[str, object] = {}
         contents = scan(engine.layers)
-        # An error here is sent in the exchange below and raised after it, as the other ranks wait for this one.
+        # An error here is sent in the exchange below and raised afterwards, since the other ranks wait in the exchange.
         with Outcome() as outcome:
             parts, reduction = cut()
             parts = with_rows(parts)
@@ -188,7 +187,7 @@ class RankCalls(OneGroup[Engine]):
         groups = [said[group % size].rows[group // size] for group in range(replicas)]
         if not any(groups):
             raise errors.ConfigError("The batch has no rows on any rank.")
-        # Microbatches are numbered across all groups: so seeds equal those of one process that runs all groups.
+        # Microbatches are numbered across all groups, so that seeds do not depend on the number of processes.
         firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
         counts = [count for group in groups for count in group]
         self._rows_of_batch = None if None in counts else sum(count or 0 for count in counts)
@@ -203,8 +202,8 @@ class RankCalls(OneGroup[Engine]):
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
         """Run ``work``, write the summed gradients when all ranks have succeeded, and return the loss."""
-        # Within `no_sync()` nothing is sent. The call after it adds to sums that are here already, so its own gradients
-        # are not sent as they land either.
+        # Within `no_sync()` nothing is sent. The next call adds its gradients to the kept sums, and sends the sums
+        # after the backward.
         is_late = self._is_deferred or bool(self._kept)
         reduction = Reduction(call.plan, self.ranks)
         call.land = None if is_late else reduction.land
@@ -214,7 +213,7 @@ class RankCalls(OneGroup[Engine]):
             engine.steps.wait_update()
             if summed is not None:
                 self.news.wait(summed)
-        # Either all ranks commit or none: a rank that Ctrl-C stopped after the verdict would have other weights.
+        # All ranks commit or none: if Ctrl-C stopped one rank after the verdict, its weights would differ.
         with Uninterrupted():
             verdicts = self._judge(call, reduction, summed, outcome.error)
             return self._commit(engine, call, reduction, verdicts, is_late=is_late)
@@ -227,7 +226,7 @@ class RankCalls(OneGroup[Engine]):
         """Return the verdicts of all ranks if all succeeded; otherwise raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
-            # The verdict comes only when a rank has ended its own work. The alarm stops that work.
+            # The other ranks exchange verdicts only after their work. The alarm stops the work.
             self.ranks.alarm.raise_for(self._number)
         begun = reduction.stop()
         with Outcome() as exchanged:
@@ -251,7 +250,7 @@ class RankCalls(OneGroup[Engine]):
         stated = [one.failure for one in verdicts]
         if failure is None and not any(stated):
             return verdicts
-        # An exchange that one rank has begun waits for all ranks: each sends zeros up to the last one begun.
+        # A begun exchange waits for all ranks, so each rank sends zeros up to the last exchange begun by any rank.
         self._drop(call, reduction, summed, max(one.begun for one in verdicts))
         errors.raise_first(failure if is_own else None, stated)
         assert failure is not None
@@ -261,7 +260,7 @@ class RankCalls(OneGroup[Engine]):
         """Discard a call that has failed."""
         reduction.finish(begun)
         if summed is not None:
-            with contextlib.suppress(Exception):  # a rank is gone, which is known
+            with contextlib.suppress(Exception):  # the error is already known: a rank is gone
                 summed.result()
         for run, _ in call.runs:
             run.discard()
@@ -283,12 +282,11 @@ class RankCalls(OneGroup[Engine]):
             if not self._is_deferred:
                 self.store.add_gradients(self._kept.send(call.plan, self.ranks))
         else:
-            # A parameter that got no gradient here may have one on another rank, and its sum then has rows of this
-            # rank.
+            # A parameter without a gradient on this rank may have a gradient on another rank, and a sum on this rank.
             had = set().union(*(one.had for one in verdicts))
             self.store.add_gradients(reduction.results(scale, had))
-        # Running statistics differ between groups. Those of the first group with rows are taken on every rank, so that
-        # they do not depend on the number of ranks.
+        # Running statistics differ between groups. Every rank uses those of the first group with rows, so that they do
+        # not depend on the number of ranks.
         contents = call.runs[0][0].spec.contents if call.runs else scan(engine.layers)
         for (layer, number), value in verdicts[call.first_rank].buffers.items():
             contents[layer].buffers[number].store(value)
@@ -448,7 +446,7 @@ class KeptSums:
         sums, self._sums = self._sums, {}
         layers = {bucket.layer for bucket in plan.buckets}
         for turn in range(len(groups_of(ranks.rank, ranks.size, plan.replicas))):
-            for layer in layers:  # what was not kept has no gradient
+            for layer in layers:  # other layers have no gradients
                 found = sums.get((turn, layer), {})
                 reduction.land(turn, layer, {parameter: (gradient, NOW) for parameter, gradient in found.items()})
         reduction.run()

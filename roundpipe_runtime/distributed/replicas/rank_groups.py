@@ -43,8 +43,7 @@ class BatchLoss(Protocol):
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch and the joined output of this rank."""
         # groups: outputs of the microbatches of each group of this rank, as parts of a graph
-        # returns: the loss, with the same value on all ranks and a graph to the outputs of this one; `None` without
-        # rows
+        # returns: the loss, equal on all ranks, with a graph to the outputs of this rank; `None` without rows
 
 
 class RankGroups(RankCalls):
@@ -64,15 +63,15 @@ class RankGroups(RankCalls):
         # Errors of other ranks are ignored meanwhile: they may be in another call.
         tag = f"{engine.tag}|{number}" if number else engine.tag
         self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
-        # A rank without rows still needs outputs with a graph: its `backward` is a call that the other ranks wait for.
+        # A rank without rows still needs outputs with a graph, since the other ranks wait for its `backward`.
         if not passes.runs:
             passes.empty = self._without_rows(engine, args, kwargs, config)
         outputs = merge_outputs(
             join_graph(passes, partial(self.backward, engine, passes)), passes.rows(), passes.rows(), config
         )
         for index, (run, _) in enumerate(passes.runs):
-            # Groups after the first one leave the statistics of the model alone, but a recomputation needs those they
-            # began with.
+            # Only the first group updates the running statistics of the model, but each recomputation needs the
+            # statistics from the start of its group.
             if index:
                 run.collected.buffers.keep_start()
             else:
@@ -184,7 +183,7 @@ class RankGroups(RankCalls):
             with Outcome() as exchanged:
                 said = self.ranks.exchange(Halfway(own, text))
                 raise_first(failure if is_own else None, [one.failure for one in said])
-            # an own error takes precedence over one of the exchange, and that over errors of other ranks
+            # precedence: the error of this rank, then that of the exchange, then those of other ranks
             errors = [failure if is_own else None, exchanged.error, failure]
             error = next((error for error in errors if error is not None), None)
             if error is not None:
@@ -243,7 +242,7 @@ class GroupPasses:
     config: RoundPipeRunConfig  # settings of the call
     # runs of the groups that have rows, with the inputs of each microbatch
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
-    # function that gets gradients as they arrive; `None`: they stay in the run
+    # function that gets gradients as they arrive; `None` leaves them in the run
     landed: Callable[[int, int, Gradients], None] | None = None
     written: dict[tuple[int, int], torch.Tensor] | None = None  # buffers that the first run wrote
     empty: list[HostValue] = dataclasses.field(default_factory=list)  # outputs without rows, on a rank that has none
@@ -297,13 +296,13 @@ class GroupPasses:
                     run.mailbox.put(("gradient", run.spec.span.stop, number), copies)
                 with stopping(run):
                     engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
-            for layer in range(len(engine.layers)):  # what has not landed has no gradient
+            for layer in range(len(engine.layers)):  # other layers have no gradients
                 self.land(turn, layer, {})
 
 
 def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], list[torch.Tensor]]:
     """Return the microbatches' outputs, from which a loss is computed, and a list of their tensors."""
-    # flows: whether the tensors require a gradient if the model's do
+    # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in values:
         flags = zip(on_host.tensors, on_host.needs_grad, strict=True)
@@ -315,7 +314,7 @@ def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], 
 
 def join_graph(passes: GroupPasses, backward: Callable[[Sequence[torch.Tensor | None]], None]) -> list[Any]:
     """Return the output of each microbatch as a part of the caller's autograd graph."""
-    anchor = torch.empty(0, requires_grad=True)  # parameters are no inputs of the node: their sums are those of ranks
+    anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
     results = iter(_apply(backward, passes, anchor, *passes.inputs()))
     return [on_host.structure.rebuild([next(results) for _ in on_host.tensors]) for on_host in passes.outputs()]
 

@@ -82,7 +82,7 @@ class Reduction:
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
         """Accept the gradients of a layer in one group; each is removed from the mapping when it is sent."""
         with self._changed:
-            # A layer recorded as one without gradients does not replace gradients that arrived before.
+            # setdefault: an empty mapping for a layer must not replace gradients that have arrived
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
@@ -110,7 +110,7 @@ class Reduction:
             is_giver = turn < len(self._own)
             total = self._exchanged(turn, number, bucket, is_giver=is_giver)
             self._totals[number] = total
-            # Only now are all groups in the sum: rows of an earlier turn would be those of some groups.
+            # Only after the last turn does the sum contain all groups.
             if turn == self._order[-1][0]:
                 self._rows[number] = self._target_rows(bucket, self._totals.pop(number))
         self._memory.clear()
@@ -125,7 +125,7 @@ class Reduction:
                     or (not self._is_stopped and (not is_giver or (turn, layer) in self._landed))
                 )
             )
-            # Up to the limit, some rank waits in this exchange. Beyond it no rank does.
+            # Up to the limit, some rank waits in this exchange; beyond the limit, no rank waits.
             if self._limit is not None and step >= self._limit:
                 return False
             self._begun = step + 1
@@ -145,13 +145,13 @@ class Reduction:
         if ranks.size == 1:
             into = out
         else:
-            # which ranks have a group in this turn is known to all
+            # every rank can compute which ranks have a group in this turn
             givers = [turn * ranks.size + rank < self._plan.replicas for rank in range(ranks.size)]
             take = [own if gives else 0 for gives in givers]
             into = self._buffer("into", sum(take), wire)
             ranks.all_to_all(out, sizes if is_giver else [0] * ranks.size, into, take)
         total = self._totals.get(number)
-        for part in into.split(own) if own else ():  # ranks ascending are groups ascending within a turn
+        for part in into.split(own) if own else ():  # within a turn, the order of ranks is the order of groups
             total = part.to(bucket.dtype, copy=True) if total is None else total.add_(part)
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 

@@ -91,7 +91,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of global batches, which is the same on all ranks."""
-        return len(self.batches)  # type: ignore[arg-type] # a TypeError of its own where they have no length
+        return len(self.batches)  # type: ignore[arg-type] # TypeError without a length
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch number to the wrapped sampler, if that sampler accepts one."""

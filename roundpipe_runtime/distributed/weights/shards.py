@@ -160,7 +160,7 @@ class ShardedStore(RankStore):
     def start_publication(self) -> None:
         """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
         self._published = set()
-        # A run that begins before all layers are refreshed puts copies in the places of parameters.
+        # Scan now: a run that begins before all layers are refreshed replaces parameters by copies.
         self.note_names()
 
     @torch.no_grad()
@@ -168,7 +168,8 @@ class ShardedStore(RankStore):
         """Update the parameters of a layer, and the copies that stages read, from the shards of all ranks."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
-        held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}  # others no optimizer has
+        # no optimizer has the other parameters
+        held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}
         self._update(held)
         for parameter in fresh:
             if shard := held.get(parameter):
@@ -188,7 +189,7 @@ class ShardedStore(RankStore):
         self.ranks.gather(flat, self.ranks.shard_members(), "weights")
         for original, received in zip(parts, flat, strict=True):
             for to, source in zip(original, received, strict=True):
-                if to is not source:  # a parameter whose rows are not contiguous
+                if to is not source:  # the rows of the parameter are not contiguous
                     to.copy_(source)
 
     def _needs_shadow(self, name: str) -> bool:
@@ -231,7 +232,7 @@ class Target:
             if self.is_master:
                 self.set(parameter, self._rows(parameter))
             elif not self._has_own_rows:
-                self._replace(self._rows(parameter))  # a view; another tensor may be the parameter now
+                self._replace(self._rows(parameter))  # a view; the parameter's data may have been replaced
             self.note(parameter)
 
     @torch.no_grad()
@@ -256,7 +257,7 @@ class Target:
         return self._store.rows_of(parameter, parameter.detach())
 
     def _replace(self, rows: torch.Tensor) -> None:
-        # Optimizers hold the DTensor, so the object stays; torch has no public way to change its memory.
+        # Optimizers hold the DTensor, so its memory is replaced, for which torch has no public function.
         self.tensor._local_tensor.data = rows  # type: ignore[attr-defined] # of a DTensor
 
     def _state(self, parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -287,8 +288,8 @@ def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[t
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
     """
-    # num_copies: number of ranks that hold each shard; each of them sums a part of it
-    # returns: A tensor per rank, in the order of the mesh: copy after copy, in each of them shard after shard
+    # num_copies: number of ranks that hold each shard; each of these ranks sums a part of the shard
+    # returns: a tensor per rank, in the order of the mesh: copy after copy, within a copy shard after shard
     if not is_cut(tensor):
         return [tensor.reshape(1) if tensor.dim() == 0 else tensor] * (num_shards * num_copies)
     parts = [shards(shard, num_copies) for shard in shards(tensor, num_shards)]
@@ -297,8 +298,8 @@ def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[t
 
 # Compute the norm of all gradients, bitwise identical for every number of ranks.
 #
-# Powers are summed over rows, which no shard cuts, in float64. The sums of all rows are put together on every rank and
-# added in one order.
+# Powers are summed in float64 over each row, which is never split between shards. Every rank gathers the sums of all
+# rows, and adds them in the same order.
 
 
 @torch.no_grad()

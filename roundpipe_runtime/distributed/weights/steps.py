@@ -26,9 +26,9 @@ from ...optim.torch_steps import hear_steps
 from ..ranks.ranks import Ranks
 from .shards import RankStore
 
-# They take sums over a whole matrix, or over all parameters.
+# Optimizers that compute sums over a whole matrix, or over all parameters.
 _NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
-_IN_BLOCKS = ("4bit", "8bit", "fp8")  # moments in fewer bits, with a scale for each block of numbers
+_IN_BLOCKS = ("4bit", "8bit", "fp8")  # quantized moments, with a scale for each block
 
 
 class RankSteps(StepRunner):
@@ -77,8 +77,8 @@ class RankSteps(StepRunner):
         self._is_inside = False
         failure = outcome.error
         if failure is None:
-            # If a step ended on one rank and not on another, one model would have weights of two steps.
-            self.ranks.exchange(None, "step")  # fails if another rank does not come here
+            # Fails if the step failed on another rank; otherwise one model would have weights of two steps.
+            self.ranks.exchange(None, "step")
             return
         if not isinstance(failure, RankStepError):
             self.ranks.fail_step(format_failure(failure))
@@ -90,14 +90,13 @@ class RankSteps(StepRunner):
             self._store.publish(stepped=True)
             return
         self._start_publication()
-        # Runs wait for the version that is announced here, so the thread that brings it must have been started.
+        # Runs wait for the new version, so the publishing must have been submitted before the version is announced.
         with Uninterrupted():
             self._publication = self._worker.submit(self._publish, self._table.latest + 1)
             self._table.advance()
 
     def _start_publication(self) -> None:
-        # The thread that publishes cannot scan: a run that overlaps it has its device copies in the places of
-        # parameters.
+        # The publishing thread cannot scan, since a parallel run has replaced parameters by its device copies.
         self._contents = self._scan_now()
         self._store.start_publication()
 

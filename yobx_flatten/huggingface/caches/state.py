@@ -312,7 +312,9 @@ def part_class(name: object) -> type:
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified
     of_transformers = module.startswith("transformers.") and "Cache" in qualified
     if found is None or not (of_quanto or of_transformers):
-        raise CacheStructureError(f"The names of a cache contain {name!r}, which is no known class of parts of layers.")
+        raise CacheStructureError(
+            f"The names of a cache contain {name!r}, which is not a known class of parts of layers."
+        )
     return found
 
 

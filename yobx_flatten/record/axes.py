@@ -36,7 +36,7 @@ _Sizes = dict[int, int]  # by the index of the call
 class Axes:
     """The axes of recorded inputs whose sizes vary, with a name for each size and relations between the sizes."""
 
-    # the name of the size at each place that varies. A place that is not there is fixed.
+    # the name of the size at each place that varies; a place without a name is fixed
     names: dict[Place, str] = dataclasses.field(default_factory=dict)
     # the sizes under each name, by the index of the call
     sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
@@ -245,7 +245,7 @@ def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
 
 
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
-    """Whether the sizes are equal wherever both are known, which is somewhere."""
+    """Return whether the sizes are equal in all calls that both have; they must have at least one common call."""
     common = one.keys() & other.keys()
     return bool(common) and all(one[call] == other[call] for call in common)
 
@@ -261,23 +261,29 @@ _GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a va
 
 
 def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
-    """Return the arguments without tensors that are equal in all these calls, by parameter name."""
+    """Return the arguments without tensors that are equal in all calls of a phase, by parameter name."""
+    arguments = calls[0].snapshot.spec
+    leaves = list(zip(*(call.facts() for call in calls), strict=True))  # the calls of a phase have one structure
     found = {}
-    for name, spec, facts in _arguments(calls[0]):
-        fixed = _is_plain(spec) and not any(fact.is_tensor for fact in facts)
-        if fixed and all(_same(facts, _facts_of(call, name)) for call in calls[1:]):
-            found[name] = pytree.tree_unflatten([fact.value for fact in facts], spec)
+    for name, spec in zip(arguments.context, arguments.children(), strict=True):
+        own, leaves = leaves[: spec.num_leaves], leaves[spec.num_leaves :]
+        if _is_plain(spec) and all(map(_is_constant, own)):
+            found[name] = pytree.tree_unflatten([first.value for first, *_ in own], spec)
     return found
+
+
+def _is_constant(facts: Sequence[Fact]) -> bool:
+    first, *others = facts
+    return not first.is_tensor and all(same_value(first, other) for other in others)
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
     """Return the axes and integer inputs whose size varies in these calls, with the name of the size.
 
-    A number of new tokens that is 1 in every call of the phase stays 1, as in decoding. A model that counts no past has
-    no name for that number, so a size that is 1 here and larger elsewhere also stays 1: some models branch on it. An
-    axis that is 0 in every call is empty so far.
+    A size that is 1 in every call of the phase stays 1, as the number of new tokens in decoding: some models branch on
+    this number. The sizes in ``_GROWING`` vary even then. A size that is 0 in every call stays 0. A size that the
+    caller chose, which is a key of ``sizes``, varies.
     """
-    # sizes: sizes that the caller named; they vary
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():
@@ -323,7 +329,6 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the ``dynamic_shapes`` of these calls for ``torch.export``, with ``Dim.AUTO`` for sizes that vary."""
-    # sizes: sizes that the caller named; they vary
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     wanted: dict[str, Any] = {}
@@ -337,33 +342,14 @@ def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> di
     return written
 
 
-def _arguments(call: Call) -> list[tuple[str, Any, list[Any]]]:
-    """Name, structure and leaves of each argument."""
-    spec, facts = call.snapshot.spec, list(call.facts())
-    found = []
-    for name, child in zip(spec.context, spec.children(), strict=True):
-        found.append((name, child, facts[: child.num_leaves]))
-        del facts[: child.num_leaves]
-    return found
-
-
-def _facts_of(call: Call, name: str) -> list[Any]:
-    return next((facts for found, _, facts in _arguments(call) if found == name), [])
-
-
 def _is_plain(spec: pytree.TreeSpec) -> bool:
-    """Return whether a value is a number, text or built-in container; an empty cache is not: the call fills it."""
+    # an object of another class may change: a call fills an empty cache
     return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(map(_is_plain, spec.children())))
 
 
-def _same(facts: Sequence[Fact], others: Sequence[Fact]) -> bool:
-    return len(facts) == len(others) and all(map(same_value, facts, others))
-
-
 def _resized(leaf: object, sizes: Mapping[int | None, int]) -> object:
-    """Repeat or drop elements along some axes; a number that varies becomes the size itself."""
     if not isinstance(leaf, torch.Tensor):
-        return sizes.get(None, leaf)
+        return sizes.get(None, leaf)  # an integer input that varies is a size
     for axis, size in sizes.items():
         if axis is not None and leaf.shape[axis] not in (0, size):
             leaf = leaf.index_select(axis, torch.arange(size, device=leaf.device) % leaf.shape[axis])

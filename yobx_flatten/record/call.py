@@ -102,10 +102,10 @@ class About:
 
     index: int  # the number of the call
     kind: str
-    past: int | None  # tokens that were in the cache before it; `None` without a cache
-    new: int | None  # number of tokens read; `None` for calls without tokens
-    label: str  # name of what was called
-    names: Any  # its parameters and their kinds, as static data are stored
+    past: int | None  # number of tokens in the cache before the call; `None` without a cache
+    new: int | None  # number of tokens that the call read; `None` without a cache
+    label: str  # class and method that was called
+    names: Any  # the parameters of the method and their kinds, in the form of `dump_static`
     error: str = ""  # class and text of the raised error; empty if the call returned, and in older files
 
 
@@ -191,16 +191,12 @@ def callee_of(target: object, method: str | None) -> Callee:
 class _Recorded(torch.nn.Module):
     """A recorded method as a module whose ``forward`` takes the arguments that vary; the others are constants."""
 
-    def __init__(self, callee: Callee, names: tuple[str, ...], constants: Mapping[str, Any]) -> None:
+    def __init__(self, callee: Callee, constants: Mapping[str, Any]) -> None:
         super().__init__()
-        self._callee, self._names, self._constants = callee, names, dict(constants)
+        self._callee, self._constants = callee, dict(constants)
         if isinstance(callee.owner, torch.nn.Module):
             self.recorded = callee.owner
             self.training = callee.owner.training
-
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        return self._callee.call({**given, **self._constants})
 
 
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
@@ -209,23 +205,23 @@ def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]
     torch.export has no dynamic shapes for ``**kwargs``, where Hugging Face models receive half of their arguments, so
     ``forward`` of this module names all arguments.
     """
-    # names: parameters that `forward` of the module has
     names = tuple(names)
 
     def forward(self: _Recorded, *args: Any, **kwargs: Any) -> Any:
-        return self._call(args, kwargs)
+        given = dict(zip(names, args, strict=False))
+        return self._callee.call({**given, **kwargs, **self._constants})
 
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it first
     cls = type(type(callee.owner).__name__, (_Recorded,), {"forward": forward})
-    module: torch.nn.Module = cls(callee, names, constants)
+    module: torch.nn.Module = cls(callee, constants)
     return module
 
 
 class Fact(NamedTuple):
     """The path, dtype, shape and device of one tensor in recorded inputs or outputs, or the value of any other leaf."""
 
-    path: str  # the way to it, with dots: `cache.key_0`
+    path: str  # the keys from the arguments to the leaf, with dots between them: `cache.key_0`
     dtype: torch.dtype | None  # the dtype of a tensor, `None` for anything else
     shape: tuple[int, ...]  # the shape of a tensor, `()` for anything else
     device: torch.device | None  # where the tensor was
@@ -268,8 +264,7 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Return whether two recorded leaves that are not tensors have the same value; NaN equals NaN."""
-    # returns: whether they are the same object, or plain values of one type and text; other objects are not compared
+    """Return whether two leaves without tensors are the same object, or plain values with one type and one text."""
     if one.value is other.value:
         return True
     plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)

@@ -108,7 +108,7 @@ class RecordedCalls(Sequence[Call]):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
         return self._calls[which]
 
-    # -- phases and axes # -------------------------------------------------------------------------------------------
+    # -- phases and axes -----------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
         """Return the recorded calls in groups of equal input structure, by name: one exported program serves a group.
@@ -125,7 +125,17 @@ class RecordedCalls(Sequence[Call]):
 
     def report(self) -> str:
         """Return a table of the recorded arguments and of the sizes that vary, with relations between the sizes."""
-        return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
+        phases, axes = self.phases(), self.axes()
+        lines = [f"{self._callee.label}: {_counted(self)}"]
+        used = [name for name in axes.sizes if name in axes.names.values() or name == "past"]
+        if used:
+            lines.append("  " + "   ".join(f"{name} {_span(axes.seen(name, self))}" for name in used))
+        lines += [f"  {relation}" for relation in axes.relations]
+        for name, part in phases.items():
+            lines += ["", f"{name}: {_counted(part)}", *_phase(part, axes)]
+        if axes.remarks:
+            lines += ["", *(f"note: {remark}" for remark in axes.remarks)]
+        return "\n".join(lines)
 
     __str__ = report
 
@@ -203,7 +213,7 @@ class RecordedCalls(Sequence[Call]):
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
         constants = constants_of(part._calls)
-        names = [name for name in _names(part._calls[0]) if name not in constants]
+        names = [name for name in part._calls[0].snapshot.spec.context if name not in constants]
         return module_of(self._callee, names, constants)
 
     def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
@@ -221,8 +231,10 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when there is no such phase.
         """
-        part = self._one(phase)
-        return replay_calls(part._calls, program, constants_of(part._calls), tolerance)
+        calls = self._one(phase)._calls
+        with libraries_in_use(), torch.no_grad():
+            run = _call_of(program, constants_of(calls))
+            return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
 
     def _one(self, phase: str | None) -> RecordedCalls:
         phases = self.phases()
@@ -236,16 +248,11 @@ class RecordedCalls(Sequence[Call]):
         raise RecordError(f"Calls of {len(phases)} phases were recorded: {_listed(phases)}. Choose one: phase={name!r}")
 
 
-def _names(call: Call) -> list[str]:
-    return list(call.snapshot.spec.context)  # the keys of a dict
-
-
 def _listed(phases: Mapping[str, RecordedCalls]) -> str:
     return ", ".join(f"{name!r} ({len(calls)})" for name, calls in phases.items())
 
 
 def _stored_callee(path: pathlib.Path, about: About) -> Callee:
-    """Return the callee from its stored description."""
     with damage_as(RecordError, str(path)):
         parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
@@ -254,20 +261,8 @@ def _stored_callee(path: pathlib.Path, about: About) -> Callee:
 # Show recorded calls as a table: each argument, and the sizes that vary together.
 
 
-def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> str:
-    """Write the table."""
-    total = sum(map(len, phases.values()))
-    lines = [f"{label}: {total} call{'' if total == 1 else 's'}"]
-    calls = [call for part in phases.values() for call in part]
-    used = [name for name in axes.sizes if name in axes.names.values() or name == "past"]
-    if used:
-        lines.append("  " + "   ".join(f"{name} {_span(axes.seen(name, calls))}" for name in used))
-    lines += [f"  {relation}" for relation in axes.relations]
-    for name, part in phases.items():
-        lines += ["", f"{name}: {len(part)} call{'' if len(part) == 1 else 's'}", *_phase(part, axes)]
-    if axes.remarks:
-        lines += ["", *(f"note: {remark}" for remark in axes.remarks)]
-    return "\n".join(lines)
+def _counted(calls: Sequence[Call]) -> str:
+    return f"{len(calls)} call{'' if len(calls) == 1 else 's'}"
 
 
 def _phase(calls: Sequence[Call], axes: Axes) -> Iterator[str]:
@@ -298,15 +293,13 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
 
 
 def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Merge similar leaves of one parent into one row: the keys and values of all layers."""
+    """Merge similar leaves of one parent into one row, such as the keys and values of all layers."""
     for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
         paths = [row[0] for row in group]
         last = paths[-1].removeprefix(f"{parent}.")
-        name = paths[0] if not parent or len(paths) == 1 else f"{paths[0]} ... {last} ({len(paths)})"
-        if not parent:
-            yield from ((path, alike[0], alike[1], alike[2]) for path in paths)
-        else:
-            yield name, alike[0], alike[1], alike[2]
+        if parent and len(paths) > 1:
+            paths = [f"{paths[0]} ... {last} ({len(paths)})"]
+        yield from ((path, alike[0], alike[1], alike[2]) for path in paths)
 
 
 def _holds(call: Call, name: str) -> bool:
@@ -314,7 +307,7 @@ def _holds(call: Call, name: str) -> bool:
 
 
 def _span(sizes: Sequence[int]) -> str:
-    """Spell sorted sizes.
+    """Return sorted sizes as a short text.
 
     >>> _span([2]), _span([1, 8]), _span([0, 8, 9, 10])
     ('2', '1, 8', '0, 8..10')
@@ -353,10 +346,10 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     return next((value for value in values.values() if is_cache(value)), None)
 
 
-def kind_of(cache: TransformersCache | None, past: int | None, makes_one: bool) -> str:
+def kind_of(cache: TransformersCache | None, past: int | None) -> str:
     """Return ``"decode"`` for a call whose KV cache has tokens, ``"forward"`` without a cache, else ``"prefill"``."""
     if cache is None:
-        return "prefill" if makes_one else "forward"
+        return "forward"
     return "decode" if past or has_read(cache) else "prefill"
 
 
@@ -404,14 +397,14 @@ def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
     return unique
 
 
-# Run a program over recorded calls, and compare its outputs with the recorded ones.
-
-
 def _arguments(call: Call) -> Iterable[str]:
-    """The arguments that are not None."""
+    """Return the names of the arguments that are not ``None``."""
     return dict.fromkeys(
         fact.path.partition(".")[0] for fact in call.facts() if fact.is_tensor or fact.value is not None
     )
+
+
+# Run a program on recorded calls, and compare its outputs with the recorded ones.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,16 +437,6 @@ class RecordReplay(Report):
         return "\n".join([*table(rows, indent=""), verdict, *self.nan_notes()])
 
 
-def replay_calls(
-    calls: Sequence[Call], program: Callable[..., Any], constants: Mapping[str, Any], tolerance: float
-) -> RecordReplay:
-    """Run a program on recorded calls, and compare its outputs with the recorded ones."""
-    # constants: the arguments that never changed, which the program does not take
-    with libraries_in_use(), torch.no_grad():
-        run = _call_of(program, constants)
-        return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
-
-
 def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
     inputs, expected = call.inputs, call.outputs
     tokens = "" if call.past is None else f", past {call.past}, new {call.new}"
@@ -475,18 +458,18 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
 
 
 def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return the program's arguments for the inputs of a call, by name."""
+    """Return a function that calls a program with the inputs of a recorded call, without the constants."""
     program = getattr(program, "program", program)  # of an ExportedModel
     if not isinstance(program, ExportedProgram):
         return lambda inputs: program(**{name: x for name, x in inputs.items() if name not in constants})
     runner = ProgramRunner(program)
-    return lambda inputs: runner.call(*_arguments_of_replay(program, inputs, constants))
+    return lambda inputs: runner.call(*_program_arguments(program, inputs, constants))
 
 
-def _arguments_of_replay(
+def _program_arguments(
     program: ExportedProgram, inputs: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a program was exported with, positional ones first, taken from inputs by name."""
+    """Return the positional and keyword arguments of a program, from the inputs of a recorded call by name."""
     positional, named = program.call_spec.in_spec.children()
     missing = [name for name in named.context if name not in inputs]
     if missing:

@@ -32,7 +32,7 @@ _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
 
 
 def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Create the folder for recorded calls, and raise an error if it already contains some."""
+    """Create the folder for recorded calls; raise RecordError if the folder already contains calls."""
     require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
     if path.is_file():
@@ -48,10 +48,9 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob(f"call-*{_SUFFIX}"))
 
 
-def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
+def write_call(folder: pathlib.Path, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
     """Write one recorded call to a file, and return its inputs and outputs, which are then read from the file."""
-    # parts: its inputs, and its outputs where they are recorded
-    path = folder / f"call-{index:05}{_SUFFIX}"
+    path = folder / f"call-{about.index:05}{_SUFFIX}"
     with scratch_for(path) as half:
         head = {
             "version": _VERSION,

@@ -90,8 +90,6 @@ class _Begun:
 
 
 class _Recorder:
-    """Makes a record of each observed call."""
-
     def __init__(
         self,
         callee: Callee,
@@ -117,7 +115,7 @@ class _Recorder:
             inputs = Snapshot.take(named, name="inputs", device=self.device)
             cache = cache_of(named)
             past = None if cache is None else tokens_in(cache)
-            return _Begun(index, inputs, cache, past, kind_of(cache, past, False))
+            return _Begun(index, inputs, cache, past, kind_of(cache, past))
 
     def dropped(self) -> None:
         with LOCK:
@@ -130,20 +128,13 @@ class _Recorder:
         if not is_kept or not isinstance(error, Exception):
             return
         text = f"{type(error).__name__}: {error}".rstrip(": ")
-        parts = {"inputs": token.inputs}
-        call = Call(self.callee, token.index, token.kind, token.past, None, parts, text)
-
-        def stored() -> Call:
-            if self.folder is None:
-                return call
-            kept = write_call(self.folder, token.index, parts, about_call(call))
-            return Call(self.callee, token.index, token.kind, token.past, None, kept, text)
+        call = Call(self.callee, token.index, token.kind, token.past, None, {"inputs": token.inputs}, text)
 
         def not_stored(other: Exception) -> Call:  # the error of the call takes precedence
             error.add_note(f"record_calls could not store this call ({type(other).__name__}: {first_line(other)}).")
             return call
 
-        found = result_or(stored, not_stored)
+        found = result_or(functools.partial(self.stored, call), not_stored)
         with LOCK:
             self.calls.failed.append(found)
 
@@ -158,17 +149,20 @@ class _Recorder:
         made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
         seen = None if made is None else tokens_in(made)
         past, kind = begun.past, begun.kind
-        if begun.cache is None:
-            past, kind = (None if seen is None else 0), kind_of(None, None, made is not None)
+        if begun.cache is None and made is not None:
+            past, kind = (None if seen is None else 0), "prefill"
         new = None if seen is None or past is None else seen - past
         parts = {"inputs": begun.inputs}
         if self.outputs:
             parts["outputs"] = Snapshot.take(result, name="outputs", device=self.device)
-        call = Call(self.callee, begun.index, kind, past, new, parts)
+        return self.stored(Call(self.callee, begun.index, kind, past, new, parts))
+
+    def stored(self, call: Call) -> Call:
+        """Write a call to the folder, if there is a folder, and return a call that reads its tensors from the file."""
         if self.folder is None:
             return call
-        stored = write_call(self.folder, begun.index, parts, about_call(call))
-        return Call(self.callee, begun.index, kind, past, new, stored)
+        parts = write_call(self.folder, call._parts, about_call(call))
+        return Call(self.callee, call.index, call.kind, call.past, call.new, parts, call.error)
 
 
 def _top_level(result: PyTree) -> dict[str, Any]:

@@ -4,14 +4,14 @@
 Inside the context manager the registration differs from that outside. Recognized forms, for a cache with n layers::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
-    [keys 0, values 0, ..., Dim.AUTO]                   ours of earlier versions, in which that is an integer
+    [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
     [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
-    ShapesCollection                                    entries by tensor; the counter has none
+    ShapesCollection                                    entries by tensor; the counter has no entry
 
-Each entry is moved to the tensor that it was written for. The number of tokens seen has no axes; where it is an
-integer, it varies if any axis of the cache does. ``Dim.AUTO`` of an axis that never varies is dropped. Other forms are
-unchanged, and torch reports their errors.
+Each entry is moved to the tensor that it was written for. The counter of tokens has no axes; an integer counter varies
+if an axis of the cache varies. ``Dim.AUTO`` at an axis that never varies is dropped. Other forms are unchanged, and
+torch reports their errors.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def adapted_shapes(
     recipe_of: _RecipeOf,
 ) -> DynamicShapes:
     """Return ``dynamic_shapes`` with the entries of a KV cache in the order in which this package flattens it."""
-    # shapes: the argument of `torch.export.export`
-    # recipe_of: our recipe of a class, `None` for a class that is not ours
+    # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args
 
     by_tensor = isinstance(shapes, ShapesCollection)
@@ -52,7 +51,7 @@ def adapted_shapes(
         return shapes
     try:
         named = combine_args(module, args, kwargs)
-    except TypeError:  # arguments that do not fit are torch's to report
+    except TypeError:  # torch reports arguments that do not fit
         return shapes
     return _Adapting(recipe_of, by_tensor).adapt(dict(named), shapes)
 
@@ -66,7 +65,8 @@ class _Adapting:
             return shapes
         recipe = self.recipe_of(type(obj))
         if recipe is not None and recipe.axes is not None:
-            return self.of_cache(obj, shapes, recipe)
+            entries = self.entries_of(obj, shapes, recipe)
+            return self.varying(obj, entries, recipe) if isinstance(entries, list) else entries
         if isinstance(obj, Mapping) and isinstance(shapes, dict):
             return {name: self.adapt(obj[name], below) if name in obj else below for name, below in shapes.items()}
         if isinstance(obj, Mapping) and type(obj) not in pytree.SUPPORTED_NODES and isinstance(shapes, (tuple, list)):
@@ -81,10 +81,6 @@ class _Adapting:
             return shapes
         below = [self.adapt(child, entry) for child, entry in zip(children, shapes, strict=True)]
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
-
-    def of_cache(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        entries = self.entries_of(cache, shapes, recipe)
-        return self.varying(cache, entries, recipe) if isinstance(entries, list) else entries
 
     def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
         """Drop ``Dim.AUTO`` from axes of a KV cache that never vary, such as heads."""
@@ -131,7 +127,7 @@ class _Adapting:
 
 
 def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShapes:
-    """An entry of a tensor without ``Dim.AUTO`` at the axes that do not vary."""
+    """Return an entry of a tensor without ``Dim.AUTO`` at the axes that never vary."""
     if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
         return entry
     dims = dict(entry) if isinstance(entry, dict) else dict(enumerate(entry))
@@ -154,8 +150,7 @@ def _entry_of_count(child: object, varies: bool) -> DynamicShapes:
 
 
 def _fits(child: object, entry: DynamicShapes) -> bool:
-    """Return whether an entry fits a child."""
-    if entry is None or (_is_tensor(child) and not _is_container(entry)):  # earlier versions count in an integer
+    if entry is None or (_is_tensor(child) and not _is_container(entry)):  # a counter, an integer in earlier versions
         return True
     if isinstance(child, torch.Tensor):
         if isinstance(entry, dict):
@@ -209,21 +204,17 @@ def _tensors_of(obj: object, inside: tuple[int, ...] = ()) -> Iterator[torch.Ten
         items = list(obj.values())
     elif hasattr(obj, "__dict__") and not isinstance(obj, (type, FunctionType, MethodType)):
         items = list(vars(obj).values())
-    if id(obj) not in inside:  # an object that refers to itself
+    if id(obj) not in inside:  # an object may refer to itself
         for item in items:
             yield from _tensors_of(item, (*inside, id(obj)))
 
 
+# Read the specifications of `torch.fx.experimental.dynamic_spec`. torch 2.13 has these classes, and `torch.export`
+# accepts them since 2.15. Only this file reads private attributes of these classes. If an attribute is missing, see how
+# `torch.fx.experimental._spec_binding` reads a specification.
+
 _CLASSES = ("DictSpec", "IntVar", "ObjectSpec", "ParamsSpec", "SeqSpec", "ShapesSpec", "TensorSpec")
 _ATTACHED = "_dynamic_spec"
-
-
-# Read the specifications of `torch.fx.experimental.dynamic_spec`.
-#
-# torch 2.13 has these classes, and `torch.export` takes them since 2.15.
-#
-# Only this file reads private attributes of these classes. If an attribute is missing, see how
-# `torch.fx.experimental._spec_binding` reads a specification.
 
 
 def spec_classes() -> types.ModuleType | None:
@@ -233,10 +224,7 @@ def spec_classes() -> types.ModuleType | None:
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return the parameters and the assumptions of a ``ShapesSpec`` or ``ParamsSpec``.
-
-    Anything else is returned unchanged.
-    """
+    """Return the parameters and the assumptions of a ``ShapesSpec`` or ``ParamsSpec``, or another value unchanged."""
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
         assumptions = tuple(one.node.expr for one in spec.assumptions)
@@ -267,14 +255,13 @@ def refuse_specs_of_keys(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     spec: DynamicShapes,
-    recipe_of: Callable[[type], Recipe | None],
+    recipe_of: _RecipeOf,
 ) -> None:
-    """Refuse a ``ShapesSpec`` with entries for a KV cache or similar: ``torch.export`` cannot look up these entries.
+    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another object with keys.
 
-    torch looks up the entries of an ``ObjectSpec`` by attribute name. The children of caches have keys.
+    ``torch.export`` looks up the entries of an ``ObjectSpec`` by attribute name, and the children of caches have keys.
     """
-    # spec: the argument of `torch.export.export`; only specifications are checked
-    # recipe_of: our recipe of a class, `None` for a class that is not ours
+    # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args  # imports much
 
     classes = spec_classes()
@@ -282,7 +269,7 @@ def refuse_specs_of_keys(
         return
     try:
         inputs = combine_args(module, args, kwargs)
-    except TypeError:  # arguments that do not fit are torch's to report
+    except TypeError:  # torch reports arguments that do not fit
         return
     containers = (classes.ObjectSpec, classes.DictSpec, classes.SeqSpec)
     for name, entry in opened_spec(spec)[0].items():

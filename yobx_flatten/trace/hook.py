@@ -4,11 +4,11 @@
 * Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` gets a few more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.
-* A package of AOTInductor gets the strides that it was compiled for (see
+* A package of AOTInductor gets inputs with the strides that it was compiled for (see
   :mod:`yobx_flatten.trace.remembering_program`).
-* A program remembers the classes of its inputs and outputs. If they are not registered at a call, the error names them;
-torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in the
-example.
+* A program remembers the classes of its inputs and outputs. If a class is not registered at a call, the error names the
+  class; torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in
+  the example.
 
 The replacements are active only during a trace and in its thread; eager models inside a block are unchanged.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -38,7 +39,6 @@ from .onnx_operators import (
     OPEN,
     TRANSLATIONS,
     TraceSupport,
-    Translation,
     add_translation,
     filled_registry,
     open_supports,
@@ -47,16 +47,14 @@ from .onnx_operators import (
 from .program_inputs import enums_as_texts, members_in_forward
 from .remembering_program import (
     called_contiguous,
-    concise,
     importing_classes,
     remembering,
     remembering_expressions,
     remembering_hints,
     remembering_strides,
+    without_needless_assertions,
 )
 from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
-
-# Trace ``torch.nn.TransformerEncoder`` with its eager result: zeros where the input is padded on the right.
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -84,13 +82,10 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
     return forward
 
 
-# Insert casts where types differ, without recomputing every value as torch's exporter does.
-
-
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``, so that it reads a node's value from the graph if it is known.
+    """Wrap ``_TypePromotionInterpreter.run_node``, so that it reads a known value from the graph.
 
-    A node whose arguments are cast is run by the pass, which stores the new value.
+    torch's exporter recomputes every value. Here a node is run only if its arguments are cast.
     """
     from ..private_names.of_torch import type_promotion_rule
 
@@ -136,7 +131,7 @@ class ExportHook:
         self._on_program = AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__))
         self._encoder = TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding)
         self._on_load = [
-            AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=self._importing(protocol)))
+            AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=_importing(protocol)))
             for number, protocol in spec_protocols.items()
         ]
 
@@ -187,18 +182,12 @@ class ExportHook:
 
         def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
             filled = filled_registry(original, cls, args, kwargs)
-            for translation in self._translations():
+            added = itertools.chain(TRANSLATIONS, *(support.translations() for support in open_supports()))
+            for translation in added:
                 add_translation(filled, module, translation)
             return filled
 
         return AttributePatch(registry, "from_torchlib", classmethod(from_torchlib))
-
-    def _translations(self) -> list[Translation]:
-        return [*TRANSLATIONS, *(translation for support in open_supports() for translation in support.translations())]
-
-    def _importing(self, protocol: Any) -> Callable[..., Any]:
-        """Read a stored tree spec; import the modules of the classes it names: libraries register them on import."""
-        return importing_classes(protocol.json_to_treespec, lambda: {one.modules for one in open_supports()})
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -236,18 +225,22 @@ class ExportHook:
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                program: Any = concise(original(mod, args, kwargs, dynamic_shapes, *more, **options))
+                program: Any = without_needless_assertions(
+                    original(mod, args, kwargs, dynamic_shapes, *more, **options)
+                )
                 program.enum_members = members  # in this process only: a stored program contains their texts
                 return program
 
         return _export
 
 
+def _importing(protocol: Any) -> Callable[..., Any]:
+    return importing_classes(protocol.json_to_treespec, lambda: {support.modules for support in open_supports()})
+
+
 def _wrapping(
     owner: str | None, name: str, wrapped: Callable[[Any], Any]
 ) -> Callable[[ModuleType], AttributePatch | None]:
-    """Make a patch of a function of a module or of its class, if the function exists."""
-
     def make(module: ModuleType) -> AttributePatch | None:
         target = module if owner is None else vars(module).get(owner)
         found = None if target is None else vars(target).get(name)
@@ -257,11 +250,11 @@ def _wrapping(
 
 
 def _with_own_memory(tree: PyTree) -> PyTree:
-    """Return example inputs without slices and without repeated tensors.
+    """Return example inputs with copies of slices and of repeated tensors.
 
-    ``ids[:, 5:]`` has unusual strides, so the program would refuse all contiguous tensors ("Guard
-    failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
-    torch makes one input of a tensor in two places, and the program would read it for both.
+    A program traced with a slice such as ``ids[:, 5:]`` refuses contiguous tensors ("Guard failed:
+    input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor
+    is passed twice, torch makes one input of it, and the program would read this input for both.
     """
     leaves, spec = pytree.tree_flatten(tree)
     made = []
@@ -272,22 +265,18 @@ def _with_own_memory(tree: PyTree) -> PyTree:
 
 
 def _is_slice(leaf: object) -> bool:
-    """Return whether a tensor has gaps between its first and last element in memory, or is expanded."""
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return span != leaf.numel()
+    return span != leaf.numel()  # the memory has gaps between the elements, or the tensor is expanded
 
 
 _LOADER_LOG = logging.getLogger("torch._export.serde.serialize")
 
 
 def _is_sound(record: logging.LogRecord) -> bool:
-    """Drop one log record of torch 2.13 that has too few arguments for its text.
-
-    Loading a program whose example inputs contain a cache logs that it unpickles them; Python then prints the traceback
-    of the broken record to the terminal.
-    """
+    # torch 2.13 logs this text with too few arguments when a program whose example inputs contain a cache is loaded;
+    # Python then prints the traceback of the broken record to the terminal.
     return not (str(record.msg).startswith("Fallback to weights_only=False") and len(record.args or ()) < 2)
 
 
@@ -295,7 +284,7 @@ EXPORT_HOOK = ExportHook()
 
 
 def _drops_padding(encoder: Any, src: Tensor) -> bool:
-    """Whether an encoder drops padding in a call without gradients, outside of a trace."""
+    """Return whether an encoder drops padding in a call without gradients, outside of a trace."""
     first = encoder.layers[0]
     return bool(
         torch.backends.mha.get_fastpath_enabled()
@@ -308,14 +297,11 @@ def _drops_padding(encoder: Any, src: Tensor) -> bool:
     )
 
 
-# Refuse nested values in ``**kwargs``: torch exports them, but the program cannot be called.
-
-
 def check_nested_kwargs(
     export: Callable[..., Any], module: torch.nn.Module, kwargs: Mapping[str, Any] | None, shapes: DynamicShapes
 ) -> None:
     """Refuse nested values in ``**kwargs`` if torch would export a program that raises ``NameError`` at every call."""
-    # shapes: the dynamic shapes; without them there are no such guards
+    # without dynamic shapes the program has no guard that raises the error
     parameters = inspect.signature(module.forward).parameters
     if shapes is None or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
@@ -341,7 +327,7 @@ class _Smallest(torch.nn.Module):
 
 @functools.cache
 def _has_defect(export: Callable[..., Any]) -> bool:
-    """Export the smallest such module as torch.export.export does, once per process, and call its program."""
+    """Return whether torch exports nested values in ``**kwargs`` wrongly: export and call a small module."""
     x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
     shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
     # earlier versions refuse the shapes

@@ -3,10 +3,10 @@
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
-* ``scaled_dot_product_attention``: one operator from opset 23 on. torch's exporter refuses it for one key head without
-``enable_gqa`` (Falcon) and for tensors without four axes, and is wrong for fully masked queries. * ``erf_inv``
-(``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32. * Operators that
-are wrong at some values, or missing: :mod:`.onnx_repairs`.
+* ``scaled_dot_product_attention``, one operator in opset 23 and newer. torch's exporter refuses one key head without
+  ``enable_gqa`` (Falcon) and tensors without four axes, and is wrong for fully masked queries.
+* ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
+* Operators that the exporter lacks, or translates wrongly at some values: :mod:`.onnx_repairs`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> OnnxValue:
-    """Translate attention to one operator, or to several if ONNX's operator does not accept the arguments."""
     from onnxscript import opset23 as op
 
     if dropout_p == 0 and _is_one_operator(query, key, value, enable_gqa):
@@ -171,21 +170,26 @@ TRANSLATIONS = (
 # Read the ONNX exporter's tables once per process instead of at each conversion.
 
 
-# request -> (dependencies of the table, table)
+# request -> (sources of the table, table)
 _TABLES: dict[Any, tuple[Any, Any]] = {}
+
+
+def _remembered(request: Any, sources: Callable[[], Any], read: Callable[[], Any]) -> Any:
+    """Return the table for a request, and read the table again if its sources have changed."""
+    with LOCK:
+        read_from, table = _TABLES.get(request, (None, None))
+    if read_from != sources():
+        table = read()
+        with LOCK:
+            _TABLES[request] = sources(), table  # reading a table imports more sources
+    return table
 
 
 def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a copy of torch's filled ``ONNXRegistry``, to which the caller may add translations."""
     # read: the original classmethod `from_torchlib`
-    asked = read, cls, args, tuple(sorted(kwargs.items()))
-    with LOCK:
-        given_for, table = _TABLES.get(asked, (None, None))
-    known = _known()
-    if given_for != known:
-        table = read.__get__(None, cls)(*args, **kwargs)
-        with LOCK:
-            _TABLES[asked] = _known(), table  # reading it imports onnxscript's functions
+    request = read, cls, args, tuple(sorted(kwargs.items()))
+    table = _remembered(request, _known, functools.partial(read.__get__(None, cls), *args, **kwargs))
     own = copy.copy(table)
     own.functions = {operator: list(entries) for operator, entries in table.functions.items()}
     return own
@@ -196,34 +200,24 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
-        asked = original, frozenset(onnx_registered_ops)
-        known = _decomposed()
-        with LOCK:
-            given_for, table = _TABLES.get(asked, (None, None))
-        if given_for != known:
-            table = original(onnx_registered_ops)
-            with LOCK:
-                _TABLES[asked] = _decomposed(), table  # reading it imports decompositions
-        return dict(table)
+        request = original, frozenset(onnx_registered_ops)
+        return dict(_remembered(request, _decomposed, functools.partial(original, onnx_registered_ops)))
 
     return create
 
 
 def _decomposed() -> tuple[Any, ...]:
-    """Return the operators in decompositions, including those of Python."""
+    """Return the sources of the table of decompositions: all operators, and the decompositions in Python."""
     from ..private_names.of_torch import decompositions
 
     return (operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items()))
 
 
 def _known() -> tuple[Any, ...]:
-    """Return the sources of a table: the operators that libraries have defined so far, and onnxscript's functions."""
+    """Return the sources of an ``ONNXRegistry``: the operators of all libraries, and onnxscript's functions."""
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions])
-
-
-# Interface of a model library that adapts traces, and the list of those that open blocks use.
 
 
 class TraceSupport:

@@ -1,7 +1,7 @@
 """Translations for operators that torch's ONNX exporter translates wrongly at some values, or not at all.
 
-``make operators`` finds such operators; its page lists their errors. Comments mark those whose cost is quadratic in an
-axis (``cumprod``, ``cummax``, ``logcumsumexp``), since ONNX has no cumulative operator for them.
+``make operators`` finds such operators, and its page lists their errors. The cost of ``cumprod``, ``cummax`` and
+``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no such cumulative operators.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def _is_float(x: OnnxValue) -> bool:
 
 
 def _is_negative(x: OnnxValue) -> OnnxValue:
-    """Whether a number has a minus sign, including -0.0, which only a division reveals."""
     op = _operators()
     zero = _like(0.0, x)
-    below = op.Less(op.Div(_like(1.0, x), x), zero)
+    below = op.Less(op.Div(_like(1.0, x), x), zero)  # only a division distinguishes -0.0 from 0.0
     return op.Or(op.Less(x, zero), op.And(op.Equal(x, zero), below))
 
 
@@ -94,15 +93,15 @@ def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
 
 
 def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue:
-    """Compute logaddexp relative to the larger number, since exponentials of large numbers are infinite."""
     op = _operators()
+    # relative to the larger number, since exponentials of large numbers are infinite
     apart = op.Where(op.Equal(x, y), _like(0.0, x), op.Neg(op.Abs(op.Sub(x, y))))
     rest = op.Log(op.Add(op.Exp(op.Mul(apart, _like(math.log(base), x))), _like(1.0, x)))
     return op.Add(op.Max(x, y), op.Div(rest, _like(math.log(base), x)))
 
 
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
-    """Return the larger or smaller number; if one of them is NaN, the other."""
+    """Return the larger or smaller of two numbers; if one number is NaN, return the other number."""
     op = _operators()
     found = op.Max(x, y) if largest else op.Min(x, y)
     if not _is_float(x):
@@ -143,7 +142,7 @@ def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) 
 
 
 def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """Return the largest or smallest number; NaN if one of them is NaN."""
+    """Return the largest or smallest number, or NaN if the numbers contain NaN."""
     op = _operators()
     axes = _axes(*dims) if dims else None
     reduce = op.ReduceMax if largest else op.ReduceMin
@@ -155,7 +154,7 @@ def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest
 
 
 def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """Return the first index of the largest or smallest number, or of NaN if there is one."""
+    """Return the first index of the largest or smallest number, or of NaN if the numbers contain NaN."""
     op = _operators()
     find = op.ArgMax if largest else op.ArgMin
     found = find(x, axis=dim, keepdims=int(keepdim))
@@ -197,9 +196,9 @@ def _aminmax(x: OnnxValue, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """For each position along an axis, all values up to it along the last axis, and a fill value after it.
+    """Repeat an axis: row ``i`` of the result has the values up to position ``i``, and then ``empty``.
 
-    Also the positions, and the permutation that moves the last axis back.
+    Returns: the rows, with the repeated axis at the end; the positions; the permutation that moves the last axis back.
     """
     op = _operators()
     rank = len(x.shape)
@@ -251,7 +250,7 @@ def _cumulative_extreme(x: OnnxValue, dim: int, *, largest: bool) -> tuple[OnnxV
 
 
 def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """The k-th smallest number and an index of it; NaN counts as the largest."""
+    """Return the k-th smallest number and its index; NaN counts as the largest number."""
     op = _operators()
     given = op.Where(op.IsNaN(x), _like(math.inf, x), x) if is_float else x
     _, places = op.TopK(given, k, axis=dim, largest=0, sorted=1)
@@ -269,7 +268,7 @@ def _median(x: OnnxValue, dim: int, keepdim: bool = False) -> tuple[OnnxValue, O
 
 
 def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """Return the lower of the two middle numbers; NaN if there is one."""
+    """Return the median and its index, as torch does: the lower of two middle numbers, or NaN if there is a NaN."""
     op = _operators()
     count = op.Gather(op.Shape(x), _axes(dim))
     found, place = _kth(x, op.Div(op.Add(count, _axes(1)), _axes(2)), dim, keepdim, is_float=is_float)
@@ -306,7 +305,7 @@ def _searchsorted(
 def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, invert: bool = False) -> OnnxValue:
     op = _operators()
     same = op.Equal(op.Unsqueeze(elements, _axes(-1)), op.Reshape(of, _axes(-1)))
-    # with one value that is never equal, since the maximum of nothing is undefined
+    # padded with one value that is not equal, since the maximum of an empty axis is undefined
     found = op.ReduceMax(
         op.Pad(op.Cast(same, to=_INT64), _axes(*[0] * (2 * len(elements.shape) + 1), 1)), _axes(-1), keepdims=0
     )
@@ -314,10 +313,10 @@ def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, inver
 
 
 def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
-    """Split into parts of equal size and a rest; if the size is dynamic, by a list of sizes."""
     op = _operators()
     if isinstance(size, int):
         return op.SplitToSequence(x, op.Constant(value_int=size), axis=dim)
+    # a dynamic size: ONNX splits by the list of the sizes of all parts
     total, each = op.Gather(op.Shape(x), _axes(dim)), op.Reshape(size, _axes(-1))
     before_last = op.Div(op.Sub(total, _axes(1)), each)
     rest = op.Sub(total, op.Mul(each, before_last))
@@ -404,9 +403,9 @@ def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None
 
 
 def _distances_by_product(x: OnnxValue, y: OnnxValue, rank: int) -> OnnxValue:
-    """Distances of long vectors from products instead of differences, relative to a center to keep products small."""
+    """Compute distances of long vectors from their products, without the differences of all pairs."""
     op = _operators()
-    centre = op.ReduceMean(y, _axes(-2), keepdims=1)
+    centre = op.ReduceMean(y, _axes(-2), keepdims=1)  # subtracted, so that products are small
     x, y = op.Sub(x, centre), op.Sub(y, centre)
     order = [*range(rank - 2), rank - 1, rank - 2]
     squares = op.ReduceSum(op.Mul(x, x), _axes(-1), keepdims=1)
@@ -453,7 +452,7 @@ def plain_attention(
 
 
 def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:
-    """Keys or values with each head repeated for its query heads."""
+    """Return keys or values with each head repeated for its query heads."""
     op = _operators()
     shape, heads = op.Shape(x), op.Gather(op.Shape(query), _axes(rank - 3))
     times = op.Div(heads, op.Gather(shape, _axes(rank - 3)))

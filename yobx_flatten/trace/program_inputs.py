@@ -28,9 +28,6 @@ def traced_inputs(program: ExportedProgram) -> list[Any]:
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
 
-# Call older programs that expect an integer where caches now flatten to a tensor.
-
-
 # Numbers, texts, enums and ``None`` among the inputs: a program fixes the values of its example.
 
 
@@ -73,7 +70,7 @@ def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTre
 @contextlib.contextmanager
 def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
     """Make a module's ``forward`` receive enum members in the with block, while its trace receives texts."""
-    # names: the keyword arguments, in the order in which the places of members were counted
+    # names: the keyword arguments in the order of the export, which determines the numbers of the leaves
     if not members:
         yield
         return
@@ -87,8 +84,7 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 def checking_constants(program: ExportedProgram) -> _Hook | None:
     """Make a hook that refuses a call if an input differs from the constant that the exported program has for it."""
-    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; it raises
-    # `yobx_flatten.errors.SpecMismatchError`. `None` where all inputs are tensors, or numbers that vary.
+    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program has no constant input
     given = arguments_of(program)
     constants = {place: arg.value for place, arg in enumerate(given) if isinstance(arg, ConstantArgument)}
     spec = program.call_spec.in_spec
@@ -151,7 +147,7 @@ class StoredInteger(int):
 
 def with_integers(program: ExportedProgram) -> _Hook | None:
     """Make a hook that converts tensors in a call to integers where an older exported program takes integers."""
-    # returns: the hook, for `register_forward_pre_hook(with_kwargs=True)`; `None` where the program takes none
+    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program takes no integer
     given = arguments_of(program)
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
     spec = program.call_spec.in_spec
@@ -160,7 +156,7 @@ def with_integers(program: ExportedProgram) -> _Hook | None:
     names = spec.children()[1].context
 
     def convert(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if set(names) != set(kwargs):  # torch names them
+        if set(names) != set(kwargs):  # torch reports it
             return None
         leaves, found = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         late = {place for place in places if place < len(leaves) and isinstance(leaves[place], torch.Tensor)}
@@ -172,11 +168,8 @@ def with_integers(program: ExportedProgram) -> _Hook | None:
     return convert
 
 
-aten = torch.ops.aten
-
-
 class Flat(torch.nn.Module):
-    """A module that calls a graph module with the tensors of one list argument."""
+    """A module with one argument, a list of tensors, which are the arguments of a graph module."""
 
     def __init__(self, called: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -189,7 +182,7 @@ class Flat(torch.nn.Module):
 
 def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Sequence[Any]]:
     """Return the shapes that the named inputs have in the trace of an exported program."""
-    # program: what `flat_program` returned
+    # program: a result of `flat_program`
     values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
     return {name: values[arg.name].shape for name, arg in zip(inputs, arguments_of(program), strict=True)}
 
@@ -199,8 +192,8 @@ def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
     value = past.meta.get("val")
     if value is None or value.ndim != 4:
         return None
-    cats = [user for user in past.users if user.target is not aten.sym_size.int]
-    if len(cats) != 1 or cats[0] is not present or present.target is not aten.cat.default:
+    cats = [user for user in past.users if user.target is not torch.ops.aten.sym_size.int]
+    if len(cats) != 1 or cats[0] is not present or present.target is not torch.ops.aten.cat.default:
         return None
     parts: Any = present.args[0]
     axis = present.args[1] if len(present.args) > 1 else 0

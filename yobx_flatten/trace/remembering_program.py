@@ -30,28 +30,29 @@ class _RememberingProgram(ExportedProgram):
 
     def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
-        require_registered(classes, "This program")  # torch would derive wrong paths of guards from the inputs here
+        _require_registered(classes)  # torch would derive wrong paths of guards from the inputs here
         module = super().module(*args, **kwargs)
         for hook in (checking_constants(self), with_integers(self), _renaming(self)):  # the last hook runs first
             if hook is not None:
                 module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if classes:
-            module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
+            module.register_forward_pre_hook(functools.partial(_require_registered, classes), prepend=True)
         return module
 
     def run_decompositions(self, decomp_table: dict[Any, Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        require_registered(_classes_of(self), "This program")
+        _require_registered(_classes_of(self))
         attention = torch.ops.aten.scaled_dot_product_attention.default
         with contextlib.ExitStack() as stack:
             if self.range_constraints and len(self.graph_signature.user_inputs) > FEW_TENSORS:
                 stack.enter_context(fake_tensor_cache_off())
             if decomp_table is not None and attention not in decomp_table:
                 stack.enter_context(PLAIN_ATTENTION)
-            return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
+            program = super().run_decompositions(decomp_table, *args, **kwargs)
+        return _remember(without_needless_assertions(program))
 
 
 def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
-    """Make a hook that renames the arguments of a call to the names in the export."""
+    """Make a hook that renames the keyword arguments of a call to the input names of the program."""
     spec = program.call_spec.in_spec
     names = [] if spec is None else spec.children()[1].context
     supports = open_supports()
@@ -81,9 +82,9 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _own_specs(program: ExportedProgram) -> None:
-    """Copy the static parts of a program, so that a later change of the user's list does not affect it.
+    """Copy the static parts of a program, so that a change to an object of the caller does not change the program.
 
-    Recipes of this package return copies of lists; a user's flatten function may not, and a configuration is an object.
+    The recipes of this package return copies of lists. A user's flatten function may return the list of the object.
     """
     with contextlib.suppress(Exception), warnings.catch_warnings():  # objects that cannot be copied stay shared
         warnings.simplefilter("ignore", FutureWarning)  # a warning of torch 2.13 about the class of its own leaves
@@ -98,19 +99,8 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def concise(program: ExportedProgram) -> ExportedProgram:
-    """Remove the assertions of an exported program that hold for all sizes."""
-    # imported here because it imports sympy, which takes half a second and which every export needs
-
-    return without_needless_assertions(program)
-
-
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    return _remember(concise(program))
-
-
 def _classes_of(program: ExportedProgram) -> tuple[type, ...]:
-    """The classes in a program's inputs and outputs that this package registers."""
+    """Return the classes in a program's inputs and outputs that this package can register."""
     found: dict[type, None] = {}
     specs = [spec for spec in program.call_spec if spec is not None]
     while specs:
@@ -121,17 +111,13 @@ def _classes_of(program: ExportedProgram) -> tuple[type, ...]:
     return tuple(found)
 
 
-def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, args: Any) -> None:
-    require_registered(classes, "This program")
-
-
-def require_registered(classes: tuple[type, ...], subject: str) -> None:
-    """Raise an error, with the line to type, if any of these classes is not registered with torch."""
+def _require_registered(classes: tuple[type, ...], *call: Any) -> None:
+    # call: the module and its arguments, where a hook of the module calls this function
     missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
         raise NotRegisteredError(
-            f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call the program "
+            f"This program takes or returns {names}, which torch does not know how to flatten here. Call the program "
             f"where the class is registered:\n    {REGISTRY.remedy(missing[0])}"
         )
 
@@ -167,7 +153,7 @@ def _expression(condition: object) -> sympy.Basic | None:
 
 
 def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: Mapping[sympy.Symbol, Any]) -> bool:
-    """Whether ``n >= bound`` follows from another assertion, ``n // size >= count``, for the sizes of the trace."""
+    """Return whether ``n >= bound`` follows from another assertion of the form ``n // size >= count``."""
     if not (isinstance(expression, sympy.Ge) and isinstance(expression.lhs, sympy.Symbol)):
         return False
     number, bound = expression.args
@@ -199,26 +185,25 @@ def _is_number(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymBool, bool, int))
 
 
+# Load stored programs faster, also before their classes are imported. torch reads the types of the fields from the
+# annotations of a class for each of thousands of records, and parses the sizes of each tensor with sympy, although most
+# sizes repeat. So both results are cached.
+
+
 # class -> the globals that its annotations were read with, and the types of its fields
 _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
-# Load stored programs faster, also before their classes are imported.
-# Results that torch computes for each record are cached. Each of thousands of records needs the types of its fields,
-# which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses, and most
-# of them repeat.
-
-
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Return a reader of stored tree specs that first imports the modules of classes which are not registered.
+    """Return a reader of stored tree specs that first imports the modules of classes that are not registered.
 
-    Only modules of a fixed list of libraries are imported, which register their classes then.
+    Only modules of the given libraries are imported; these libraries register their classes on import.
     """
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:
         for name in _names_of_classes(schema):
-            # checked again for each class: a module registers several
+            # an earlier import may have registered this class
             module = name.rpartition(".")[0]
             unknown = name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE and module not in sys.modules
             if unknown and module.partition(".")[0] in libraries():
@@ -229,7 +214,7 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
 
 
 def _names_of_classes(schema: object) -> Iterator[str]:
-    """The names under which the classes of a stored specification are registered."""
+    """Yield the names under which the classes of a stored tree spec are registered."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("type"), str):
             yield schema["type"]
@@ -257,10 +242,8 @@ def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
 
 
 def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GraphModuleDeserializer._parse_sym_expr`` with a cache of parsed sizes, so that programs load faster.
-
-    Its effect on the symbols of the program is idempotent.
-    """
+    """Wrap ``GraphModuleDeserializer._parse_sym_expr`` with a cache of parsed sizes, so that programs load faster."""
+    # a second parse of the same size would not change the symbols of the program
 
     @functools.wraps(parse)
     def _parse_sym_expr(self: Any, expr_str: str, hint: object = None) -> Any:
@@ -309,7 +292,7 @@ def called_contiguous(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Runner:
-    """The loader of a package, as the call method sees it."""
+    """A loader of an AOTInductor package that makes inputs contiguous before it runs the package."""
 
     def __init__(self, loader: Any, contiguous: str) -> None:
         self._loader, self._contiguous = loader, contiguous
@@ -318,7 +301,7 @@ class _Runner:
         return getattr(self._loader, name)
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """Run the package after making inputs contiguous where its metadata require it; ``inputs`` is emptied."""
+        """Run the package with contiguous inputs where its metadata require them, and empty the list of inputs."""
         wanted = self._contiguous.ljust(len(inputs), "0")[: len(inputs)]
         found = [leaf.contiguous() if one == "1" else leaf for leaf, one in zip(inputs, wanted, strict=True)]
         inputs.clear()  # like the loader, which consumes its inputs

@@ -17,12 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..private_names.of_torch import DispatchKey, FakeTensor, fx_config, pytree
 from ..registry.patches import LOCK
 
-# Compute the output size of an attention in a trace from its arguments.
-
-
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-
-
 _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
@@ -35,7 +30,7 @@ class AttentionSizes:
     """
 
     def __init__(self, in_trace: Callable[[], bool]) -> None:
-        # in_trace: whether the calling thread is one that traces; torch has one table of kernels for all threads
+        # in_trace: returns whether the calling thread traces; torch has one table of kernels for all threads
         self._in_trace = in_trace
 
     def __enter__(self) -> None:
@@ -78,8 +73,8 @@ class _PlainAttention:
     make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE in
     torch 2.13). The fused kernel also asks whether there is one row (https://github.com/pytorch/pytorch/issues/180202).
 
-    torch stores the choice of kernels per process, not per thread: the first trace sets it, and the last trace restores
-    it. In a forked child the traces of other threads are over.
+    torch stores the choice of the kernel per process, not per thread: the first of several traces sets the kernel, and
+    the last trace restores the former kernel.
     """
 
     def __init__(self) -> None:

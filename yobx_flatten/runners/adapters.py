@@ -42,7 +42,7 @@ def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
     """Read a LoRA adapter's matrices by name of the file's input, and check them against the inputs of the files."""
-    # rooms: the optional inputs of all files of the folder, by name
+    # rooms: the optional inputs for LoRA matrices that the files of the folder have, by name
     require("safetensors", purpose="an adapter")
     found = read_tensors(path, failure=DamagedFileError)
     check_matrices(found, rooms, str(path))
@@ -85,10 +85,10 @@ _MARK = "_yobx_room"
 _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1
 
 
-# Leave room for adapters: projections add a product with two matrices that a file takes as optional inputs.
+# A projection adds a product with two matrices, which are optional inputs of the file.
 #
-#     x ──┬── projection ──────────────────────── Add ──> y     without the inputs both matrices have a rank of 0,
-#         └── MatMul lora_A ── MatMul lora_B ──────┘            so that zeros are added
+#     x ──┬── projection ──────────────────────── Add ──> y     without these inputs both matrices have a rank of 0,
+#         └── MatMul lora_A ── MatMul lora_B ──────┘            so that the product is zero
 #             (rows, rank)     (rank, columns)
 
 
@@ -97,21 +97,21 @@ class Adapter:
     """A LoRA adapter with which an exported file is compared with the eager model."""
 
     name: str
-    matrices: Mapping[str, torch.Tensor]  # by input of the file, which takes those that it has
-    active: Callable[[], contextlib.AbstractContextManager[object]]  # the module computes with it inside
+    matrices: Mapping[str, torch.Tensor]  # by name of the file's input
+    active: Callable[[], contextlib.AbstractContextManager[object]]  # in this context the eager model uses the adapter
 
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
     """Make the named projections also add the product of their input and two LoRA matrices in the with block."""
-    # sizes: inputs and outputs of each projection, by its name in the model
+    # sizes: numbers of input and output features of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []
     try:
         for name, (rows, columns) in sizes.items():
             module = model.get_submodule(name)
             like = next(module.parameters())
-            # passes over a graph would join equal constants, so the first ones are drawn
+            # passes over a graph would merge equal constants, so these are random
             first = torch.randn(rows, _TRACED_RANK, generator=generator).to(like.dtype)
             module.register_buffer(_MATRICES[0], first)
             module.register_buffer(_MATRICES[1], torch.zeros(_TRACED_RANK, columns, dtype=like.dtype))

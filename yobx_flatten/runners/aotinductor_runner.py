@@ -17,6 +17,7 @@ from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .onnx_session import in_huge_pages
+from .ports import presents_of
 from .signature import KEY, Signature
 
 IN_PLACE = "yobx_flatten.in_place"
@@ -30,19 +31,18 @@ class AOTInductorRunner(CheckedRunner):
     """Runs an open AOTInductor package; a :class:`.ports.Runner`."""
 
     # package: a `torch._inductor.package.AOTICompiledModel`
-    # written: inputs of the cache that it writes in place; none by default
+    # written: cache inputs that the package writes in place
 
     runtime: ClassVar[str] = "aotinductor"
 
     def __init__(self, package: Any, signature: Signature, name: str, written: Collection[str] = ()) -> None:
         super().__init__(signature, name)
         self._package = package
-        pairs = {slot.port.name: slot.present for slot in self.slots}
-        self.in_place = {name: present for name, present in pairs.items() if name in written and present is not None}
+        self.in_place = {name: present for name, present in presents_of(self.slots).items() if name in written}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._package.loader.run(tensors)
-        # an output that is an input would be written to with it
+        # an output can be an input tensor, which the caller may change
         return [out.clone() if any(out is tensor for tensor in tensors) else out for out in found]
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
@@ -90,7 +90,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
     """Open an AOTInductor package, which loads its machine code into this process."""
-    # failure: class of the error where there is no such file, or torch cannot load it
+    # failure: class of the error if the file is missing, or torch cannot load the file
     if not path.is_file():
         raise failure(f"There is no file {path}.")
     signature, metadata = read_package(path)
@@ -99,7 +99,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made the "
             "file, or know who did."
         )
-    # torch raises whatever the loader of shared libraries does
+    # torch passes on all errors of the loader of shared libraries
     with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")), in_huge_pages():
         package = aot_load(str(path))
     written = str(metadata.get(IN_PLACE, "")).split(",")
@@ -107,7 +107,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
 
 
 def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Compare the machine that a package was compiled for with this one: unknown instructions would end the process."""
+    """Return what a package was compiled for and what this machine has; unknown instructions would end the process."""
     made = str(metadata.get("AOTI_CPU_ISA", ""))
     lacks = [name for name in ("AVX512", "AVX2") if name in made.upper().split() and not has_instructions(name)]
     return [

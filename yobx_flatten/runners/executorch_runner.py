@@ -21,6 +21,7 @@ from ..errors.dependencies import require
 from ..errors.failures import first_line, raised_as
 from ..files.document import open_regular, parse_document
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
+from .ports import presents_of
 from .signature import KEY, Signature
 
 METHOD = "forward"
@@ -33,7 +34,7 @@ ROWS = "yobx_flatten_rows"
 """Name of the method, in ExecuTorch files that update their cache in place, that returns a :class:`Rows` as text."""
 
 _TYPES = {0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16}
-_TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}  # by torch's number of the type; 6 is float32
+_TYPES |= {7: torch.float64, 11: torch.bool, 15: torch.bfloat16}  # by torch's code of the type; 6 is float32
 _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were tried together
 
 
@@ -57,7 +58,7 @@ class Rows:
 
 def room_for(total: int) -> int:
     """Return the capacity, in tokens, to allocate for a cache buffer that must hold ``total`` tokens."""
-    # a call attends over all of it, with a mask, and a buffer that is full is copied
+    # a call attends over the whole capacity, with a mask; a full buffer is copied to a larger buffer
     return total + max(32, total // 32)
 
 
@@ -74,22 +75,22 @@ _OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
 class ExecuTorchRunner(CheckedRunner):
     """Runs an open ExecuTorch file; a :class:`.ports.Runner`."""
 
-    # rows: for a file that writes its cache in place; `None`, the default, for others
+    # rows: for a file that writes its cache in place
 
     runtime: ClassVar[str] = "executorch"
 
     def __init__(self, program: Any, signature: Signature, name: str, rows: Rows | None = None) -> None:
         super().__init__(signature, name)
         _OPEN.add(self)
-        self._program = program  # owns what the method reads
+        self._program = program  # owns the memory that the method reads
         self._method = program.load_method(METHOD)
         self._rows = rows
         if rows is not None:
-            pairs = {slot.port.name: slot.present for slot in self.slots}
-            self.in_place = {name: present for name in rows.in_place if (present := pairs.get(name)) is not None}
+            presents = presents_of(self.slots)
+            self.in_place = {name: presents[name] for name in rows.in_place if name in presents}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        found: Sequence[torch.Tensor] = self._method.execute(tensors)  # copies what is in planned memory
+        found: Sequence[torch.Tensor] = self._method.execute(tensors)  # copies outputs in planned memory
         return found
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
@@ -104,7 +105,7 @@ class ExecuTorchRunner(CheckedRunner):
         found = []
         for row in range(len(cache[next(iter(self.in_place))])):
             one = {name: self._one(name, tensor, row) for name, tensor in given.items()}
-            # (heads, room, 1, size): heads are the batch of the attention
+            # (heads, capacity, 1, size): heads are the batch of the attention
             one |= {name: cache[name][row].unsqueeze(2) for name in self.in_place}
             found.append(self._call([*(one[name] for name in self.ports), seen]))
         if len(found) == 1:
@@ -114,7 +115,6 @@ class ExecuTorchRunner(CheckedRunner):
         return [torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), axes, strict=True)]
 
     def _one(self, name: str, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """Return the part of an input for one row."""
         assert self._rows is not None
         axis = self._rows.inputs.get(name)
         return tensor if axis is None else tensor.narrow(axis, row, 1).contiguous()
@@ -122,7 +122,7 @@ class ExecuTorchRunner(CheckedRunner):
 
 def load_attention() -> None:
     """Load ExecuTorch's kernels for language models, which files that update their cache in place call."""
-    # not by importing ExecuTorch's module for them, which imports the compiler of torch: seconds
+    # ExecuTorch's own module for these kernels would import torch's compiler, which takes seconds
     found = importlib.util.find_spec("executorch.extension.llm.custom_ops")
     folders = [] if found is None else found.submodule_search_locations or []
     for library in (file for folder in folders for file in pathlib.Path(folder).glob("*custom_ops_aot_lib.*")):
@@ -132,11 +132,11 @@ def load_attention() -> None:
 
 
 def require_executorch(caller: str) -> None:
-    """Import ExecuTorch."""
+    """Import ExecuTorch, or raise MissingDependencyError with the versions that work together."""
     require("executorch", purpose=caller, extra="executorch")
     try:
         importlib.import_module("executorch.runtime")
-    except (ImportError, OSError, AttributeError) as error:  # its libraries call into those of torch
+    except (ImportError, OSError, AttributeError) as error:  # its libraries depend on those of torch
         found = importlib.metadata.version("executorch")
         fits = ", ".join(f"executorch {theirs} with torch {ours}" for ours, theirs in _FITS.items())
         raise MissingDependencyError(
@@ -164,8 +164,8 @@ def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
     """Open an ExecuTorch file. Trust is not needed: the file contains no code, and ExecuTorch checks the file."""
-    # failure: class of the error where there is no such file
-    # threads: number of threads of all files in the process; `None`, the default, for what there is
+    # failure: class of the error if the file is missing
+    # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)
     if threads is not None:
         _use_threads(threads)
@@ -177,17 +177,17 @@ def open_pte(
         head = file.read(8)
     if head[4:6] != b"ET":
         raise ForeignFileError(f"{path} is not a file of ExecuTorch.")
-    # the runtime raises RuntimeError with its own code
+    # the runtime raises RuntimeError with a code of its own
     with (
         raised_as(lambda error: DamagedFileError(f"{path} is damaged: {first_line(error)}")),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # that its own interface is experimental
+        warnings.simplefilter("ignore")  # ExecuTorch warns that its interface is experimental
         program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
         names = program.method_names
     if METHOD not in names:
         raise ForeignFileError(f"{path} has no method {METHOD}. It has {', '.join(sorted(names))}.")
-    if SIGNATURE not in names:  # of another exporter: its inputs and outputs are numbers
+    if SIGNATURE not in names:  # another exporter wrote the file; its inputs and outputs have numbers instead of names
         stated = program.load_method(METHOD).metadata
         tensors = [stated.input_tensor_meta(at) for at in range(stated.num_inputs())]
         inputs = [(f"{at}", _TYPES.get(one.dtype(), torch.float32), one.sizes()) for at, one in enumerate(tensors)]

@@ -36,7 +36,7 @@ def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
 class FolderAdapters:
     """The LoRA adapters of an exported folder; an adapter is read from its file when it is first used."""
 
-    # folder: the exported folder; `None` for files that are of none
+    # folder: the exported folder; `None` for files outside of an exported folder
 
     def __init__(self, folder: pathlib.Path | None) -> None:
         self._folder = folder

@@ -2,8 +2,8 @@
 
 .. code-block:: text
 
-    returned    past (7 tokens) ──> call ──> present (8 tokens)      all of it is written again for each token
-    in place    [ 0 ... 6 | 7 ]  ──> call                            the new token is written after the others
+    returned    past (7 tokens) ──> call ──> present (8 tokens)      each call writes all 8 tokens
+    in place    [ 0 ... 6 | 7 ]  ──> call                            the call writes the new token only
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .signature import Signature
 class InPlaceCache(dict[str, Any]):
     """A KV cache by input name, with leaves in memory that the runtime overwrites at each step."""
 
-    # presents: for each input that is written in place, the name of the output that it would be
+    # presents: for each input that is written in place, the name of the output that the file would return
 
     def __init__(self, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
         super().__init__(values)
         self.presents = presents
-        self.shapes: Mapping[str, tuple[int, ...]] = {}  # of what is filled, by name of the input
+        # the shape of each leaf in place without unused capacity, by name of the input
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
 
     @property
     def others(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class InPlaceCache(dict[str, Any]):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows of the batch in buffers that are updated in place."""
-        # rows: for each new row the place of an old one
+        # rows: for each new row the index of an old row
         raise NotImplementedError
 
     def grown(self, tokens: int) -> None:
@@ -55,11 +56,8 @@ class InPlaceCache(dict[str, Any]):
 
 
 def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
-    """Return how many tokens a step reads."""
+    """Return the number of tokens that a step reads."""
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
-
-
-# A cache in tensors that are longer than the text, in which compiled code writes the new tokens.
 
 
 _LEAST = 256  # tokens
@@ -68,15 +66,12 @@ _LEAST = 256  # tokens
 class TensorBuffers(InPlaceCache):
     """A KV cache by input name: buffers of shape (rows, heads, capacity, size); each call returns the other leaves."""
 
-    # values: all leaves; those that are written in place hold equally many tokens
-    # presents: see `InPlaceCache`
-
     def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         super().__init__(values, presents)
-        if len({values[name].shape[2] for name in presents}) > 1:  # one number of tokens is for all of them
+        if len({values[name].shape[2] for name in presents}) > 1:  # all buffers share one number of tokens
             raise GenerationError("layers of the cache hold different numbers of tokens.")
         self._seen = self._capacity = values[next(iter(presents))].shape[2]
-        self._own = False  # passed tensors belong to the caller, and are not written to
+        self._own = False  # the given tensors belong to the caller, and are not changed
         self._note_shapes()
 
     def _note_shapes(self) -> None:
@@ -84,28 +79,28 @@ class TensorBuffers(InPlaceCache):
 
     @property
     def seen(self) -> int:
-        """How many tokens each buffer holds."""
+        """The number of tokens in each buffer."""
         return self._seen
 
     def reserve(self, new: int) -> None:
         """Make sure that the buffers have capacity for this number of new tokens."""
         total = self._seen + new
-        # the trace assumes that there is room for more: a slice of all of it would be no slice
+        # the traced program takes a slice of the buffer that is shorter than the buffer
         if self._own and total < self._capacity:
             return
         self._capacity = self._room(total)
         self._move({name: self[name] for name in self.presents})
 
     def _room(self, total: int) -> int:
-        """Return the number of tokens to allocate, given the present number and at least one more."""
+        """Return the capacity, in tokens, of new buffers for ``total`` tokens; it is larger than ``total``."""
         return max(2 * total, _LEAST)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Allocate memory that begins with these tokens; zero pages need no memory until they are written."""
+        """Copy leaves to new buffers with the present capacity."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
             shape = rows, heads, self._capacity, *size
-            # of NumPy, since torch writes the zeros, with threads that wait for each other on a busy machine
+            # NumPy's zeros need no memory until they are written; torch would write them with several threads
             pages = numpy.zeros(math.prod(shape) * leaf.element_size(), numpy.uint8)
             self[name] = torch.from_numpy(pages).view(leaf.dtype).reshape(shape)
             self[name][:, :, : self._seen] = leaf[:, :, : self._seen]
@@ -147,7 +142,7 @@ class CheckedRunner:
         self.ports: Mapping[str, Port] = signature.ports
         self.outputs: Sequence[str] = signature.outputs
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
-        # inputs of the cache that the library writes in place, with the outputs that they would be
+        # for each cache input that the library writes in place, the name of the output that the file would return
         self.in_place: Mapping[str, str] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,13 +152,14 @@ class CheckedRunner:
         def failed(error: BaseException) -> ReplayError:
             return ReplayError(f"{self.runtime} fails on the inputs of the case: {self._reason(error)}")
 
-        with raised_as(failed):  # the libraries have no base classes for their errors
+        with raised_as(failed):  # the libraries have no common class of errors
             if not self.in_place:
                 return dict(zip(self.outputs, self._call(tensors), strict=True))
             bound = dict(zip(self.ports, tensors, strict=True))
             cache = self._written_in_place({slot.port.name: bound[slot.port.name] for slot in self.slots})
             given = [tensor for name, tensor in bound.items() if name not in self.in_place]
-            found = {**self._called(given, cache, new_tokens(bound)), **self._kept(cache)}
+            found = self._called(given, cache, new_tokens(bound))
+            found |= {self.in_place[name]: tensor for name, tensor in cache.tensors().items()}
             return {name: found[name] for name in self.outputs}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -177,7 +173,7 @@ class CheckedRunner:
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
-        if self.in_place and not isinstance(cache, InPlaceCache):  # of a file for the first call
+        if self.in_place and not isinstance(cache, InPlaceCache):  # returned by the file of the first call
             cache = self.cache(cache)
         written = cache if isinstance(cache, InPlaceCache) else None
         held = {} if written is None else written.shapes
@@ -201,29 +197,23 @@ class CheckedRunner:
         return cache
 
     def _called(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> dict[str, torch.Tensor]:
-        """The outputs of a call that are not written in place."""
+        """Return the outputs of a call that are not written in place."""
         made = [name for name in self.outputs if name not in self.in_place.values()]
         found = dict(zip(made, self._call_in_place(tensors, cache, tokens), strict=True))
         cache.grown(tokens)
         return found
 
-    def _kept(self, cache: InPlaceCache) -> dict[str, torch.Tensor]:
-        """Return copies of tensors that are written in place, by name of the output."""
-        return {self.in_place[name]: tensor for name, tensor in cache.tensors().items()}
-
     def _reason(self, error: BaseException) -> str:
-        """Return the part of a library's error that helps a user."""
         return first_line(error)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the file on contiguous tensors in order; the outputs do not share its memory."""
+        """Run the file on contiguous tensors in order; the outputs do not share memory with the library."""
         raise NotImplementedError
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        """Return a cache that the library writes in place."""
         raise NotImplementedError
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
         """Run the file on the inputs that are not written in place, in order; see :meth:`_call`."""
-        # tokens: how many are read
+        # tokens: number of new tokens
         raise NotImplementedError

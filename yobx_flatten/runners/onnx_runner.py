@@ -5,7 +5,7 @@
     step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
     step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
 
-Where a file states that memory of its inputs may be that of its outputs, the cache is an :class:`.BufferedCache`.
+If a file states that its inputs and outputs may share memory, the cache is a :class:`.BufferedCache`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from ..errors.failures import first_line, raised_as
 from .adapters import FIRST, SECOND
 from .in_place import TensorBuffers, new_tokens
 from .onnx_session import use_huge_pages
-from .ports import ELEMENTS, KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
+from .ports import ELEMENTS, KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, presents_of, split_cache, with_rows
 from .signature import KEY, Signature
-
-# Pass tensors of all types to onnxruntime and back; types unknown to NumPy as bytes.
-
 
 # onnxruntime's names of dtypes, if torch's differ
 _TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
-# what NumPy does not have, by its number in ONNX
+# types that NumPy lacks, which are passed as bytes, by their number in ONNX
 _AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
 
 
 class ValueType(NamedTuple):
     """The element type of an ONNX file's input or output, as torch, NumPy and ONNX name it."""
 
-    name: str  # as torch and NumPy call it; `"str"` for text
-    dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch does not have
-    code: int | None  # its number in ONNX, where NumPy does not have it; `None` where it does
+    name: str  # the name in torch and NumPy; `"str"` for text
+    dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch lacks
+    code: int | None  # the number in ONNX of a type that NumPy lacks; `None` for other types
 
 
 def value_type(kind: str) -> ValueType:
@@ -60,8 +57,7 @@ def value_type(kind: str) -> ValueType:
 
 
 def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Convert an input to an ``onnxruntime.OrtValue``; text stays an array."""
-    # returns: an `onnxruntime.OrtValue`, which shares the memory of `leaf` where it can; an array of text for text
+    """Convert an input to an ``onnxruntime.OrtValue``, with shared memory if possible; text stays an array."""
     from onnxruntime import OrtValue
 
     if isinstance(leaf, torch.Tensor):
@@ -82,18 +78,17 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
         array = leaf.astype(object) if text else leaf
     else:
         raise ReplayError(f"The model takes {name} as {kind.name}, but its value in the case is of {leaf.dtype.name}.")
-    return array if text else OrtValue.ortvalue_from_numpy(array)  # no OrtValue holds text
+    return array if text else OrtValue.ortvalue_from_numpy(array)  # an OrtValue cannot contain text
 
 
 def from_value(value: Any) -> Any:
     """Convert an output of onnxruntime to a tensor; text stays an array."""
-    # value: an `onnxruntime.OrtValue`, or an array
     name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
     if name is None:
         array = value.numpy() if hasattr(value, "numpy") else value
         # onnxruntime's uint64 is a type of C of the same size, which torch does not accept
         return array if is_text(array) else torch.from_numpy(array.view(array.dtype.str))
-    # NumPy has no such type, so the bytes are read where they are
+    # NumPy lacks the type, so the bytes are read from memory
     data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
     return torch.frombuffer(data or bytearray(8), dtype=getattr(torch, name))[: len(data)].reshape(value.shape())
 
@@ -124,8 +119,8 @@ class OnnxRunner:
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
         metadata = session.get_modelmeta().custom_metadata_map
         shared = metadata.get(SHARED_CACHE, "").split(",")
-        pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
-        self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
+        presents = presents_of(self.slots)
+        self.shared: Mapping[str, str] = {name: presents[name] for name in shared if name in presents}
         self._signature = Signature.from_json(metadata[KEY], name) if KEY in metadata else None
         rooms = [node for node in session.get_overridable_initializers() if node.name.endswith((FIRST, SECOND))]
         self._room_kinds = {node.name: value_type(node.type) for node in rooms}
@@ -133,9 +128,9 @@ class OnnxRunner:
             node.name: Port(node.name, tuple(map(_size, node.shape)), self._room_kinds[node.name].dtype)
             for node in rooms
         }
-        self._adapter: Mapping[str, Any] = {}  # matrices that each call is given
+        self._adapter: Mapping[str, Any] = {}  # matrices that each call passes
         self._steps = 0
-        # outputs of one token, however many were read
+        # outputs that have one token, whatever the number of new tokens
         self.of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
@@ -178,7 +173,7 @@ class OnnxRunner:
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the outputs of calls with one token each to those of one call."""
+        """Join the outputs of several calls with one token each, as one call with all tokens would return them."""
         last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
@@ -198,12 +193,12 @@ class OnnxRunner:
             for given in one_by_one(feeds):
                 outputs, cache = self.step(given, cache)
                 calls.append(outputs)
-            return self._joined(calls), cache  # type: ignore[return-value] # what the last step returned
+            return self._joined(calls), cache  # type: ignore[return-value] # a result of the last step
         self._steps += 1
         if self._steps == _LONG:
             use_huge_pages(self._session)
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
-        if self.has_kept_scores:  # each time: a binding remembers what the call before was given
+        if self.has_kept_scores:  # at each call, since a binding keeps the value of the call before
             values[KEPT_SCORES] = to_value(KEPT_SCORES, _COUNT, torch.tensor(int(last_scores)))
         buffers = self._buffers(feeds, cache) if self.shared else None
         for slot in self.slots:
@@ -249,22 +244,19 @@ class OnnxRunner:
         for name, value in (values if buffers is not None else {**values, **self._adapter}).items():
             binding.bind_ortvalue_input(name, value)
         for name in made:
-            # without a shape: onnxruntime takes new memory for it, and never that of an input
+            # without a shape, so that onnxruntime allocates new memory for the output
             binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        # in the order in which they were bound, those of the cache first
+        # in the order in which they were bound: the outputs of the cache are first
         return dict(zip(made, binding.get_outputs()[len(kept) :], strict=True))
 
     def _call_with_text(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        # no OrtValue holds text; `run` takes arrays and OrtValues and returns arrays
+        # an OrtValue cannot contain text; `run` takes arrays and OrtValues and returns arrays
         return dict(zip(self.outputs, self._session.run(self.outputs, values), strict=True))
 
 
 def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
-
-
-# Bind the cache of a loop once, so that onnxruntime writes keys and values in place.
 
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
@@ -274,22 +266,21 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 class BufferedCache(TensorBuffers):
     """A KV cache for onnxruntime: buffers that it updates in place, bound once, and other leaves as ``OrtValue``s."""
 
-    # fixed: inputs that are the same in each step, bound once; none by default
+    # fixed: inputs that are equal in each step, which are bound once
 
     def __init__(
         self,
         session: Any,
         values: Mapping[str, Any],
         presents: Mapping[str, str],
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any],
     ) -> None:
         super().__init__({**values, **{name: from_value(values[name]) for name in presents}}, presents)
         self.binding = session.io_binding()
-        for name, value in (fixed or {}).items():
+        for name, value in fixed.items():
             self.binding.bind_ortvalue_input(name, value)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Also bind the new memory."""
         from onnxruntime import OrtValue
 
         super()._move(leaves)
@@ -310,14 +301,12 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 def is_refused(inputs: Mapping[str, Any]) -> bool:
     """Return whether ``GroupQueryAttention`` refuses a call: it has cached tokens, and several new tokens and rows."""
-    # inputs: the inputs of the call by name, with tokens or embeddings, and `attention_mask` over them and what is in
-    # the cache
     tokens = _tokens(inputs)
     return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a call's inputs by token, and yield the inputs of each; inputs without a token axis stay whole.
+    """Split a call's inputs by token, and yield the inputs of each call; inputs without a token axis are not split.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}

@@ -27,7 +27,7 @@ from ..files.tensors import read_onnx
 
 
 def require_onnxruntime(caller: str) -> Any:
-    """Import onnxruntime."""
+    """Import onnxruntime, or raise MissingDependencyError."""
     require("onnxruntime", purpose=caller, extra="onnx")
     import onnxruntime
 
@@ -39,13 +39,13 @@ def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
     return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # our suffix, and transformers.js's
 
 
-_SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of sessions compute while they wait
+_SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of a session spin while they wait
 
 
 @contextlib.contextmanager
 def without_spinning() -> Iterator[None]:
     """Make onnxruntime sessions that are opened in the with block use threads that sleep while they wait."""
-    token = _SPINS.set(False)  # on a busy machine they wait for most of the time
+    token = _SPINS.set(False)
     try:
         yield
     finally:
@@ -55,8 +55,8 @@ def without_spinning() -> Iterator[None]:
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     """Make the ``onnxruntime.SessionOptions`` of a session."""
     # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
-    # pack: whether onnxruntime copies the weights into the order in which its kernels read them, `True` by default.
-    # Without, it computes with the file as it is mapped into memory, more slowly.
+    # pack: whether onnxruntime copies the weights into the order in which its kernels read them. Otherwise it computes
+    # with the weights of the mapped file, more slowly.
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -73,27 +73,26 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
 def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
     """Make the options of an onnxruntime session that maps weights from their file instead of copying them into memory.
 
-    onnxruntime multiplies in single precision on the CPU. Weights of half precision are converted when the file is
-    loaded, and take twice their size in memory. Where that is more than there is, each is converted when it is
-    multiplied with, at every call.
+    onnxruntime multiplies in single precision on the CPU. So it converts weights of half precision when it loads the
+    file, and they take twice their size in memory. If the free memory is smaller, each call converts the weights.
     """
-    # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
     import onnxruntime
     import psutil
 
     options = session_options(threads=threads, pack=False)
     half = _half_precision(path) if has_mapped_weights(path) else 0
-    if not half:  # it would fold the transpose of a tied head: without, the product reads the table as it is
+    if not half:  # folding would copy the embedding table to transpose it for a tied head
         options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
     elif 2 * half > psutil.virtual_memory().available:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it folds conversions
-        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # else all of them come first
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # do not fold conversions
+        # the default order runs all conversions first
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         options.enable_cpu_mem_arena = False
     return options
 
 
 def _half_precision(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of half precision weights."""
+    """Return the size of the weights of half precision in bytes."""
     import onnx
 
     model = read_onnx(pathlib.Path(path), failure=DamagedFileError)
@@ -109,11 +108,10 @@ def open_session(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     failure: type[FlattenError] = ReplayError,
 ) -> Any:
-    """Open an onnxruntime session for an ONNX file, or for the bytes of one."""
-    # caller: the function that the user called, for the message where onnxruntime is missing
-    # options: an `onnxruntime.SessionOptions`; by default those of `session_options`
-    # providers: execution providers, as `onnxruntime.InferenceSession` takes them; the CPU by default
-    # failure: class of the error where there is no such file, or onnxruntime cannot load it
+    """Open an onnxruntime session for an ONNX file, or for the bytes of an ONNX file."""
+    # caller: the function that the user called, for the message if onnxruntime is missing
+    # options: an `onnxruntime.SessionOptions`; by default a result of `session_options`
+    # failure: class of the error if the file is missing, or onnxruntime cannot load the file
     runtime = require_onnxruntime(caller)
     shown = "the model" if isinstance(model, bytes) else os.fspath(model)
     if not isinstance(model, bytes) and not os.path.isfile(model):
@@ -128,13 +126,9 @@ def open_session(
     return session
 
 
-# Put a library's weights into huge pages, if Linux grants them on request.
-
-
 _MAPS = pathlib.Path("/proc/self/maps")
-_LEAST = 32 * 2**20  # bytes; less fits into caches
+_LEAST = 32 * 2**20  # bytes; smaller weights fit into the caches of the processor
 _ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1
-
 
 _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 """By onnxruntime session: the address ranges of memory that was allocated while the session was opened."""
@@ -143,7 +137,7 @@ _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKey
 def use_huge_pages(session: Any) -> None:
     """Ask Linux to move a session's weights to huge memory pages; on other systems nothing changes.
 
-    Each token then takes 4 to 9 % less time, but the request takes as long as 20 tokens: it is for long loops.
+    Afterwards each token takes 4 to 9 % less time. The request takes as long as 20 tokens, so it is for long loops.
     """
     for start, end in _MEMORY.pop(session, ()):
         _advise(start, end)
@@ -159,7 +153,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """Return the anonymous memory ranges of this process; none if the system does not list them."""
+    """Return the address ranges of this process that belong to no file; none on systems other than Linux."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # another system
@@ -174,7 +168,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Subtract address ranges from others; Linux merges neighbouring mappings."""
+    """Yield the parts of address ranges that are not in the other ranges; Linux merges neighbouring mappings."""
     for start, end in ranges:
         for low, high in sorted(others):
             if low >= end or high <= start:
@@ -220,9 +214,8 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
     """
-    # device: a key of `DEVICES`, with an option after a colon: `"cuda:1"`, `"openvino:GPU"`; `None` for the CPU, or for
-    # `providers`
-    # providers: execution providers, as `onnxruntime.InferenceSession` takes them; `None` for those of `device`
+    # device: a key of `DEVICES`, with an option after a colon: `"cuda:1"`, `"openvino:GPU"`
+    # providers: execution providers, in the form that `onnxruntime.InferenceSession` accepts
     if device is not None and providers is not None:
         raise InvalidArgumentError(
             f"device={device!r} is a name for a list of providers. Pass device= or providers=, not both."
@@ -234,7 +227,7 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
     else:
         chosen = [_provider_of("cpu" if device is None else device)]
     for one in chosen:
-        _check_there(one if isinstance(one, str) else one[0])
+        _check_there(_name(one))
     return chosen if CPU in map(_name, chosen) else [*chosen, CPU]
 
 

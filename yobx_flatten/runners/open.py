@@ -56,12 +56,13 @@ def open_runner(
     options: Any = None,
 ) -> Runner:
     """Open an exported file, and return the runner of its runtime."""
-    # runtime: the library that runs it, one of `RUNTIMES`; `None`, the default, for that of the file
-    # trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine code,
-    # and for a program of `torch.export`, whose reader runs code of the file. `False` by default.
-    # caller: the function that the user called, for the message where the library is missing
-    # failure: class of the error where there is no such file, or it cannot be loaded
-    # threads: of one operator in onnxruntime and OpenVINO, of all files in ExecuTorch; the others run in those of torch
+    # runtime: a key of `RUNTIMES`; `None` for the runtime whose own format the file has
+    # trust: whether the caller knows who wrote the file; required for AOTInductor packages, which are machine code, and
+    # for programs of `torch.export`, since torch's reader runs code from the file
+    # caller: the function that the user called, for the message if the library is missing
+    # failure: class of the error if the file is missing, or cannot be loaded
+    # threads: number of threads of one operator in onnxruntime and OpenVINO, and of all files in ExecuTorch; other
+    # runtimes use torch's threads
     # device, providers, options: for onnxruntime, see `choose_providers` and `open_session`
     file = pathlib.Path(path)
     check_runtime(runtime)

@@ -1,7 +1,7 @@
 """Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
-OpenVINO computes in bfloat16 where a processor has it, and states it nowhere: scores of a small model were off by 0.5.
-So the precision is asked for here, also that of keys and values in its state, which it would store in 8 bits.
+By default OpenVINO computes in bfloat16 on processors that have it, without a message: scores of a small model were off
+by 0.5. It would also store the keys and values of its state in 8 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from .in_place import CheckedRunner, InPlaceCache
+from .ports import presents_of
 from .signature import KEY, Signature, Size
 
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -35,16 +36,16 @@ _TYPES = {
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO with its telemetry disabled.
-
-    The import sends an event over the network from a process that it forks, and a fork of a process with threads (of
-    torch, of JAX) may hang. OpenVINO itself does without the package that sends where it is not installed.
-    """
+    """Import OpenVINO with its telemetry disabled."""
     return import_unreported("openvino")
 
 
 def import_unreported(name: str) -> Any:
-    """Import OpenVINO or NNCF with the telemetry of the library switched off."""
+    """Import OpenVINO or NNCF with its telemetry disabled.
+
+    The telemetry sends an event over the network from a forked process at import, and a fork of a process with threads
+    (of torch, of JAX) may hang. The libraries send nothing if the package ``openvino_telemetry`` is not installed.
+    """
     sender = "openvino_telemetry"
     if name in sys.modules or sender in sys.modules:
         return importlib.import_module(name)
@@ -64,8 +65,8 @@ class OpenVINORunner(CheckedRunner):
         super().__init__(signature, name)
         self._compiled, self._request = compiled, compiled.create_infer_request()
         kept = {state.name for state in self._request.query_state()}
-        pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
-        self.in_place = {name: present for name, present in pairs.items() if variable_of(name, present) in kept}
+        presents = presents_of(self.slots)
+        self.in_place = {name: present for name, present in presents.items() if variable_of(name, present) in kept}
         self._given = [name for name in self.ports if name not in self.in_place]
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
@@ -78,7 +79,7 @@ class OpenVINORunner(CheckedRunner):
         return [torch.from_numpy(found[index]) for index in range(len(self.outputs) - len(self.in_place))]
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        # inputs are read where they are; the memory of outputs is used again by the next call
+        # inputs are not copied; outputs are, since the next call writes to the same memory
         found = self._request.infer([tensor.numpy() for tensor in tensors], share_inputs=True, share_outputs=False)
         return [torch.from_numpy(found[index]) for index in range(len(self.outputs))]
 
@@ -88,7 +89,7 @@ class OpenVINORunner(CheckedRunner):
 
 def read_model(path: pathlib.Path) -> Any:
     """Read an OpenVINO or ONNX file as an OpenVINO model."""
-    # path: the `.xml` file, with the weights in a `.bin` file of the same name next to it; or an `.onnx` file
+    # path: an `.xml` file, with the weights in a `.bin` file of the same name in the same folder; or an `.onnx` file
     openvino = import_openvino()
     with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {last_line(error)}")):
         return openvino.Core().read_model(str(path))
@@ -98,8 +99,8 @@ def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
     """Open an OpenVINO or ONNX file in OpenVINO. No trust is needed: the file contains no code."""
-    # failure: class of the error where there is no such file, or OpenVINO cannot compile it
-    # threads: number of threads that one operator can use; `None`, the default, for OpenVINO's own choice
+    # failure: class of the error if the file is missing, or OpenVINO cannot compile the file
+    # threads: number of threads that one operator can use; `None` for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
     openvino = import_openvino()
     if not path.is_file():
@@ -119,8 +120,8 @@ def last_line(error: BaseException) -> str:
 
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:
-    """Return the stored signature, which includes relations of sizes, or else the model's own."""
-    for place in ([KEY], ["framework", KEY]):  # of its own files; of the metadata of an ONNX file
+    """Return the signature that the file stores, or else a signature made from the inputs of the model."""
+    for place in ([KEY], ["framework", KEY]):  # in OpenVINO files; in ONNX files
         if model.has_rt_info(place):
             return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
     inputs = []
@@ -135,9 +136,6 @@ def _signature(model: Any, path: pathlib.Path) -> Signature:
     return Signature(inputs, [port.get_any_name() if port.names else f"{at}" for at, port in enumerate(model.outputs)])
 
 
-# A cache that is the state of an OpenVINO model, which the model writes in place.
-
-
 BEAMS = "beam_idx"
 """Name of the input that selects, for each row, which row of the cache to continue; OpenVINO's tools use this name."""
 
@@ -150,9 +148,7 @@ def variable_of(name: str, present: str) -> str:
 class StateCache(InPlaceCache):
     """A KV cache by input name: state variables of an OpenVINO request; each call returns the other leaves."""
 
-    # request: an `openvino.InferRequest` of its own
-    # values: all leaves, as tensors
-    # presents: for each leaf that is in the state, the name of the output that it would be
+    # request: an `openvino.InferRequest` that no other cache uses
 
     def __init__(self, request: Any, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         parts = {state.name: state for state in request.query_state()}
@@ -166,7 +162,7 @@ class StateCache(InPlaceCache):
 
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         self.rows = torch.arange(len(next(iter(leaves.values()))), dtype=torch.int32)
-        if not any(leaf.numel() for leaf in leaves.values()):  # a state of no tokens cannot be set
+        if not any(leaf.numel() for leaf in leaves.values()):  # OpenVINO does not accept an empty state
             self.request.reset_state()
             return
         for name, leaf in leaves.items():
@@ -174,14 +170,11 @@ class StateCache(InPlaceCache):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the cache leaves in OpenVINO's state, by input name."""
-        found = {}
-        for name, shape in self.shapes.items():
-            if 0 in shape:
-                kept = torch.from_numpy(self._parts[name].state.data)
-                found[name] = torch.zeros(shape, dtype=kept.dtype)
-            else:
-                found[name] = torch.from_numpy(self._parts[name].state.data)[self.rows.long()]
-        return found
+        kept = {name: torch.from_numpy(self._parts[name].state.data) for name in self.shapes}
+        return {
+            name: kept[name].new_zeros(shape) if 0 in shape else kept[name][self.rows.long()]
+            for name, shape in self.shapes.items()
+        }
 
     def grown(self, tokens: int) -> None:
         """Note that a call has appended this number of tokens to OpenVINO's state."""
@@ -195,7 +188,7 @@ class StateCache(InPlaceCache):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows of the batch; if their number is unchanged, the next call selects them, and nothing is copied."""
-        # rows: for each new row the place of an old one
+        # rows: for each new row the index of an old row
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]
             self.shapes = {name: (len(rows), *shape[1:]) for name, shape in self.shapes.items()}

@@ -4,9 +4,9 @@
 
     past_key_values.0.key          <-- next time --   present.0.key
     past_key_values.length         <-- next time --   present.length
-    past_key_values.0.encoder.key      stays as the first call returned it, where no output has its name
+    past_key_values.0.encoder.key      unchanged after the first call, if no output has its name
 
-Any other part of the cache grows. A file that accepts a cache but does not return it would lose earlier tokens.
+All other leaves of the cache grow. A file that accepts a cache but does not return the cache would lose earlier tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def check_cache_outputs(
 
     >>> check_cache_outputs(["past_key_values.0.key"], ["logits", "present.0.key"], "model.onnx")
     """
-    # of: name of the file that takes the inputs, where that is another one; `None`, the default, for the same
-    # remedy: what to do about it; by default for a file that exists
+    # where: name of the file that returns the outputs
+    # of: name of the file that takes the inputs, if another file takes them
     lost = {name: present for name in inputs if (present := _grown(name)) is not None and present not in outputs}
     if lost:
         name, present = next(iter(lost.items()))
@@ -78,8 +78,7 @@ def check_cache_outputs(
 
 
 def _grown(name: str) -> str | None:
-    """Return the output that contains a growing input; an encoder's keys do not grow."""
-    return None if ".encoder." in name else present_of(name)
+    return None if ".encoder." in name else present_of(name)  # the keys of an encoder do not grow
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
@@ -89,7 +88,7 @@ def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = ""
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
     [CacheSlot(port=Port(name='past_key_values.length', shape=(), dtype=torch.int64), present='present.length')]
     """
-    # where: name of a file of which calls follow each other; by default none has to, and nothing is checked
+    # where: name of a file that is called in a loop, whose outputs are checked; by default nothing is checked
     ports = list(ports)
     if where:
         check_cache_outputs([port.name for port in ports], outputs, where)
@@ -97,6 +96,11 @@ def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = ""
     return [
         CacheSlot(port, present if present in outputs else None) for port, present in presents if present is not None
     ]
+
+
+def presents_of(slots: Iterable[CacheSlot]) -> dict[str, str]:
+    """Return the output that replaces each cache input in the next call, by name of the input."""
+    return {slot.port.name: slot.present for slot in slots if slot.present is not None}
 
 
 def is_present(name: str) -> bool:
@@ -113,10 +117,8 @@ def split_cache(
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
     ({'logits': 1}, {'past_key_values.length': 4})
     """
-    # slots: the inputs that are the cache; none for the file of a first call, whose outputs are the cache of another
-    # raises: `GenerationError` where a part of the cache that grows does not come out
-    # returns: the outputs that are not part of the cache, by name, and the cache by name of the input (of the output,
-    # where there are no slots)
+    # slots: the cache inputs; empty for the file of a first call, whose outputs are the cache inputs of another file
+    # returns: the other outputs by name, and the cache by name of the input, or by name of the output without slots
     slots = list(slots)
     if any(slot.present is None for slot in slots):
         check_cache_outputs([slot.port.name for slot in slots], found, "the file")
@@ -133,25 +135,20 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
     >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
     [[3, 4], [3, 4], [1, 2]]
     """
-    # rows: for each new row the place of an old one
+    # rows: for each new row the index of an old row
     return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf
 
 
-# The protocol of an opened file or program: inputs and outputs by name.
-#
-# A library that runs exported models is one file in this folder with a class of this protocol. Replays
-# (:mod:`yobx_flatten.export.proof.exported_call`), stored cases (:mod:`yobx_flatten.storage.replay`) and the generation
-# loop (:mod:`yobx_flatten.generate.generator`) run whatever has it.
-#
-#     run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}            tensors
-#     step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step                  the library's own
-#     memory
-
-
 class Runner(Protocol):
-    """The interface of an open exported file or program, which comparisons and generation loops call."""
+    """The interface of an open exported file or program, which comparisons and generation loops call.
 
-    runtime: ClassVar[str]  # name of the library that runs it, for reports
+    ::
+
+        run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}      tensors
+        step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step            memory of the library
+    """
+
+    runtime: ClassVar[str]  # name of the library, for reports
     name: str  # the name of the file or program, for messages
 
     @property
@@ -165,7 +162,7 @@ class Runner(Protocol):
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call."""
-        # inputs: one value for every input: a tensor, an array, a number or a text. Other entries are left out.
+        # inputs: a tensor, an array, a number or a text for every input of the file; other entries are ignored
         ...
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -176,30 +173,26 @@ class Runner(Protocol):
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one step of a generation loop, and return the outputs and the KV cache for the next step."""
-        # last_scores: whether the scores of the last token are enough, which some files return in less time; `False`,
-        # the default, for those of all tokens
-        # returns: the outputs that are not part of the cache, and the cache for the next step. The tensors of `cache`
-        # that have a successor are released as soon as nothing else holds them.
+        # last_scores: whether the caller needs the scores of the last token only; some files then take less time
         ...
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         """Return the KV cache with selected rows of the batch, as beam search needs."""
-        # cache: what `cache` or `step` returned; it may not be used any more
-        # rows: for each new row the place of an old one, int64; there may be more or fewer than before
+        # cache: a result of `cache` or `step`, which the caller may not use afterwards
+        # rows: for each new row the index of an old row, int64; the number of rows may change
         ...
 
 
 # Map element types between torch, NumPy and ONNX.
 #
-# A file must run in onnxruntime and in `onnx.reference`, and what Python gets from a run are NumPy arrays. So
+# A file must run in onnxruntime and in `onnx.reference`, which return NumPy arrays. So
 #
-# - complex numbers, which onnxruntime refuses to load, are stored as pairs of real numbers, in one more axis of size 2;
-# - bfloat16 and the 8-bit floats, which NumPy does not have, are stored as they are, and the graph casts them to
-# float32,
-#   which holds every value of theirs;
+# - complex numbers, which onnxruntime refuses to load, are stored as pairs of real numbers, in an additional axis;
+# - bfloat16 and the 8-bit floats, which NumPy lacks, are stored in their own types, and the graph casts them to
+#   float32, which represents each of their values;
 # - `float4_e2m1fn_x2`, two numbers in a byte, is stored as bytes;
-# - the types of two and four bits that ml_dtypes adds to NumPy, one number in a byte, are stored as ONNX has them, four
-#   or two in a byte, and cast like the floats. onnxruntime (1.31) has no kernel that casts `float4_e2m1fn`.
+# - the types of two and four bits that ml_dtypes adds to NumPy, one number in a byte, are stored in ONNX's types, four
+#   or two numbers in a byte, and cast like the floats. onnxruntime (1.31) has no kernel that casts `float4_e2m1fn`.
 
 
 class Element(NamedTuple):
@@ -207,9 +200,9 @@ class Element(NamedTuple):
 
     code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
     pair: bool = False  # whether each element is stored as two numbers, in an additional last axis
-    cast: bool = False  # whether the graph returns float32 in its place
-    opset: int = 18  # the first version of ONNX's operators whose `Cast` knows the type
-    packed: int = 1  # how many numbers are stored in a byte; arrays of NumPy have each in its own byte then
+    cast: bool = False  # whether the graph casts the elements to float32
+    opset: int = 18  # the first version of ONNX's operators whose `Cast` accepts the type
+    packed: int = 1  # how many numbers are stored in a byte; NumPy's arrays have one number in a byte
 
     def nbytes(self, count: int, itemsize: int) -> int:
         """Return the number of bytes in which ``count`` elements are stored."""
@@ -275,10 +268,10 @@ def unpack(data: Any, packed: int, count: int) -> Any:
 
 
 def require_onnx(function: str) -> Any:
-    """Import onnx, or raise with the line that installs it."""
+    """Import onnx, or raise MissingDependencyError with the line that installs onnx."""
     require("onnx", purpose=function, extra="onnx")
     import onnx
 
-    if sys.byteorder != "little":  # ONNX stores the low byte first, and here bytes are stored as they are in memory
+    if sys.byteorder != "little":  # ONNX stores the low byte first, and the bytes are copied from memory
         raise FlattenError(f"{function} works on little-endian machines only, and this machine is big-endian.")
     return onnx

@@ -26,8 +26,8 @@ def open_program(
     path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError
 ) -> ExportedProgram:
     """Load an exported program from a file that ``ExportedModel.save`` wrote."""
-    # trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
-    # failure: class of the error where there is no such file, or it is damaged
+    # trust: whether the caller knows who wrote the file: torch's reader runs pickles and texts of the file as code
+    # failure: class of the error if the file is missing or damaged
     if not os.path.isfile(path):
         raise failure(f"There is no file {os.fspath(path)}.")
     if not trust:
@@ -36,12 +36,12 @@ def open_program(
             "you know who wrote it, pass trust=True (--trust). Reading ONNX files runs no code in them."
         )
     if is_installed("transformers"):
-        import transformers  # noqa: F401 # the block registers the caches of what is imported
+        import transformers  # noqa: F401 # the with block registers the caches of imported libraries
 
     def failed(error: BaseException) -> FlattenError:
         return failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}")
 
-    # torch raises whatever its reader of archives does
+    # torch passes on all errors of its reader of archives
     with raised_as(failed, NotRegisteredError), register_flattening_functions(**options_in_use()):
         return torch.export.load(os.fspath(path))
 
@@ -49,9 +49,7 @@ def open_program(
 class ProgramRunner:
     """Runs an exported program of ``torch.export``; a :class:`.ports.Runner`."""
 
-    # program: the program. Only one that was exported with keyword arguments is run by name.
-    # options: the options of `register_flattening_functions`; by default for the libraries that this process has
-    # imported
+    # options: the options of `register_flattening_functions`; by default for all imported libraries
 
     runtime: ClassVar[str] = "torch.export"
 
@@ -76,10 +74,9 @@ class ProgramRunner:
 
     @functools.cached_property
     def _leaves(self) -> list[str]:
-        """Names of all leaves of the inputs."""
         with self._block():
             args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
-            # of `forward`; torch notes an argument of `*rest` as rest_0
+            # the parameters of `forward`; torch names the first argument of `*rest` rest_0
             names = self._program.module_call_graph[0].signature.forward_arg_names or ()
             if len(args) > len(names):
                 raise GenerationError(
@@ -110,7 +107,7 @@ class ProgramRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run the program once, with inputs by name; see :meth:`.ports.Runner.run`."""
-        # a guard, or any operator
+        # a guard or an operator can raise any error
         with raised_as(lambda e: ReplayError(f"torch.export fails on the inputs of the case: {first_line(e)}")):
             return self._call({name: inputs[name] for name in self.ports})
 
@@ -142,13 +139,13 @@ class ProgramRunner:
 
 
 def _as_number(port: Port, value: Any) -> Any:
-    """A counter of the cache is a number of Python."""
+    # a program takes a counter of the cache as a Python number
     counts = not port.shape and port.name.rpartition(".")[2] in ("length", "position")
     return int(value) if counts and isinstance(value, torch.Tensor) else value
 
 
 def _ports(program: ExportedProgram, leaves: list[str]) -> tuple[dict[str, Port], dict[str, Any]]:
-    """The inputs that are tensors or counters, and the values of those that are part of the program."""
+    """Return the inputs that are tensors or counters, and the values of the constant inputs."""
     ports, constants = {}, {}
     for name, argument, value in zip(leaves, arguments_of(program), traced_inputs(program), strict=True):
         if isinstance(argument, ConstantArgument):

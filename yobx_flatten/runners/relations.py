@@ -84,14 +84,14 @@ def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
 
 
 def _grows(found: Expression) -> bool:
-    """Whether an expression grows with each of its sizes: a sum, or a product without negative numbers."""
+    """Return whether an expression is a sum or product without negative numbers, and so grows with each size."""
     if isinstance(found, tuple):
         return found[0] in ("+", "*") and all(map(_grows, found[1:]))
     return isinstance(found, str) or found >= 0
 
 
 _PARTS = ("//", "%")
-_TRIED = (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # and not sizes of one, which files compute right
+_TRIED = (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # without 1: files are right for that size
 
 
 def decides_by_parts(relation: Expression) -> bool:
@@ -148,7 +148,7 @@ def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
 
 def from_lists(found: Any, *, top: bool = True) -> Expression:
     """Convert a comparison from nested lists, as JSON stores it, to nested tuples."""
-    # top: whether it has to be a comparison, `True` by default; a number otherwise
+    # top: whether the result must be a comparison; otherwise it must be a number
     if not top and (type(found) is int or isinstance(found, str)):
         return found
     if not isinstance(found, list) or len(found) < 2 or not isinstance(found[0], str):

@@ -2,8 +2,8 @@
 
 .. code-block:: text
 
-    keys of every token       [ 0 1 2 3 4 5 ]  ──> [ 0 1 2 3 ]          a view, or nothing at all in bound memory
-    a window, a state         [ 3 4 5 ]        ──> what was held before the call; its tokens are read again
+    keys of every token       [ 0 1 2 3 4 5 ]  ──> [ 0 1 2 3 ]          a view, or no change in buffers
+    a window, a state         [ 3 4 5 ]        ──> the leaf from before the call; its tokens are read again
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from .ports import Runner
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the leaves of a runner's KV cache as tensors, by input name."""
-    # cache: what a runner's `cache` or `step` returned
     written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
     values = {name: written.get(name, value) for name, value in cache.items()}
     return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in values.items()}
@@ -35,7 +34,7 @@ def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
     """Return a KV cache with its first ``kept`` tokens; ``None`` if a leaf, such as a state, cannot be cropped."""
-    # cache: the cache; it may not be used any more
+    # cache: the caller may not use it afterwards
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
     for name in others:
@@ -60,8 +59,8 @@ def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
 
 def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
     """Return the KV cache as it was before a call, with the leaves that :func:`held_before` returned."""
-    # cache: the cache after the call; it may not be used any more
-    # seen: how many tokens it held before the call
+    # cache: the cache after the call, which the caller may not use afterwards
+    # seen: the number of tokens before the call
     if not isinstance(cache, InPlaceCache):
         return dict(held)
     cache.crop(seen)

@@ -1,12 +1,12 @@
-"""Check inputs for runtimes that do not: names, types, sizes, and relations between sizes.
+"""Check inputs for runtimes that do not check them: names, types, sizes, and relations between sizes.
 
-Compiled code reads memory by the sizes and strides that it was made for. So what a call passes is checked here first:
+Compiled code reads memory by the sizes and strides that it was compiled for, so inputs are checked before each call:
 
 .. code-block:: text
 
     input_ids               int64    (batch a, tokens b)
-    past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     a, b, c are bound where they come first,
-    attention_mask          int64    (batch a, tokens b + c)        and have to fit everywhere else
+    past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     the first use of a, b and c sets their values,
+    attention_mask          int64    (batch a, tokens b + c)        and all other sizes must agree
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Signature:
     # name, type of the elements and sizes of every input, in order
     inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
     outputs: Sequence[str]  # names of the outputs, in order
-    # the largest value of each size that varies, where it has one
+    # the largest value of each dynamic size that has an upper bound
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # its smallest value, where that is more than 2, or 1 where the program refuses 0
+    # the smallest value of a dynamic size, if it is larger than 2, or 1 if the program refuses 0
     smallest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # versions of the libraries that made the file, by name
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO returns
-    # numbers for rows that are not there.
+    # for an input with indices into a table, such as tokens: the number of rows of the table. OpenVINO returns numbers
+    # for rows that do not exist.
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # for an input that holds the last tokens, along axis 2, of all that were seen: how many at most. Those that were
-    # seen are the columns of `attention_mask` without those of `input_ids`.
+    # for a cache input of a sliding window: the largest number of tokens, along axis 2. The number of tokens seen is
+    # that of the columns of `attention_mask` without those of `input_ids`.
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     relations: Sequence[Expression] = ()
 
@@ -72,7 +72,7 @@ class Signature:
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
         """Check the dtypes and sizes of inputs, and return the inputs in order as contiguous tensors."""
-        # held: shapes of inputs that the library has in its own memory, which are left out; none by default
+        # held: shapes of inputs in the library's own memory, which the result does not contain
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
         found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype in taken]
@@ -170,7 +170,7 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
 
 
 def _alone(size: Size) -> str | None:
-    """The name if a size consists of a single name."""
+    """Return the name of a size that is a single name."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 

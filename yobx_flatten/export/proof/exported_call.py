@@ -22,7 +22,7 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.in_place import CheckedRunner, InPlaceCache
 from ...runners.onnx_runner import OnnxRunner
-from ...runners.ports import Runner, present_of
+from ...runners.ports import Runner, present_of, presents_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.rewind import cache_tensors
 from ...trees.naming import leaf_names
@@ -185,7 +185,7 @@ class InSharedMemory(OnnxRunner):
         """Run one call; see :meth:`.runner.Runner.run`. The returned keys and values end at the filled length."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
-        slots = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
+        slots = presents_of(self.slots)
         given = {name: inputs[name] for name in self.ports}
         feeds = {name: value for name, value in given.items() if name not in slots}
         outputs, cache = self.step(feeds, self.cache({name: given[name] for name in slots}))

@@ -17,7 +17,7 @@ from .opaque import Unregistered, find_unregistered, format_count
 
 _DEEPEST = 50
 _LONGEST_PERIOD = 8
-_FEWEST = 3  # this many equal siblings are merged into one row
+_FEWEST = 3  # the smallest number of equal siblings that are merged into one row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class DrawingRow:
     """One line of a drawing that :func:`explain` returns.
 
     Attributes:
-        depth: number of steps from the object itself, which has 0.
-        label: the step to it, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
-        text: description of what is there.
+        depth: number of steps from the drawn object, whose row has depth 0.
+        label: the last step of the path, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
+        text: description of the object.
         kind: one of ``"node"`` (is flattened), ``"tensor"``, ``"value"`` (any other leaf) and ``"opaque"`` (a leaf that
             holds tensors).
-        branch: the lines in front of it.
+        branch: the lines of the tree before the label.
     """
 
     depth: int
@@ -72,12 +72,12 @@ class Drawing:
 def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
 
-    A leaf that holds tensors is marked, and the line that registers it is printed below. Three or more equal siblings
-    are one row, also those that alternate (``key_0, value_0, key_1, value_1, ...``).
+    A leaf that holds tensors is marked, and the line that registers its class is printed below. Three or more equal
+    siblings are one row, also if they alternate (``key_0, value_0, key_1, value_1, ...``).
 
     Args:
-        tree: anything.
-        name: what to call it; ``"tree"`` by default.
+        tree: any object.
+        name: the name of the object in the drawing; ``"tree"`` by default.
         width: columns that a row may take, 80 by default; longer rows are cut.
 
     Returns:
@@ -99,7 +99,7 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """An object and its children, before it is drawn. Equal parts differ in the numbers of their labels only."""
+    """An object and its children, before they are drawn. Parts are equal if only their labels differ."""
 
     label: str = dataclasses.field(compare=False)
     text: str
@@ -112,8 +112,6 @@ class _Part:
 
 
 class _PartReader:
-    """Reads an object part by part."""
-
     def __init__(self, unregistered: list[Unregistered]) -> None:
         self.unregistered = unregistered
         self._opaque = {found.path: found for found in unregistered}
@@ -121,7 +119,7 @@ class _PartReader:
         self._inside: list[int] = []
 
     def part(self, label: str, path: str, obj: object, depth: int) -> _Part:
-        # from below to above, unlike the walk: equal parts are drawn once
+        # the children first, since equal children are merged
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         if node is None:
             return self._leaf(label, path, obj)
@@ -152,9 +150,8 @@ def _node_text(node: pytree.NodeDef, obj: object, keys: list[Any]) -> str:
     static = node.flatten_fn(obj)[1]
     names = [getattr(key, "key", getattr(key, "name", None)) for key in keys]
     if type(static) is list and len(static) in (2, 3) and type(static[0]) is list and names:
-        own = len(
-            static[0]
-        )  # our own way to write it: the names of the children, the values of static fields, the keys
+        # this package writes a list: the names of children, the values of static fields, other keys
+        own = len(static[0])
         if static[0] == names[:own] and [names[own:]] == static[2:] + [[]] * (3 - len(static)):
             static = static[1] or None
     if static is None or (type(static) is list and static == names) or get_node_type(obj) is not cls:
@@ -176,7 +173,7 @@ def _sizes(tensor: Any) -> str:
     for axis in range(tensor.dim()):
         try:
             found.append(str(tensor.size(axis)))
-        except RuntimeError:  # rows of several lengths
+        except RuntimeError:  # the rows have different lengths
             found.append("…")
     return f"[{', '.join(found)}], nested"
 
@@ -193,7 +190,7 @@ def _one_line(value: object) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Merge equal siblings into one part, including alternating ones."""
+    """Merge equal siblings, and siblings that repeat in turn such as key and value, into one part each."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0

@@ -1,7 +1,7 @@
 """Explain error messages of ``torch.export``: cause, place, and the line to type (:func:`explain_error`).
 
-Each row of the table reads one kind of message. torch words some of them differently with ``strict=True``, and has
-reworded most of them once or twice; a row looks for the words that stayed. A message without a row is unknown.
+Each row of the table explains one kind of message. torch words some messages differently with ``strict=True``, and
+newer versions reword messages, so a row searches for the words that all versions have.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from ..trees.walk import class_name, torch_leaves
 from . import size_errors
 from .opaque import Remedy, find_unregistered, remedy_for
 
-# Explain error messages of tools around ``torch.export``: the old tracer, ``vmap``, stored programs.
-
 
 def _leaves(failure: size_errors.Failure) -> list[tuple[str, Any]]:
     return [item for name, value in failure.inputs().items() for item in torch_leaves(value, name)]
@@ -36,7 +34,7 @@ def _tensors(failure: size_errors.Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str) -> Callable[[size_errors.Failure, re.Match[str]], size_errors.Explanation]:
-    """The same words for whatever was found, with the first group of the pattern for ``FOUND``."""
+    """Make an explanation with a fixed text, in which ``FOUND`` stands for the first group of the pattern."""
     return lambda failure, found: size_errors.Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
 
 
@@ -246,7 +244,7 @@ def explain_error(
 
 
 def _first_line_of(message: str) -> str:
-    """The first line of a message; in a traceback, the line of the last error, after its frames."""
+    """Return the first line of a message; of a traceback, the line of the last error, which is below its frames."""
     last = message.rpartition("Traceback (most recent call last):\n")[2]
     lines = [line for line in last.strip("\n").split("\n") if line.strip() and not line.startswith("  ")]
     return (lines or [""])[0].strip().removesuffix(":")
@@ -260,7 +258,7 @@ def _unregistered_input(failure: size_errors.Failure, found: re.Match[str]) -> s
 
 
 def _unregistered_output(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
-    # where the module cannot be called the place stays unknown, the class is known all the same
+    # if the call of the module fails, the explanation has the class without its position
     outputs: dict[str, Any] = result_or(lambda: _outputs(failure), lambda error: {})
     return _unregistered("torch.export takes no object of this class as output", found[1], outputs)
 
@@ -273,7 +271,7 @@ def _outputs(failure: size_errors.Failure) -> dict[str, Any]:
 
 
 def _unregistered(what: str, name: str, trees: dict[str, Any]) -> size_errors.Explanation:
-    """Look for the leaves of a class that is known by its name only."""
+    """Explain that a class is not registered, with the leaves whose class has this name."""
     short, layouts = name.rpartition(".")[2], Layouts()
     leaves = [(path, leaf) for root, tree in trees.items() for path, leaf in torch_leaves(tree, root)]
     places = [(path, leaf) for path, leaf in leaves if type(leaf).__name__ == short]
@@ -294,7 +292,7 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> size_errors.Ex
 
 
 def _not_registered_now(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation | None:
-    """A program that outlives a registration ends in ``KeyError: <class ...>``."""
+    # torch raises `KeyError: <class ...>` for a program that is called after its classes were unregistered
     cls = failure.error.args[0] if failure.error.args else None
     if not isinstance(failure.error, KeyError) or not isinstance(cls, type):
         return None
@@ -327,7 +325,7 @@ _TORCH = os.path.dirname(torch.__file__)
 def _looks_at_values(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
     own = [place for place in places if not place[0].startswith(_TORCH)]
-    where = size_errors.place_of(failure.error)  # what the traceback shows, the message has in fewer words
+    where = size_errors.place_of(failure.error)  # the traceback has more details than the message
     if not where and own:
         file, line, function, code = own[-1]
         where = f" in {function}, {file}:{line}{': ' + code.strip() if code else ''}"

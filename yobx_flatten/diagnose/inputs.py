@@ -31,7 +31,7 @@ class Finding:
     Attributes:
         severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
             refuse, or fix, more than you intend).
-        path: the input it is about, as Python inside ``forward``.
+        path: the input that causes the finding, as Python inside ``forward``.
         message: description of the problem.
         remedy: the line to type; empty if there is none.
         kind: the error that :meth:`Findings.raise_errors` raises for it.
@@ -67,8 +67,8 @@ class Findings(tuple[Finding, ...]):
         """Raise an exception if :func:`check_inputs` found errors; warnings alone raise nothing.
 
         Raises:
-            FlattenError: the one that fits the first error: ``InvalidArgumentError``, ``NotRegisteredError`` or
-                ``DynamicShapesError``. It lists all of them.
+            FlattenError: the class that fits the first error: ``InvalidArgumentError``, ``NotRegisteredError`` or
+                ``DynamicShapesError``. The message lists all errors.
         """
         if self.errors:
             raise self.errors[0].kind("\n".join(finding.text for finding in self.errors))
@@ -88,7 +88,7 @@ def check_inputs(
 ) -> Findings:
     """Check the arguments of ``torch.export.export`` before the export, without running the module.
 
-    Call it where you export: the classes that the context manager registers are registered only inside it.
+    Call it inside the ``with`` block that exports, since the classes of this block are registered only inside it.
 
     Args:
         module: the module to export.
@@ -114,7 +114,7 @@ def check_inputs(
     """
     kwargs = kwargs or {}
     if _can_be_walked(args, kwargs) and (endless := _endless(arguments.inputs_by_name(module, args, kwargs))):
-        return endless  # nothing else is known of it
+        return endless
     try:
         arguments.check_arguments(module, args, kwargs)
         found: list[Finding] = []
@@ -154,7 +154,7 @@ def _can_be_walked(args: object, kwargs: object) -> bool:
 
 
 def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Iterator[Finding]:
-    """Arguments that ``forward`` swallows in its ``**kwargs``, and those that it never reads."""
+    """Find arguments that ``forward`` takes in its ``**kwargs`` or never reads."""
     try:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -173,12 +173,11 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
 
 
 def _never_read(function: Callable[..., Any]) -> list[str]:
-    """The parameters that the code of a Python function does not mention."""
     inner = inspect.unwrap(function)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if code is None or {"locals", "eval", "exec", "vars"} & set(code.co_names):
         return []
-    read: set[Any] = set(code.co_cellvars)  # read by a function inside
+    read: set[Any] = set(code.co_cellvars)  # an inner function reads these
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
             read.update(instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))
@@ -200,25 +199,24 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
         for unregistered in find_unregistered(value, name=name):
             if unregistered.inside is None:
                 explained.add(unregistered.path)
-                yield Finding("error", unregistered.path, str(unregistered).split("\n")[0], unregistered.remedy, _CLASS)
+                message = str(unregistered).split("\n")[0]
+                yield Finding("error", unregistered.path, message, unregistered.remedy, NotRegisteredError)
     layouts = Layouts()
-    taken = (torch.Tensor, *_TAKEN, *([enum.Enum] if EXPORT_HOOK.active else []))  # the block hands over their names
+    # register_flattening_functions replaces enum members by texts
+    taken = (torch.Tensor, *_TAKEN, *([enum.Enum] if EXPORT_HOOK.active else []))
     for path, leaf in leaves:
         if path in explained or issubclass(type(leaf), taken):
             continue
         remedy = remedy_for(type(leaf), leaf, layouts, path)
         message = f"{path} is a {class_name(type(leaf))}, which torch.export does not accept. {remedy.advice}:"
-        yield Finding("error", path, message, remedy.line, _CLASS)
-
-
-_CLASS = NotRegisteredError
+        yield Finding("error", path, message, remedy.line, NotRegisteredError)
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
-    """Inputs that are not where the weights are, and weights that are not there yet."""
+    """Find offloaded weights, and inputs on another device than the weights."""
     try:
         arguments.check_not_offloaded(module)
     except InvalidArgumentError as error:
@@ -258,10 +256,9 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's memory, if it has any."""
     try:
         return tensor.data_ptr() or None
-    except RuntimeError:  # a FakeTensor, a sparse one
+    except RuntimeError:  # of a FakeTensor or a sparse tensor
         return None
 
 
@@ -280,7 +277,7 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
 
 
 def _leaves_gaps(tensor: torch.Tensor) -> bool:
-    """Return whether there is foreign memory between a tensor's first and last element."""
+    """Return whether other memory is between a tensor's first and last element."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -320,10 +317,8 @@ def _sizes_that_stay(axes: list[Axis]) -> Iterator[Finding]:
 
 
 def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
-    """Return varying axes with different names or positions that have the same size in the example.
-
-    Axis 0 of one tensor and axis 0 of another are taken for the same thing, most often the batch.
-    """
+    """Find varying axes with different names or positions that have the same size in the example."""
+    # axes without a name and with the same position count as one size, which is usually the batch
     by_size: dict[int, dict[Any, Axis]] = {}
     for axis in axes:
         named = getattr(axis.dim, "__name__", None) if isinstance(axis.dim, Dim) else None
@@ -341,11 +336,8 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
         )
 
 
-# List the axes of nested inputs that a ``dynamic_shapes`` specification lets vary.
-
-
 class Axis(NamedTuple):
-    """One axis of one tensor."""
+    """One axis of one tensor that ``dynamic_shapes`` lets vary."""
 
     path: str
     number: int

@@ -98,7 +98,7 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
 
     def is_covering(cls: type) -> bool:
         if id(cls) not in covers:
-            covers[id(cls)] = registers_what_is_inside(cls)
+            covers[id(cls)] = _block(cls) is not None  # the registration of a cache covers its layers
         return covers[id(cls)]
 
     for path, leaf in torch_leaves(tree, name):
@@ -139,13 +139,13 @@ class Holder:
 
 @dataclasses.dataclass(slots=True)
 class _Frame:
-    """An object that the walk is inside of."""
+    """An object whose children the walk is visiting."""
 
     path: str
     obj: Any
     children: Iterator[tuple[str, Any]]
     holder: Holder | None
-    covers: bool  # its content is registered together with this object
+    covers: bool  # whether the registration of this object covers its content
     tensors: int = 0
     nbytes: int = 0
 
@@ -160,17 +160,17 @@ def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -
     walk.enter("", leaf)
     while walk.frames:
         walk.step()
-    first = walk.holders[0]  # of the leaf itself it is known exactly: each tensor once
+    first = walk.holders[0]  # the leaf itself, for which each tensor counts once
     first.tensors, first.nbytes = len(walk.tensors), sum(walk.tensors.values())
     return [holder for holder in walk.holders if holder.tensors]
 
 
 class _Walk:
-    """A walk into depth, without recursion.
+    """A depth-first walk without recursion, which counts the tensors in each object.
 
-    What an object holds is added up when the walk leaves it. An object reached a second time adds what it held the
-    first time; one that the walk is still inside of adds nothing, so that a child does not hold its parent's tensors.
-    Objects are known by their ids: all of them are alive, held by the leaf.
+    An object that the walk reaches again adds the tensors of its first visit. An object that the walk is still visiting
+    adds nothing, so that a child does not count its parent's tensors. The ``id`` of an object identifies it, since the
+    leaf keeps all objects alive.
     """
 
     def __init__(self, layouts: Layouts, covers: Callable[[type], bool]) -> None:
@@ -226,7 +226,7 @@ class Remedy(NamedTuple):
     line: str
 
 
-# package of arrays and tables -> how one becomes a tensor
+# package of arrays and tables -> the code that converts an array to a tensor
 CONVERSIONS = {
     "numpy": "torch.from_numpy({})",
     "pandas": "torch.tensor({}.to_numpy())",
@@ -238,7 +238,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
     """Return the advice and the line of code that register a class, or that make a registration unnecessary."""
-    # path: where the object is, for lines that convert it
+    # path: the path of the object, for lines that convert the object
     convert = CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
     if is_number or (convert is None and layouts(cls).is_tensor):
@@ -261,7 +261,7 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
 
 
 def _own(cls: type, obj: object, layouts: Layouts) -> str:
-    """The line for a class that no library brings a recipe for."""
+    """Return the line that registers a class for which this package has no recipe."""
     name = cls.__qualname__.rpartition("<locals>.")[2]
     if _is_registered_with_jax(cls):
         return f"mirror({name})"
@@ -273,18 +273,15 @@ def _own(cls: type, obj: object, layouts: Layouts) -> str:
         return _by_attributes(name, obj, layouts)
     if isinstance(obj, dict) and is_mapping(cls) and not dataclasses.is_dataclass(cls):
         held = layouts(cls).names(obj)
-        if any(dict.get(obj, key) is not value for key, value in held):  # an item for each, or they would be lost
+        if any(
+            dict.get(obj, key) is not value for key, value in held
+        ):  # register() would lose attributes that are not items
             return _by_attributes(name, obj, layouts)
     return f"register({name})"
 
 
-def registers_what_is_inside(cls: type) -> bool:
-    """Return whether registering a class also covers the objects in its instances, as for a cache and its layers."""
-    return _block(cls) is not None
-
-
 def _block(cls: type) -> str | None:
-    """The `with` block that registers a class of transformers or diffusers, or a class derived from one."""
+    """Return the ``with`` block that registers a transformers or diffusers class, or a class derived from it."""
     remedy = REGISTRY.remedy(cls)
     if remedy is not None and remedy.startswith("with "):
         return remedy
@@ -306,11 +303,11 @@ def _has(cls: type, *names: str) -> bool:
 
 def _is_registered_with_jax(cls: type) -> bool:
     registry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", ())
-    return cls in registry and REGISTRY.remedy(cls) is None  # JAX never forgets those that were registered
+    return cls in registry and REGISTRY.remedy(cls) is None  # JAX has no way to remove a registration
 
 
 def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
-    """Return the line that registers another class than a dataclass or dict, from the attributes of one instance."""
+    """Return the line that registers a class other than a dataclass or dict, from the attributes of one instance."""
     cls = type(obj)
     layout = layouts(cls)
     attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
@@ -324,10 +321,8 @@ def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
-    """Return whether a value may contain tensors: a tensor, ``None``, an empty container, a container with tensors.
-
-    What is only reached through the owner is not the value's.
-    """
+    """Return whether a value may contain tensors: a tensor, ``None``, an empty container, a container with tensors."""
+    # tensors that the value reaches only through its owner do not count
     if value is None or (type(value) in (list, tuple, dict) and not value):
         return True
     seen, left = {id(value), id(owner)}, [] if value is owner else [value]
@@ -343,12 +338,9 @@ def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
     return False
 
 
-# Find the object among the inputs that ``torch.export`` refuses.
-
-
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
     """Return an error with the path of the object that torch refuses, and the line that registers its class."""
-    # refusal: what `torch.export` states, which names the class and neither place nor remedy
+    # refusal: the message of `torch.export`, which names the class only
     layouts = Layouts()
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):

@@ -39,7 +39,10 @@ class Report(abc.ABC):
 
     def without_number(self) -> list[str]:
         """Return the outputs without a finite element in any test case, for which a comparison shows nothing."""
-        return [name for name, share in self._least_nan().items() if share == 1.0]
+        least: dict[str, float] = {}
+        for shares in self.nan_shares():
+            least |= {name: min(share, least.get(name, 1.0)) for name, share in shares.items()}
+        return [name for name, share in least.items() if share == 1.0]
 
     def nan_notes(self) -> list[str]:
         """Return a note on outputs without a finite number, and a note on outputs that contain some NaN."""
@@ -56,9 +59,3 @@ class Report(abc.ABC):
         if parts:
             notes.append(f"values that are NaN in the model itself were not compared: up to {', '.join(parts)}.")
         return notes
-
-    def _least_nan(self) -> dict[str, float]:
-        least: dict[str, float] = {}
-        for shares in self.nan_shares():
-            least |= {name: min(share, least.get(name, 1.0)) for name, share in shares.items()}
-        return least

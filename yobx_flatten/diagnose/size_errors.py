@@ -22,7 +22,7 @@ from .spec_diff import Difference, compare_spec_texts, compare_specs
 
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
-    """Every line of "Constraints violated" in other words, and torch's own suggestion."""
+    """Explain every line of the message "Constraints violated", and add torch's own suggestion."""
     message = failure.message
     fixed = re.findall(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
     equal = re.findall(r"The values of (.+?) and (.+?) must always be equal", message)
@@ -121,7 +121,7 @@ def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Expla
 
 
 def _names_its_arguments(module: object) -> bool:
-    """Whether a call has a name in the signature for each argument: torch has no shapes by name for ``**kwargs``."""
+    # torch has no dynamic shapes by name for `*args` and `**kwargs`
     if not isinstance(module, torch.nn.Module):
         return False
     kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
@@ -153,19 +153,16 @@ SIZE_ROWS: list[Row] = [
 ]
 
 
-# Find the line of the user's own code in which an error began.
-
-
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return ``" in forward, model.py:12: x + y"`` for the innermost line of a model's code in a traceback."""
-    # returns: `""` where the code that called torch or this package is all that is known
+    """Return the innermost line of a model's code in a traceback, as ``" in forward, model.py:12: x + y"``."""
+    # returns: `""` if the traceback has no line of the model
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
-    # frames above the first of them belong to the exported program
+    # the frames above torch's first frame belong to the code that called the export
     below = rows[inside[0] :] if inside else []
     own = [row for row in below if not row[0].co_filename.startswith((_TORCH, _OURS, "<"))]
     if not own:
@@ -181,7 +178,7 @@ class Explanation:
 
     Attributes:
         text: the meaning of the error.
-        paths: the inputs or outputs it is about, as Python.
+        paths: the inputs or outputs that cause the error, as Python.
         remedy: the line to type; empty if there is none.
         known: whether the message is one of those that :func:`explain_error` knows.
     """

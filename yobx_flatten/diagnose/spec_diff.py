@@ -25,8 +25,8 @@ class Difference:
     """One position at which the structures of two nested objects differ.
 
     Attributes:
-        path: key path of the place, as Python.
-        first: description of what the first structure has there.
+        path: key path of the position, as Python.
+        first: description of the first structure at this position.
         second: description of the second structure at this position.
         names: names of the two structures in the text.
     """
@@ -50,14 +50,14 @@ def compare_specs(
     Args:
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any
             other object, whose structure is taken. ``(args, kwargs)`` is what a program is called with.
-        second: the other one.
-        name: what the paths begin with, ``"tree"`` by default; the structure of a call begins with ``args`` and
-            ``kwargs`` instead.
-        names: what the two are called in the text; ``("first", "second")`` by default.
+        second: the structure to compare with, in one of the same forms.
+        name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
+            ``kwargs``.
+        names: the names of the two structures in the text; ``("first", "second")`` by default.
 
     Returns:
-        One :class:`Difference` per place; nothing is reported below it. An empty list means that a program made for
-        one takes the other.
+        One :class:`Difference` per position; the children at this position are not compared. An empty list means that a
+        program exported for one structure accepts the other.
 
     Raises:
         InvalidArgumentError: when ``names`` is not a pair.
@@ -88,16 +88,15 @@ def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """One node of a structure: its class, its static part without the names of its children, its children by step."""
+    """One node of a structure."""
 
     cls: str
-    static: str
-    children: dict[str, _View]
+    static: str  # the static part without the names of the children
+    children: dict[str, _View]  # by the last part of their path, such as `[0]`, `['x']` or `.x`
     is_leaf: bool = False
 
     @property
     def text(self) -> str:
-        """A description of this node in words: a leaf, or a class with its children."""
         if self.is_leaf:
             return "a leaf"
         if not self.children or all(re.fullmatch(r"\[\d+\]", step) for step in self.children):
@@ -136,7 +135,7 @@ def _has_fields(cls: Any) -> bool:
 
 
 def _node(cls: str, context: Static, children: list[_View], by_attribute: bool) -> _View:
-    """Take the names of the children out of the static part, if it holds them, as a list or as the first of a pair."""
+    # the static part can contain the names of the children: as a list, or as the first element of a pair
     names, static = None, context
     if _names_fit(context, children):
         names, static = context, None
@@ -162,7 +161,7 @@ def _names_fit(names: object, children: list[_View]) -> bool:
 
 
 def _parse(text: str) -> _View:
-    """Read ``TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])``."""
+    # text: for example TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])
     text = text.strip()
     if text == "*":
         return _LEAF
@@ -239,9 +238,10 @@ def _is_call(view: _View) -> bool:
 
 
 def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
-    """Return the largest difference of each output leaf by name; raise an error if the structures differ."""
-    # returns: by name, the largest difference; nothing for text, `None` and other leaves that are not numbers, where
-    # they are equal
+    """Return the largest difference of each numeric output leaf by name.
+
+    Raise ReplayError if the structures differ, or if other leaves, such as text, are not equal.
+    """
     leaves, spec = pytree.tree_flatten(expected)
     other_leaves, other_spec = pytree.tree_flatten(found)
     if spec != other_spec:

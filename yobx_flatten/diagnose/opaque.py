@@ -273,9 +273,8 @@ def _own(cls: type, obj: object, layouts: Layouts) -> str:
         return _by_attributes(name, obj, layouts)
     if isinstance(obj, dict) and is_mapping(cls) and not dataclasses.is_dataclass(cls):
         held = layouts(cls).names(obj)
-        if any(
-            dict.get(obj, key) is not value for key, value in held
-        ):  # register() would lose attributes that are not items
+        # register() would lose attributes that are not items
+        if any(dict.get(obj, key) is not value for key, value in held):
             return _by_attributes(name, obj, layouts)
     return f"register({name})"
 

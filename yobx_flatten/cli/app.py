@@ -54,7 +54,7 @@ def _app() -> typer.Typer:
     made.command("explain")(explain)
     made.command("list")(list_classes)
     made.command("env")(env)
-    # of an installed copy they can only state where they are: not in its help
+    # an installed copy has no benchmarks and no matrix: its help does not list these commands
     hidden = is_installed_copy()
     made.command("bench", hidden=hidden)(bench)
     made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
@@ -68,6 +68,5 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names, and return its exit status."""
-    # argv: the arguments; by default those of the process
+    """Run the command that ``argv`` names, by default the arguments of the process, and return its exit status."""
     return run_app(app, argv, program="yobx-flatten")

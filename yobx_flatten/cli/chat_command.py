@@ -54,7 +54,7 @@ def chat(
         )
     tokenizer = chat_tokenizer(folder)
     draws = sample or (sample is None and (temperature != 1.0 or (top_k, top_p, seed) != (None, None, None)))
-    sampling = None if sample is None else Sampling()  # as configured, or the likeliest
+    sampling = None if sample is None else Sampling()  # None: as in generation_config.json
     if draws:
         sampling = Sampling(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]

@@ -67,7 +67,7 @@ def _of_model(target: str) -> list[_Call]:
     if not found.has_weights:
         sys.stderr.write(printable(f"{found}\n"))
     _, pieces = pieces_for(found.load(), "auto")
-    # with the axes that the folder's export lets vary: a decoder with windows takes lists, whose axes all might
+    # the axes that may vary are those that export_folder declares
     return [_Call(piece.stem, piece.module, (), piece.kwargs, piece.dynamic_shapes) for piece in pieces]
 
 

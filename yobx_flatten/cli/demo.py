@@ -6,8 +6,8 @@
                                                  +--> export_onnx --> replay --> one row of the table
     configuration --> model, random weights -----+
 
-The weights are random, the rest is what a user has: caches that the models filled themselves, left padding, pasts
-below, at and past the window. Each case starts from the text and then decodes on, the program fed with its own cache.
+The weights are random. The caches are filled by the models themselves. The cases have left padding, and pasts that are
+shorter than, equal to and longer than the window. Each case decodes several tokens with the cache of the last call.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One model's row of the table."""
-
     model: str
     layers: str
     leaves: int
@@ -89,9 +87,7 @@ def run_demo(
     *,
     as_json: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> int:
-    """Export the models, compare each exported file with its model, and print one table."""
-    # output: folder for the ONNX files, made if it is not there
-    # as_json: is given the rows instead of the table
+    """Export the models to ``output``, compare each file with its model, and print a table or call ``as_json``."""
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()
@@ -176,18 +172,16 @@ def _build(name: str) -> Any:
 
 
 def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
-    """The inputs of a decode call, made from the text, with the cache that the model filled while it read it."""
     tokens = _tokens(text, sizes.batch, sizes.past + sizes.new)
     if model.config.is_encoder_decoder:
-        # the decoder starts with the encoder's input, as a summary does
         return decode_inputs(model, sizes, tokens=tokens, source=_tokens(text, sizes.batch, sizes.source))
-    # positions are inputs, since a padded row does not begin at its first column
+    # positions are inputs, because a padded row does not start in its first column
     names = ("input_ids", "attention_mask", "position_ids", CACHE)
     return decode_inputs(model, sizes, like=dict.fromkeys(names), tokens=tokens)
 
 
 def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
-    """Tokens of shape (rows, length), one per byte; each row starts one line later in the text."""
+    """Return tokens of shape (rows, length), one per byte; each row starts one line later in the text."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -197,7 +191,6 @@ def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
 
 
 def _zen_of_python() -> str:
-    """The text that Python prints on ``import this``, without its empty line."""
     with contextlib.redirect_stdout(io.StringIO()):
         import this
 
@@ -205,7 +198,7 @@ def _zen_of_python() -> str:
 
 
 def _layers(cache: Any) -> str:
-    """The layers of a cache by their codes, ``2x W8 + 2x D``."""
+    """Return the layers of a cache as text, such as ``2x W8 + 2x D``."""
     if hasattr(cache, "cross_attention_cache"):
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)
@@ -222,7 +215,6 @@ _LEGEND = (
 
 
 def _cells(row: _Row) -> dict[str, str]:
-    """The cells of a row of the table, by heading."""
     report = row.report
     return {
         "model": row.model,

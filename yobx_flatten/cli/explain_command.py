@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from ..files.scratch import is_folder
 from ..record.calls import RecordedCalls
 from ..record.files import call_files
 from ..runners.onnx_session import open_session
+from ..runners.ports import Port
 from ..runners.program_runner import ProgramRunner, open_program
 from ..storage.nested import load_case, load_nested
 from ..terminal.failures import UserError
@@ -71,8 +73,7 @@ def _file(path: pathlib.Path, *, trust: bool) -> tuple[str, str]:
         return name, str(RecordedCalls.load(path.parent))
     if path.suffix == ".pt2":
         runner = ProgramRunner(open_program(path, trust=trust), path.name)
-        inputs = [(port.name, port.dtype, port.shape) for port in runner.ports.values()]
-        return name, _ports([_program_port(*port) for port in inputs], runner.outputs)
+        return name, _ports([_program_port(port) for port in runner.ports.values()], runner.outputs)
     try:
         return name, str(draw(load_nested(path), name=path.stem, width=120))
     except ForeignFileError:
@@ -86,9 +87,9 @@ def _file(path: pathlib.Path, *, trust: bool) -> tuple[str, str]:
     return name, _ports([_onnx_port(node) for node in session.get_inputs()], map(_onnx_port, session.get_outputs()))
 
 
-def _program_port(name: str, dtype: Any, shape: tuple[int | None, ...]) -> str:
-    sizes = ", ".join("?" if size is None else str(size) for size in shape)
-    return f"{name}: {str(dtype).removeprefix('torch.')}[{sizes}]"
+def _program_port(port: Port) -> str:
+    sizes = ", ".join("?" if size is None else str(size) for size in port.shape)
+    return f"{port.name}: {str(port.dtype).removeprefix('torch.')}[{sizes}]"
 
 
 def _onnx_port(node: Any) -> str:
@@ -103,12 +104,10 @@ def _ports(inputs: list[str], outputs: Any) -> str:
 def _object(name: str, found: Any, *, plain: bool) -> tuple[str, str]:
     label = name.rpartition(":")[2]
     call = call_of(found)
-    if call is not None:  # the module is what is called, and nothing that is flattened
+    if call is not None:  # the module itself is not flattened
         _, args, kwargs = call
         found = {"args": args, "kwargs": kwargs} if args else kwargs
     if plain:
         return name, str(draw(found, name=label, width=120))
-    import sys
-
     with register_flattening_functions(patch_transformers="transformers" in sys.modules):
         return name, str(draw(found, name=label, width=120))

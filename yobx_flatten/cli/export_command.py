@@ -17,7 +17,7 @@ from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 from .adapter_command import named_folders
 
-# those whose folders write text after text
+# tasks for which `yobx-flatten generate` runs the folder
 _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 
 

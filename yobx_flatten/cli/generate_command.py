@@ -52,7 +52,7 @@ def generate(
     generator = opened.with_adapter(adapter)
     tokenizer = _tokenizer(folder)
     texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
-    options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # a template writes them
+    options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # the chat template adds special tokens
     with readable(folder, UserError):
         given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
     if given["input_ids"].shape[-1] == 0:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..errors.failures import raised_as
 from ..terminal.failures import UserError
 
@@ -41,16 +43,13 @@ def import_module(name: str) -> Any:
 
 
 def object_of(name: str) -> Any:
-    """Import an object, and call it if it is a function or a class."""
-    # name: `module:name`; modules of the current folder are found
+    """Import the object that ``module:name`` names, and call it if it is a function or a class."""
     module_name, _, path = name.partition(":")
     found = import_module(module_name)
     for part in path.split("."):
         if not hasattr(found, part):
             raise UserError(f"{module_name} has no {path}")
         found = getattr(found, part)
-    import torch
-
     if not callable(found) or isinstance(found, torch.nn.Module):
         return found
     with raised_as(lambda error: UserError(f"{name}() failed: {type(error).__name__}: {error}")):
@@ -59,9 +58,6 @@ def object_of(name: str) -> Any:
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
     """Return the module, args and kwargs of a tuple that starts with a module; ``None`` for any other object."""
-    # returned: `(module, kwargs)` or `(module, args, kwargs)`
-    import torch
-
     if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
         return None
     args = next((part for part in returned[1:] if isinstance(part, tuple)), ())

@@ -68,7 +68,6 @@ def verify(
 
 
 def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: bool, json: bool) -> int:
-    """Compare files of any exporter with their model."""
     strange = next((pair for pair in pairs if "=" not in pair), None)
     if strange is not None:
         raise UserError(f"--map takes NAME_IN_THE_FILE=NAME_IN_THE_MODEL, as in --map ids=input_ids, found {strange}")

@@ -9,7 +9,7 @@ import msgspec
 
 _Id = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_Beams = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # each one is a row with a cache of its own
+_Beams = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # each beam is a row with its own cache
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 

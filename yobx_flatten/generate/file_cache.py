@@ -25,7 +25,7 @@ from .steps import Steps, TextState
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     """The cache of exported files for transformers' generation loops, which reorder its rows and remove last tokens."""
 
-    # what loops ask: files are not compiled again, see `crop`, and one layer stands for all
+    # transformers' loops read these attributes; one entry stands for all layers
     is_compileable, is_croppable = False, True
     is_linear: ClassVar[list[bool]] = [False]
     is_sliding: ClassVar[list[bool]] = [False]
@@ -35,7 +35,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self.steps = steps
         self.state: TextState | None = None
         self.seen = 0
-        # tokens that a call read and that the files read again, since they went back to what was before it
+        # number of last tokens that the files must read again, because `crop` restored the state before their call
         self.again = 0
         self._held: dict[str, Any] | None = None
         self._pictures: list[Seen] = []
@@ -65,15 +65,15 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An independent cache with the same tokens: a prompt is read once for several texts."""
+        """Return an independent cache with the same tokens, so that several texts can continue one prompt."""
         made = memo[id(self)] = type(self)(self.steps)
-        made.__dict__ |= vars(self)  # nothing of it is changed in place, but for what a library writes
+        made.__dict__ |= vars(self)  # only the tensors that a library writes in place need a copy
         if self.state is not None:
             made.state = dataclasses.replace(self.state, cache=copied(self.steps.parts.decoder, self.state.cache))
         return made
 
     def __copy__(self) -> Self:
-        """Return a deep copy, since two caches over one state would each count half of the tokens."""
+        """Return a deep copy, because two caches with one state would each miss the other's tokens."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -89,7 +89,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
 
-    # -- what loops ask -----------------------------------------------------------------------------------------------
+    # -- what transformers' loops read --------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens in the cache."""
@@ -113,31 +113,27 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         """Forget everything."""
         self.state, self.seen, self.again, self._held = None, 0, 0, None
 
-    # -- what loops change --------------------------------------------------------------------------------------------
+    # -- what transformers' loops change ------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select and reorder the rows of the cache."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows."""
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
         if self.state is not None:
-            self._select(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
-
-    def _select(self, rows: torch.Tensor) -> None:
-        if self.state is not None:
-            rows, state = rows.cpu(), self.state
+            rows, state = beam_idx.cpu(), self.state
             state.cache = self.steps.parts.decoder.select_rows(state.cache, rows)
             state.repeat(rows)
             self._held = None
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.state is not None:
+            self.reorder_cache(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
+
     def crop(self, tokens: int) -> None:
-        """Remove the last tokens from the cache."""
-        # tokens: how many to take back, as a negative number; a positive one is how many to keep
+        """Keep the first ``tokens`` tokens of the cache; a negative number is how many last tokens to remove."""
         kept = tokens if tokens > 0 else self.seen + tokens
         state = self.state
         if state is None or kept >= self.seen:
@@ -158,7 +154,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         state.keep(kept)
         self.seen = kept
 
-    # -- what is read of a Whisper's cache ----------------------------------------------------------------------------
+    # -- what Whisper's loop reads ------------------------------------------------------------------------------------
 
     @property
     def self_attention_cache(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -18,9 +17,9 @@ from .settings import GenerationSettings, refusals_named
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
 
-# parameters of generate and stream that are no keywords of transformers' generate
+# parameters of `generate` and `stream` that transformers' `generate` does not have
 _OWN = ("self", "options", "sampling", "adapter")
-# of a call with sound: the language that is spoken, what is written of it, and whether with times
+# arguments for Whisper only
 _SPEECH = ("language", "task", "return_timestamps")
 
 
@@ -42,12 +41,12 @@ class Generator:
         """Return a generator that runs the same files with an adapter.
 
         Args:
-            name: one of :attr:`adapters`; ``None`` for the model without any.
+            name: one of :attr:`adapters`; ``None`` for the model without an adapter.
 
         Raises:
             GenerationError: when the folder has no such adapter.
             InvalidArgumentError: when the files are not for onnxruntime.
-            DamagedFileError: when the adapter is not one of these files.
+            DamagedFileError: when the adapter does not fit the files.
         """
         if name is None:
             return self
@@ -89,22 +88,22 @@ class Generator:
         <arguments-of-generate>`.
 
         Args:
-            input_ids, attention_mask: the prompt of shape (batch, length), and 0 where a row is padded, on the left.
+            input_ids, attention_mask: the prompt of shape (batch, length), padded on the left; 0 for padding.
             max_new_tokens: largest number of new tokens; 20 without a configuration.
             sampling: how tokens are chosen; ``Sampling()`` takes the likeliest.
-            input_features, input_values: sound for the encoder, as features or as samples.
+            input_features, input_values: sound for the encoder, as features or as samples of the wave.
             pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the processor returns them.
             pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the processor returns them.
-            decoder_input_ids, forced_bos_token_id: the first tokens of an output, and the one after a single first one.
-            language, task, return_timestamps: the language that Whisper hears, what it writes, and whether with times.
+            decoder_input_ids, forced_bos_token_id: the first tokens of the output, and its second token.
+            language, task, return_timestamps: for Whisper, see ``WhisperForConditionalGeneration.generate``.
             num_beams, length_penalty, early_stopping, num_return_sequences: a beam search; ``num_beams=1`` for none.
-            adapter: one of :attr:`adapters`, for all rows; ``None``, the default, for the model without any.
+            adapter: one of :attr:`adapters`, for all rows; ``None``, the default, for the model without an adapter.
             **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
                 ...): the loop of transformers then runs the files.
 
         Returns:
             What ``model.generate`` returns: the prompt and the new tokens, int64 of shape (batch *
-            num_return_sequences, length), padded after their end. Of Whisper only the new tokens.
+            num_return_sequences, length), padded after their end. Whisper returns only the new tokens.
 
         Raises:
             InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
@@ -136,14 +135,14 @@ class Generator:
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time, without beam search.
 
-        The inputs are checked, and the encoder runs, before it returns. An iterator has its own cache, so several
-        can be read in turns.
+        The method checks the inputs and runs the encoder before it returns. Each iterator has its own cache, so
+        iterators can be read alternately.
 
         Args:
             input_ids, attention_mask, max_new_tokens, sampling: see :meth:`generate`.
             input_features, input_values, pixel_values, image_grid_thw, image_sizes, batch_num_images: see there.
             pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see there.
-            decoder_input_ids: see there; a Whisper that has languages or times needs them here.
+            decoder_input_ids: see there; required for a Whisper model with languages or timestamps.
             adapter: see :meth:`generate`.
 
         Returns:
@@ -177,18 +176,19 @@ class Generator:
     ) -> Any:
         """Generate speech with the files of SpeechT5.
 
-        The model draws dropout while it speaks, and so does this: after ``torch.manual_seed`` both return the same.
+        SpeechT5 uses dropout during generation. After the same ``torch.manual_seed``, the files and the model return
+        the same speech.
 
         Args:
-            read: tokens of shape (batch, length), or samples of sound where the model changes a voice.
+            read: tokens of shape (batch, length); samples of sound for a speech-to-speech model.
             speaker_embeddings: a vector for each speaker, of shape (batch, size).
             **options: ``attention_mask``, ``threshold``, ``minlenratio``, ``maxlenratio``, ``vocoder`` and
                 ``return_output_lengths``, as ``model.generate_speech`` takes them. A vocoder is a model, or the folder
                 of one: ``open_model("vocoder")``.
 
         Returns:
-            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins), of several rows (batch,
-            frames, bins), or the sound of a vocoder.
+            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins), or (batch, frames, bins) for
+            several rows, or the sound of a vocoder.
 
         Raises:
             InvalidArgumentError: when the files write text, the inputs do not fit the model or each other, or
@@ -211,26 +211,25 @@ class Generator:
             )
 
     def _by_transformers(self, given: dict[str, Any], sampling: Sampling | None) -> Any:
-        """Generate with the loops of transformers over the files."""
         require("transformers", purpose="this way to generate", extra="transformers")
         seed = None
         if sampling is not None:
             given["do_sample"] = sampling.do_sample
-        if sampling is not None and sampling.do_sample:
-            names = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
-            given |= {name: getattr(sampling, name) or every for name, every in names.items()}
-            seed = sampling.seed
+            if sampling.do_sample:
+                neutral = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
+                given |= {name: getattr(sampling, name) or value for name, value in neutral.items()}
+                seed = sampling.seed
         if self.settings.processors:
             given["logits_processor"] = [*self.settings.processors, *given.get("logits_processor", ())]
         given = {name: value for name, value in given.items() if value is not None}
-        with torch.no_grad(), contextlib.nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             if not given.keys() >= {"decoder_input_ids", "input_features"}:
                 return self._model.generate(**given)
             from transformers import GenerationMixin
 
-            # Whisper's own loop would leave these tokens out of what it returns
+            # Whisper's own generate would leave decoder_input_ids out of its result
             return GenerationMixin.generate(self._model, **given)
 
     @functools.cached_property
@@ -240,9 +239,9 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Choose the loop of a call: greedy or sampled here, Whisper's, or another loop of transformers."""
+        """Generate with the loop of this class if it covers the call, else with a loop of transformers."""
         self._check_writes("generate")
-        if options == {"do_sample": False} and sampling is None:  # which the loop here also does, and faster
+        if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
             options, sampling = {}, Sampling()
         if options and sampling is not None:
             raise InvalidArgumentError(
@@ -278,7 +277,7 @@ class Generator:
     # given: keywords of the call that are not `None`
 
     def _is_whole_speech(self, given: Mapping[str, Any]) -> bool:
-        """Return whether Whisper's own loop chooses the first tokens of a text, and splits the sound."""
+        """Return whether Whisper's own loop must choose the first tokens of the text, and split the sound."""
         asks = any(name in given for name in _SPEECH)
         if "input_features" not in given or not self.settings.is_speech:
             if asks:
@@ -295,11 +294,11 @@ class Generator:
         return "decoder_input_ids" not in given
 
     def _read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
-        """Inputs of the encoder other than text, and the pictures and videos of the prompt."""
+        """Return the encoder's inputs other than text, and the pictures and videos of the prompt."""
         encoder = self.parts.encoder
         names = ["input_features", "input_values"]
         if encoder is not None and "pixel_values" in encoder.ports:
-            names.append("pixel_values")  # pictures in a prompt are for a decoder
+            names.append("pixel_values")  # otherwise the pictures belong to the decoder's prompt
         of_images = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
         of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
         pictures = self.settings.images(*map(given.get, of_images)), self.settings.videos(*map(given.get, of_videos))
@@ -361,7 +360,7 @@ class Generator:
             chosen = choose(scores)
             if self.settings.pad_token_id is not None:
                 chosen = torch.where(ended, self.settings.pad_token_id, chosen)
-            yield chosen.clone()  # the caller's own
+            yield chosen.clone()  # the caller may change the tensor
             ended |= torch.isin(chosen, ends)
             if bool(ended.all()) or number + 1 == limit:
                 return

@@ -23,7 +23,7 @@ MANIFEST = "yobx_flatten.json"
 SUBFOLDER = "onnx"
 """The subfolder in which transformers.js looks for ONNX files."""
 
-# what transformers.js adds to a name, by the type of the weights
+# suffixes that transformers.js adds to a file's name for each dtype of the weights
 _TYPES = ("", "_fp16", "_int8", "_quantized", "_q4", "_q4f16")
 
 LAYOUTS: tuple[dict[str, str], ...] = (
@@ -33,7 +33,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"decoder": "frame_decoder", "encoder": "encoder_model", "postnet": "postnet"},
     {"decoder": "model"},
 )
-"""By part of a model: the name of its file without suffix; a folder contains the files of one of these entries."""
+"""File names without suffix, by part of a model; the files of a folder match one of these entries."""
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -53,7 +53,7 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
     """Return the files of an exported model by their part: ``decoder``, ``encoder`` and others."""
-    # prefill: the file of the first call, where `path` is a file
+    # prefill: the file of the first call, if `path` is a single file
     if not path.exists():
         raise GenerationError(f"There is no file or folder {path}.")
     if not is_folder(path):
@@ -75,8 +75,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder that contains the configurations of a file."""
-    # file: a file, which may be where transformers.js looks for it
+    """Return the folder that contains the configurations of a model file; the file may be in its subfolder ``onnx``."""
     parent = file.parent
     is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()
     return parent.parent if is_below and not (parent / "config.json").is_file() else parent

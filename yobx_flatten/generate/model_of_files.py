@@ -5,7 +5,7 @@
     keywords of generate ──> GenerationMixin: processors, samples, beams, candidates, streamers
                                  │ forward(tokens, mask, FileCache)
                                  v
-                       Steps: what the files take of it ──> runner.step, with the cache in its own memory
+                       Steps: the inputs of the files ──> runner.step, with the cache in the memory of the library
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from .settings import refusals_named
 from .steps import Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
-_STRIDE = 2  # frames of sound for each position of Whisper's encoder
-# kinds of caches that do not keep what the model computes, or are kept by another loop
+# a quantized cache does not keep exact values, and another loop manages a paged cache
 _OTHER_CACHES = ("quantized", "paged")
 
 
@@ -47,8 +46,8 @@ class EncoderOfFiles(torch.nn.Module):
         ports = steps.parts.encoder.ports if steps.parts.encoder is not None else {}
         names = ("input_features", "input_values", "pixel_values")
         self.main_input_name = next((name for name in names if name in ports), "input_ids")
-        # what Whisper's loop reads of the layers: how many frames of sound a position has
-        self.conv1, self.conv2 = types.SimpleNamespace(stride=(1,)), types.SimpleNamespace(stride=(_STRIDE,))
+        # Whisper's loop multiplies these strides to get the number of sound frames per position
+        self.conv1, self.conv2 = types.SimpleNamespace(stride=(1,)), types.SimpleNamespace(stride=(2,))
 
     def forward(
         self,
@@ -61,15 +60,13 @@ class EncoderOfFiles(torch.nn.Module):
         pixel_values: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Run the file."""
-        # the loop of Whisper asks all parts for what the decoder returns for the times of words
-        has_times = any(name.startswith("cross_attentions.") for name in self.steps.parts.decoder.outputs)
-        known = {"return_dict", *(["output_attentions"] if has_times else [])}
+        """Run the encoder's file; ``read`` is its main input."""
+        # for word times, Whisper's loop passes output_attentions to the encoder and to the decoder
+        known = {"return_dict", "output_attentions"} if self.steps.heads else {"return_dict"}
         asked = [name for name, value in others.items() if value is not None and value is not False]
         refused = [name for name in asked if name not in known]
         if refused:
             raise InvalidArgumentError(f"{refused[0]}: the encoder's file returns features only. Leave this out.")
-        # read: what the encoder reads, which may also be passed by its name
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
             given |= {self.main_input_name: read}
@@ -77,7 +74,7 @@ class EncoderOfFiles(torch.nn.Module):
         input_ids = found.pop("input_ids", input_ids)
         context, _batch = self.steps.encode(input_ids, attention_mask, found)
         made = BaseModelOutput(last_hidden_state=context["encoder_hidden_states"])
-        for name, keys in context.items():  # loops let rows stand for several in each entry
+        for name, keys in context.items():  # entries of the output, because beam search repeats the rows of each entry
             if is_present(name):
                 made[name] = keys
         return made
@@ -88,7 +85,7 @@ class Shown:
     """The pictures of a prompt, which transformers' loops pass on unchanged."""
 
     pictures: Sequence[Pictures]  # pictures and videos
-    rows: int  # number of rows of the prompt, before a loop lets each stand for several
+    rows: int  # number of rows of the prompt, before a loop repeats rows
 
 
 class FileModel(ModelWithoutWeights):
@@ -161,12 +158,12 @@ class FileModel(ModelWithoutWeights):
             kwargs = self._with_pictures(inputs, kwargs)
         if (config.num_beams or 1) > 1 and self.steps.parts.encoder is None and not _stated(self.steps):
             self.config.vocab_size = self._scores_of_two.shape[2]
-        given = args if inputs is None and not args else (inputs, *args)  # Whisper's loop calls its first one otherwise
+        given = args if inputs is None and not args else (inputs, *args)  # Whisper's first parameter has another name
         generate = super().generate
         return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs)
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
-        """The heads for the times of words, each by its index among its layer's heads in the files."""
+        """Return the heads for word times, each as its layer and its index among the heads that the files return."""
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
@@ -186,7 +183,7 @@ class FileModel(ModelWithoutWeights):
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
     def _weights(self, cache: FileCache, count: int) -> dict[str, Any]:
-        """The attention weights of a call, layer by layer, with the heads that the files return."""
+        """Return the attention weights of a call by layer, with the heads that the files return."""
         found = {} if cache.state is None else cache.state.weights
         if not found:
             return {}
@@ -212,7 +209,7 @@ class FileModel(ModelWithoutWeights):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Start a loop with the cache of the files, whichever cache the loop would make or was passed."""
+        """Replace the cache that the loop would make, or that the caller passed, by the cache of the files."""
         name = installed_name()
         if model_kwargs.get(name) is None:
             if generation_config.use_cache is not False:
@@ -236,13 +233,13 @@ class FileModel(ModelWithoutWeights):
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Pass pictures in one object, because loops would repeat patches as if they were rows."""
-        if kwargs.get("assistant_model") is not None:  # which is given the same, and one row has nothing to repeat
+        if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
             return kwargs
         given = {name: kwargs.pop(name, None) for name in _defaults(FileModel._pictures)}
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         if prompt is None or (given["pixel_values"] is None and given["pixel_values_videos"] is None):
             return kwargs
-        kwargs.pop("prefill_chunk_size", None)  # a prompt with pictures is read in one call; the tokens are the same
+        kwargs.pop("prefill_chunk_size", None)  # the files read a prompt with pictures in one call
         return {**kwargs, "pixel_values": Shown(self._pictures(**given), len(prompt))}
 
     def _pictures(
@@ -257,7 +254,7 @@ class FileModel(ModelWithoutWeights):
         pixel_attention_mask: torch.Tensor | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
     ) -> Sequence[Pictures]:
-        # mm_token_type_ids: where pictures are, which the tokens also state
+        # mm_token_type_ids is not read: the tokens of the prompt also state where pictures are
         if pixel_attention_mask is not None and pixel_values is not None:
             real = pixel_values.flatten(-3).ne(0).any(-1)
             if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
@@ -270,13 +267,13 @@ class FileModel(ModelWithoutWeights):
         return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files on new tokens, with the cache of the tokens before."""
+        """Run the files on new tokens, with the cache of the earlier tokens."""
         cache = self._cache(given.pop(CACHE, None))
         read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
         return read(cache, **given)
 
     def _cache(self, given: Any) -> FileCache:
-        """Return the cache of a call: that of an earlier call, an empty one of the caller, or a new one."""
+        """Return the cache of a call: the cache of an earlier call, the caller's empty cache, or a new cache."""
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
             raise InvalidArgumentError(
@@ -378,7 +375,7 @@ class FileModel(ModelWithoutWeights):
         return Seq2SeqLMOutput(logits=kept, encoder_last_hidden_state=encoder_outputs[0], **filled)
 
     def _check_counted(self, name: str, given: torch.Tensor | None, cache: FileCache, tokens: torch.Tensor) -> None:
-        """Refuse positions other than those that the files count."""
+        """Raise InvalidArgumentError if positions differ from those that the files count."""
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
@@ -386,7 +383,7 @@ class FileModel(ModelWithoutWeights):
             )
 
     def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
-        """Refuse positions that a file does not read, and that are not those of its tokens."""
+        """Raise InvalidArgumentError if positions, which the file does not read, differ from those that it counts."""
         read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
         every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
         if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
@@ -404,7 +401,7 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        """The first call; a prompt whose rows a loop has repeated is read once, since its pictures are not repeated."""
+        """Run the first call; if a loop has repeated the rows of a prompt with pictures, read each row once."""
         steps, every = self.steps, torch.arange(len(tokens))
         factor = 1 if shown is None else len(tokens) // shown.rows
         first = every[::factor]
@@ -420,8 +417,8 @@ class FileModel(ModelWithoutWeights):
         return scores
 
     def _call(self, cache: FileCache, count: int, *, is_last: bool = False) -> torch.Tensor:
-        """Run the files on a number of last tokens, and on those before them that are not in the state yet."""
-        # is_last: whether the scores of the last token are enough
+        """Run the files on the last ``count`` tokens, and before these on the tokens that the cache does not have."""
+        # is_last: whether the caller needs only the scores of the last token
         state = cache.state
         assert state is not None
         again, total = cache.again, cache.seen + count
@@ -435,7 +432,7 @@ class FileModel(ModelWithoutWeights):
         return scores[:, -count:]
 
     def _check_types(self, cache: FileCache, given: torch.Tensor) -> None:
-        """Refuse token types that differ from those that the files get."""
+        """Raise InvalidArgumentError if token types differ from those that are passed to the files."""
         state = cache.state
         assert state is not None
         own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
@@ -447,7 +444,6 @@ class FileModel(ModelWithoutWeights):
 
 
 def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Heads in order, by layer."""
     found: dict[int, list[int]] = {}
     for layer, head in sorted(heads):
         found.setdefault(layer, []).append(head)
@@ -461,12 +457,12 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
 
 
 def _stated(steps: Steps) -> Mapping[str, Any]:
-    """Return the configuration in the folder of the files; empty without one."""
+    """Return the contents of ``config.json``; an empty mapping if there is no such file."""
     return {} if steps.settings.documents is None else steps.settings.documents.config
 
 
 def _taken(steps: Steps) -> dict[str, Any]:
-    """The arguments of a call that the files read, with their defaults."""
+    """Return the arguments of a call that the files read, with their defaults."""
     parts = steps.parts
     if parts.encoder is None:
         found = _defaults(FileModel._read_text)
@@ -481,18 +477,16 @@ def _taken(steps: Steps) -> dict[str, Any]:
 
 
 def _defaults(method: Any) -> dict[str, Any]:
-    """The parameters of a method that have a default."""
     parameters = inspect.signature(method).parameters.items()
     return {name: one.default for name, one in parameters if one.default is not one.empty}
 
 
 def _kept(scores: torch.Tensor, asked: int | torch.Tensor) -> torch.Tensor:
-    """The logits of the last tokens, or of selected tokens."""
     return scores[:, asked if isinstance(asked, torch.Tensor) else slice(-asked or None, None)]
 
 
 def _loop_of(stated: Mapping[str, Any]) -> Any:
-    """The class that defines the exported model's ``generate``."""
+    """Return the transformers class whose ``generate`` the exported model uses."""
     import transformers
 
     own = exported_class(stated)
@@ -500,7 +494,7 @@ def _loop_of(stated: Mapping[str, Any]) -> Any:
         return GenerationMixin
     if issubclass(own, transformers.WhisperForConditionalGeneration):
         return own
-    if not issubclass(own, GenerationMixin):  # a class of another task, whose folder was written for its decoder
+    if not issubclass(own, GenerationMixin):  # the folder was exported from a class of another task
         return GenerationMixin
     raise GenerationError(
         f"{own.__name__} has its own generate, which needs layers of the model. Call the generate of the model itself, "

@@ -30,12 +30,12 @@ class OnnxGenerator(Generator):
     Args:
         model: a folder as :func:`export_folder` writes it, or the file of a decoder whose inputs and outputs have the
             names that :func:`export_onnx` gives them.
-        prefill: the file for the first call, which takes no cache; needed for a single file that does not take an empty
-            cache.
+        prefill: the file for the first call, which takes no cache; needed for a single file that does not accept an
+            empty cache.
         settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
         threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
         pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
-            Without, tokens take longer, and the weights stay in the file, mapped into memory.
+            With ``False``, a token takes longer, and the weights stay in the file, mapped into memory.
         device: where onnxruntime computes: ``"cpu"``, the default, ``"cuda"``, ``"cuda:1"``, ``"directml"``,
             ``"coreml"``, ``"webgpu"``, ``"openvino"``, ``"xnnpack"`` and others, see :data:`.devices.DEVICES`.
         providers: execution providers as onnxruntime takes them, instead of ``device``.
@@ -76,16 +76,13 @@ class OnnxGenerator(Generator):
         super().__init__(*_opened(found, "onnxruntime", "OnnxGenerator", settings, pack=pack, **how))
 
 
-# Generate with programs of ``torch.export``.
-
-
 class ProgramGenerator(Generator):
     """Generates tokens with programs of ``torch.export``.
 
     Args:
         model: what :func:`export_program` returned for a decoder, a ``torch.export.ExportedProgram``, the file that
             ``save`` wrote, or a folder as :func:`export_folder` writes it.
-        prefill: a program or file for the first call, which takes no cache; needed where ``model`` does not take an
+        prefill: a program or file for the first call, which takes no cache; needed if ``model`` does not accept an
             empty cache.
         trust: whether you know who wrote the files, see :func:`.program_runner.open_program`; ``False`` by default.
         settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
@@ -148,7 +145,7 @@ def generator_for(
     providers: Providers | None = None,
 ) -> Generator:
     """Open exported files for generation, with the generator class of ``runtime``."""
-    # see `OnnxGenerator` for the options; OpenVINO and ExecuTorch take the number of threads alone
+    # see `OnnxGenerator` for the options; OpenVINO and ExecuTorch accept only the number of threads
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack, device=device, providers=providers)
     only_for_onnxruntime(runtime, device, providers)
@@ -168,8 +165,8 @@ def _opened(
     pack: bool = True,
     **how: Any,
 ) -> tuple[Parts, GenerationSettings, FolderAdapters]:
-    """Open the files of a model in a runtime, with what is next to them."""
-    # how: the other arguments of `open_runner`
+    """Open the files of a model in a runtime, and the settings and adapters of their folder."""
+    # how: other arguments of `open_runner`
     parts: dict[str, Any] = {}
     for part, file in found.items():
         options = None if pack else mapped_options(file, threads=how["threads"])
@@ -179,7 +176,7 @@ def _opened(
 
 
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:
-    """The files of the runtime itself, else those of another that it also reads."""
+    """Return the files in the runtime's own format, else files in another format that the runtime also reads."""
     own, *others = RUNTIMES[runtime]
     for suffix in others:
         try:

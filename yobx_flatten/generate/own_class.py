@@ -18,9 +18,9 @@ from ..huggingface.cache_names import named_as
 from ..runners.folder_adapters import FolderAdapters
 from .settings import Documents, GenerationSettings, settings_of
 
-_MASKS = ("attention_mask", "pixel_mask")  # one without zeros states what none states
+_MASKS = ("attention_mask", "pixel_mask")  # a mask without zeros has no effect
 
-# settings that transformers calls by the same name, but for the first one
+# settings with the names that transformers gives them, except the first: eos_token_id
 _SETTINGS = (
     "eos_token_ids",
     "pad_token_id",
@@ -35,17 +35,17 @@ _SETTINGS = (
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
     """A Hugging Face model without weights, whose calls run exported files on any device.
 
-    ``forward`` has the parameters of the exported class, by which loops, pipelines and the Trainer of transformers
-    choose what they pass. What the files do not take is refused, unless a model returns the same without it.
+    ``forward`` has the parameters of the exported class, because transformers' loops, pipelines and Trainer read the
+    signature to choose what they pass. An argument that the files do not take is refused if it would change the result.
     """
 
-    accepts_loss_kwargs = False  # the Trainer would pass the number of labels on to a loss
+    accepts_loss_kwargs = False  # otherwise the Trainer passes the number of labels
     taken: ClassVar[tuple[str, ...]] = ()  # the arguments that the files take, in order
-    arguments: ClassVar[Mapping[str, Any]] = {}  # those of the exported class, in order, with their defaults
+    arguments: ClassVar[Mapping[str, Any]] = {}  # the arguments of the exported class, in order, with their defaults
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
-        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # states device and type
+        self.anchor = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # transformers reads device and dtype
         self.of_folder = FolderAdapters(None)
         self._chosen: str | None = None  # the adapter of `set_adapter`
         self._enabled = False
@@ -71,11 +71,11 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         raise NotImplementedError
 
     def _changes_nothing(self, name: str, value: Any) -> bool:
-        """Whether a model returns the same result without an argument."""
+        """Return whether the model returns the same result without an argument."""
         if isinstance(value, torch.Tensor):
             return name in _MASKS and bool(value.all())
         is_default = isinstance(value, (int, float, str)) and value == self.arguments.get(name)
-        # files without a cache return none
+        # use_cache has no effect on files without a cache
         return value is None or value is False or is_default or name == "use_cache"
 
     def _refusal(self, name: str) -> str:
@@ -156,7 +156,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
     """Return a configuration as an object of transformers' class, if there is one; the folder's own code never runs."""
-    # encoder: whether the model is an encoder-decoder, where the document does not state it
+    # encoder: whether the model is an encoder-decoder, if ``config.json`` does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
     own = copy.deepcopy(dict(stated))
@@ -174,7 +174,7 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
     with damage_as(GenerationError, "generation_config.json"):
         if documents.generation:
             stated = copy.deepcopy(dict(documents.generation))
-            stated.pop("_from_model_config", None)  # by which transformers < 5 compares it with the model's
+            stated.pop("_from_model_config", None)  # transformers < 5 would compare it with the model's configuration
             found = GenerationConfig.from_dict(stated)
         else:
             found = GenerationConfig.from_model_config(config)
@@ -188,7 +188,7 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
     """Make a class with the name and parameters of the exported class, which transformers' tools check."""
-    # takes: what the files take, in order, with defaults: the parameters where transformers has no such class
+    # takes: the files' inputs and their defaults; they are the parameters if transformers has no such class
     own, kind = exported_class(stated), inspect.Parameter
     every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]
     signature = inspect.Signature([kind("self", kind.POSITIONAL_OR_KEYWORD), *every])
@@ -210,7 +210,7 @@ def exported_class(stated: Mapping[str, Any]) -> Any:
     import transformers
 
     found = getattr(transformers, _class_name(stated), None) if _class_name(stated) else None
-    # what stands for a class whose library is not installed does not derive from it
+    # transformers has placeholders, not derived from PreTrainedModel, for classes whose library is not installed
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
@@ -222,7 +222,7 @@ def _class_name(stated: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _model_names() -> frozenset[str]:
-    """The names of all models, read from the tables of the installed transformers; no model is imported."""
+    # the tables contain names only, so that no model is imported
     from transformers.models.auto import modeling_auto
 
     tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]

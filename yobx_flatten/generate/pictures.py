@@ -24,9 +24,9 @@ from ..runners.ports import CacheSlot, Port, Runner
 class Seen:
     """Features of all pictures, or all videos, of a prompt."""
 
-    token_id: int  # the token that they replace
+    token_id: int  # the token that the features replace
     features: torch.Tensor  # features of shape (tokens, hidden size)
-    # features that layers add, of shape (tokens, layers, hidden size); `None` without them
+    # features that decoder layers add, of shape (tokens, layers, hidden size); `None` if no layer adds features
     between: torch.Tensor | None
 
 
@@ -35,16 +35,16 @@ class Pictures:
     """All pictures, or all videos, of a prompt, as the processor of a model returns them."""
 
     word: str  # `"image"` or `"video"`
-    # pictures of shape (count, channels, height, width), or (rows, count, channels, height, width), where pictures of
-    # zeros pad rows that have fewer; or patches of shape (patches, values); `None` for none
+    # pictures of shape (count, channels, height, width); or (rows, count, channels, height, width), with pictures of
+    # zeros as padding; or patches of shape (patches, values); `None` without pictures
     pixels: torch.Tensor | None
-    # patches of each in time, height and width, of shape (count, 3); height and width of each, of shape (count, 2),
-    # where they are cut into tiles; `None` where all are of one size
+    # patches of each picture in time, height and width, of shape (count, 3); for tiled pictures height and width of
+    # each picture, of shape (count, 2); `None` if all pictures have one size
     sizes: torch.Tensor | None
-    token_id: int | None  # the token that they replace; `None` for a model without one
-    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each; 1 for all by default
-    tiles: Tiles | None = None  # how they are cut, for a model that cuts them; `None` by default
-    together: torch.Tensor | None = None  # the number of pictures of each prompt; `None`, the default, for one each
+    token_id: int | None  # the token that features replace; `None` for a model without such a token
+    spacing: Sequence[Any] = ()  # positions from one frame to the next, a number for each video; 1 for all by default
+    tiles: Tiles | None = None  # for a model that cuts pictures into tiles
+    together: torch.Tensor | None = None  # the number of pictures of each prompt; by default 1
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
         """Return the features of pictures, one per picture token of the prompt; none without pictures."""
@@ -65,7 +65,6 @@ class Pictures:
         return [Seen(token, features, torch.cat(between) if between else None)]
 
     def _joined(self, found: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """The features of all pictures in the order of their tokens, of shape (tokens, hidden size)."""
         if self.tiles is None or self.sizes is None:
             return torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
         newline = found[0]["image_newline"][0]
@@ -96,7 +95,7 @@ class Pictures:
             )
         if self.word == "image" and bool((sizes[:, 0] != 1).any()):
             raise InvalidArgumentError("image_grid_thw has several frames: pass videos as pixel_values_videos.")
-        # the patches of a frame see each other, and none of another frame
+        # patches attend only to patches of the same frame
         frames = sizes.repeat_interleave(sizes[:, 0], dim=0)
         frames[:, 0] = 1
         for patches, frame in zip(self.pixels.split(frames.prod(-1).tolist()), frames, strict=True):
@@ -104,7 +103,7 @@ class Pictures:
 
 
 def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
-    """Pictures of all rows in order; where rows hold several, without those of zeros, as SmolVLM leaves them out."""
+    """Return the pictures of all rows in order; leave out pictures of zeros in nested rows, as SmolVLM does."""
     if pixels.ndim != 5:
         return pixels
     every = pixels.flatten(0, 1)
@@ -119,7 +118,7 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pi
     """Return the positions of a prompt's tokens in time, height and width, of shape (3, batch, length)."""
     # mask: integers of the same shape, 0 where a row is padded
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
-    # pictures in tiles have one position for each token, as text
+    # tokens of tiled pictures have the same positions as text
     left = {one.token_id: _Left(one, merge) for one in given if one.pixels is not None and one.tiles is None}
     for row, shown in enumerate(mask.bool()):
         positions[:, row, shown] = torch.cat(list(_parts(tokens[row][shown].tolist(), left)), dim=1)
@@ -127,7 +126,7 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pi
 
 
 class _Left:
-    """Pictures or videos whose tokens have not been met yet."""
+    """Pictures or videos of a prompt whose tokens have no positions yet."""
 
     def __init__(self, pictures: Pictures, merge: int) -> None:
         self.word = pictures.word
@@ -183,7 +182,7 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 class Tiles:
     """How a model cuts pictures into tiles and packs the tiles' features."""
 
-    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model, as it is written
+    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the contents of config.json
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Tiles | None:
@@ -196,7 +195,7 @@ class Tiles:
         """Return the tiles of each picture, without padding tiles."""
         # pixels: tiles of shape (images, tiles, channels, height, width), or (tiles, channels, height, width)
         # sizes: height and width of each picture before it was cut, integers of shape (images, 2)
-        # together: the number of pictures of each prompt, where that is known: of several none is cut
+        # together: the number of pictures of each prompt; a picture is cut only if it is alone in its prompt
         if sizes is None or sizes.ndim != 2 or sizes.shape[1] != 2:
             raise InvalidArgumentError(
                 "This model cuts pictures into tiles. Pass image_sizes of shape (images, 2), height and width of each, "
@@ -214,23 +213,22 @@ class Tiles:
 
     def count(self, sizes: torch.Tensor) -> int:
         """Return the total number of tiles of pictures, each of which is alone in its prompt."""
-        # sizes: height and width of each, integers of shape (images, 2)
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return the features of pictures in the order of a prompt's image tokens, of shape (tokens, hidden size)."""
         # features: features of each picture, of shape (tiles, tokens, hidden size)
-        # newline: what ends each row, of shape (hidden size,)
-        owner, config, pack = self._classes()
+        # newline: the feature that ends each row, of shape (hidden size,)
+        config, pack = self._config_and_pack()
         names = [name for name in inspect.signature(pack).parameters if name not in _OF_THE_CALL]
-        stated = {name: getattr(config, name) for name in names}
+        stated, owner = {name: getattr(config, name) for name in names}, types.SimpleNamespace(config=config)
         with damage_as(GenerationError, "config.json"):
             found, _ = pack(owner, list(features), sizes, image_newline=newline, **stated)
         return torch.cat(tuple(found))
 
     def _counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
         """Return the number of tiles of each picture, including the whole picture."""
-        _, config, pack = self._classes()
+        config, pack = self._config_and_pack()
         count_of = vars(sys.modules[pack.__module__])["image_size_to_num_patches"]
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]
         if len(of_rows) != len(sizes):
@@ -244,28 +242,27 @@ class Tiles:
                 for size, row in zip(sizes.tolist(), of_rows, strict=True)
             ]
 
-    def _classes(self) -> tuple[Any, Any, Any]:
-        """Stand-ins for the model and its configuration, and the method that packs features."""
+    def _config_and_pack(self) -> tuple[Any, Any]:
+        """Return the configuration as an object, and the method of the model's class that packs features."""
         require("transformers", purpose="pictures in tiles", extra="transformers")
         import transformers
 
         name = TILED[self.config["model_type"]]
         with damage_as(GenerationError, "config.json"):
             config = getattr(transformers, f"{name}Config").from_dict(dict(self.config))
-        return types.SimpleNamespace(config=config), config, getattr(transformers, f"{name}Model").pack_image_features
+        return config, getattr(transformers, f"{name}Model").pack_image_features
 
 
 # The inputs that a generation loop feeds to a file, and an empty cache for it.
 
 
-# Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of
-# the first token, and a recurrence starts from zero.
+# Leaves of a cache that are empty or zero before the first token: a convolution pads with zeros, and a recurrence
+# starts from zero.
 _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurrent_states"}
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
-    """Return the empty cache of a first call: zeros for each cache input, by name, without any token."""
-    # returns: zeros by name of the input; axes that vary have size 0, the first one the batch size
+    """Return the empty cache of a first call by input name: axes that vary have size 0, except the batch."""
     made = {}
     for slot in slots:
         name, shape, dtype = slot.port
@@ -284,7 +281,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Refuse a file with an input that a generation loop does not pass."""
+    """Raise GenerationError if a file has an input that a generation loop does not pass."""
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(

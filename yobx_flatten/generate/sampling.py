@@ -13,7 +13,7 @@ import torch
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..files.document import damage_as
 
-_TOP_K = 50  # transformers' default, also in a file that does not state it
+_TOP_K = 50  # transformers' default for a generation_config.json without top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Sampling:
         do_sample: whether to draw a token instead of taking the likeliest; ``False`` by default.
         temperature: divisor of the scores, above 0 and 1.0 by default: below 1 likely tokens become likelier.
         top_k: number of likeliest tokens to draw from; ``None`` for all.
-        top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens that have it together; ``None`` for
-            all.
+        top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens whose probabilities add up to
+            ``top_p``; ``None`` for all.
         seed: seed of the draws; ``None`` for torch's global generator.
         min_p: share in [0, 1] of the likeliest token's probability below which a token is not drawn; ``None`` for none.
-        typical_p: probability in (0, 1]: the draw is among the tokens whose surprise is closest to the expected one, as
-            many as have it together; ``None`` for all.
+        typical_p: probability in (0, 1] of locally typical sampling: the draw is among the tokens whose information
+            content is closest to the entropy, until their probabilities add up to ``typical_p``; ``None`` for all.
 
     Raises:
         InvalidArgumentError: when a value is out of its range.
@@ -78,7 +78,7 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling:
     named = {name: generation.get(name) for name in ("temperature", "top_p", "min_p", "typical_p")}
     given = {name: value for name, value in named.items() if value is not None}
     for name in ("top_p", "typical_p"):
-        if given.get(name, 0) >= 1:  # all of them
+        if given.get(name, 0) >= 1:  # all tokens
             del given[name]
     try:
         return Sampling(do_sample=True, top_k=_TOP_K if top_k is None else top_k or None, **given)
@@ -87,7 +87,7 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling:
 
 
 class TokenChooser:
-    """Chooses one token per row, and keeps the state of its generator between the steps.
+    """Chooses one token per row; the state of its random generator continues from step to step.
 
     >>> choose = TokenChooser(Sampling(do_sample=True, top_k=2, seed=0))
     >>> sorted({int(choose(torch.tensor([[0.0, 5.0, 5.0]]))) for _ in range(20)})
@@ -120,7 +120,7 @@ def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         ordered[:, sampling.top_k :] = -math.inf
     shares = ordered.softmax(-1)
     if sampling.top_p is not None:
-        # a token is left out when those before it have the probability already; the first one never is
+        # leave a token out if the likelier tokens already reach top_p; the likeliest token always stays
         shares = shares.masked_fill(shares.cumsum(-1) - shares >= sampling.top_p, 0.0)
         shares = shares / shares.sum(-1, keepdim=True)
     if sampling.min_p is not None:
@@ -133,7 +133,7 @@ def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _untypical(shares: torch.Tensor, mass: float) -> torch.Tensor:
-    """Tokens that are left out: locally typical sampling (Meister et al., 2022, arXiv 2202.00666)."""
+    """Return which tokens locally typical sampling leaves out (Meister et al., 2022, arXiv 2202.00666)."""
     surprise = -shares.log()
     expected = (shares * surprise).nansum(-1, keepdim=True)
     distance = (surprise - expected).abs()
@@ -145,7 +145,7 @@ def _untypical(shares: torch.Tensor, mass: float) -> torch.Tensor:
 ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of the tokens so far, of shape (batch, length), and of logits (batch, vocabulary); it returns new logits."""
 
-# entries that change scores, with the value that does nothing; none, an empty list and `False` do nothing either
+# entries that change scores, each with a value that has no effect; `None`, `[]` and `False` never have an effect
 _OF_SCORES: Mapping[str, float | None] = {
     "guidance_scale": 1,
     "sequence_bias": None,
@@ -162,7 +162,7 @@ _OF_SCORES: Mapping[str, float | None] = {
     "begin_suppress_tokens": None,
     "watermarking_config": None,
 }
-# entries that take another loop than one token after the other
+# entries for which transformers runs another generation loop
 _OF_LOOPS: Mapping[str, float | None] = {
     "stop_strings": None,
     "penalty_alpha": 0,
@@ -197,8 +197,8 @@ def score_rules(
     model: Any, prompt: torch.Tensor, longest: int, mask: torch.Tensor | None, source: torch.Tensor | None, first: Any
 ) -> ScoreProcessor:
     """Return transformers' logits processors for a call as one function."""
-    # model: a `.FileModel`; longest: tokens of a row at most; source: what an encoder read, or the prompt of a decoder
-    # first: the token after a single first one, such as a language
+    # model: a `.FileModel`; longest: largest number of tokens in a row
+    # source: tokens of the encoder, or the prompt of a decoder-only model; first: forced_bos_token_id of the call
     config = copy.deepcopy(model.generation_config)
     config.do_sample, config.num_beams, config.max_length, config.forced_bos_token_id = False, 1, longest, first
     ends = config.eos_token_id
@@ -209,7 +209,7 @@ def score_rules(
         )
 
     def process(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        # a token above the vocabulary, for example, is an error of the file
+        # a token outside the vocabulary, for example, is an error in the file
         with damage_as(GenerationError, "generation_config.json"):
             changed: torch.Tensor = found(tokens, scores)
         return changed

@@ -21,23 +21,13 @@ from .layout import MANIFEST
 from .pictures import Pictures, Tiles
 from .sampling import Sampling, ScoreProcessor, changes_scores, other_loops, sampling_of
 
-# entries of a generation_config.json that Whisper's own loop reads
-_OF_SPEECH = ("lang_to_id", "no_timestamps_token_id")
-
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Contents of ``config.json`` and ``generation_config.json``."""
+    """Contents of ``config.json`` and ``generation_config.json``; empty for a file that does not exist."""
 
-    config: Mapping[str, Any] = dataclasses.field(repr=False)  # the configuration of the model
-    # the configuration of its generation; empty where there is none
+    config: Mapping[str, Any] = dataclasses.field(repr=False)
     generation: Mapping[str, Any] = dataclasses.field(repr=False)
-
-    @property
-    def is_speech(self) -> bool:
-        """Whether the configurations are those of a Whisper model, whose own loop detects language and timestamps."""
-        stated = any(self.generation.get(name) is not None for name in _OF_SPEECH)
-        return stated and bool(self.config.get("max_source_positions"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +35,7 @@ class Switch:
     """The length at which a model's rotary angles change, and whether the model then reads all tokens again."""
 
     length: int  # number of tokens, see `.position_switch.switch_of`
-    # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` where that is not
-    # known
+    # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` if unknown
     rereads: bool | None = None
 
     def passed_at(self, length: int) -> bool:
@@ -73,24 +62,23 @@ class GenerationSettings:
         pad_token_id: token that fills a row that has ended.
         decoder_start_token_id: first token of an encoder-decoder model's output.
         image_token_id: token that image features replace.
-        max_new_tokens: number of new tokens where the caller of ``generate`` gives none; 20 by default.
-        max_length: tokens of a row at most, with the prompt, instead of ``max_new_tokens``; ``None`` by default.
-        sampling: how tokens are chosen where the caller gives nothing; the likeliest by default.
-        num_beams, num_return_sequences: rows of a beam search and what it returns, where the caller gives nothing; 1.
-        positions: tokens of a row at most that the files read, where each position has a row of a table.
-        processors: functions of your own that change the scores, in order, after the rules of the configuration.
+        max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
+        max_length: largest number of tokens in a row, prompt included; used instead of ``max_new_tokens``.
+        sampling: default of ``generate`` for ``sampling``; the likeliest token by default.
+        num_beams, num_return_sequences: defaults of ``generate`` for these arguments; 1 by default.
+        positions: largest number of tokens in a row, for a model with a table of positions; ``None`` for others.
+        processors: your own functions that change the scores, in order, after the rules of the configuration.
         has_rules: whether the configuration has rules for the scores, which transformers' own classes apply.
         other_loops: entries of the configuration for which transformers has its own loop.
-        forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
-        forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
-        spatial_merge_size: patches of a picture per token along each side, where pictures have their own positions.
+        forced_bos_token_id: the second token of the output: with mBART the language to translate into.
+        forced_eos_token_id: the last token, or one of several, if ``max_new_tokens`` ends a row.
+        spatial_merge_size: patches per token along each side of a picture, for models with 3D positions (M-RoPE).
         video_token_id: token that features of videos replace.
-        tokens_per_second: positions that a second of a video takes, where the model counts seconds.
-        sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
-            those of an image only; ``False`` by default.
-        switch: where the positions of the model change with the length of the text; ``None`` for nowhere.
+        tokens_per_second: number of positions for a second of video, for models that count seconds.
+        sees_prompt: whether all prompt tokens attend to each other (PaliGemma); ``False`` by default.
+        switch: the length of text at which the model's rotary angles change; ``None`` for other models.
         tiles: how pictures are cut into tiles; ``None`` for other models.
-        documents: the two configurations as they are written, which transformers' own loops read; ``None`` without.
+        documents: the contents of the two configuration files, which transformers' own loops read; ``None`` without.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -119,7 +107,10 @@ class GenerationSettings:
     @property
     def is_speech(self) -> bool:
         """Whether the model is Whisper, whose own generation loop detects language, task and timestamps."""
-        return self.documents is not None and self.documents.is_speech
+        if self.documents is None or not self.documents.config.get("max_source_positions"):
+            return False
+        generation = self.documents.generation
+        return any(generation.get(name) is not None for name in ("lang_to_id", "no_timestamps_token_id"))
 
     def images(
         self,
@@ -131,13 +122,13 @@ class GenerationSettings:
         """Return the images among the inputs of a ``generate`` call.
 
         Args:
-            pixel_values: their pixels or patches; ``None`` for none.
-            grids: patches of each in time, height and width; ``None`` where all are of one size.
-            sizes: height and width of each, where they are cut into tiles; ``None`` by default.
-            together: the number of pictures of each prompt, where they are cut; ``None`` by default.
+            pixel_values: pixels or patches of the images; ``None`` without images.
+            grids: patches of each image in time, height and width; ``None`` if all images have one size.
+            sizes: height and width of each image, for a model that cuts images into tiles.
+            together: the number of images of each prompt, for a model that cuts images into tiles.
 
         Raises:
-            InvalidArgumentError: when the model does not cut pictures, and sizes are given.
+            InvalidArgumentError: when ``sizes`` or ``together`` is given for a model that does not cut images.
         """
         if self.tiles is None and (sizes is not None or together is not None):
             raise InvalidArgumentError(
@@ -156,9 +147,9 @@ class GenerationSettings:
         """Return the videos among the inputs of a ``generate`` call.
 
         Args:
-            pixel_values: their patches; ``None`` for none.
-            sizes: patches of each in time, height and width.
-            seconds: from one frame of each to the next; ``None`` for 1.
+            pixel_values: patches of the videos; ``None`` without videos.
+            sizes: patches of each video in time, height and width.
+            seconds: seconds between frames, one number for each video; ``None`` for 1.
         """
         count = 0 if sizes is None else len(sizes)
         if pixel_values is not None and seconds is not None and len(seconds) != count:
@@ -187,7 +178,7 @@ class GenerationSettings:
 
 def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
     """Call transformers, and convert errors about arguments to errors of this package."""
-    # given: the keywords of the call, which the message lists where transformers names none
+    # given: the keywords of the call; the message lists them if the error of transformers names no keyword
     try:
         return call()
     except FlattenError:
@@ -215,12 +206,11 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
     found: list[Mapping[str, Any]] = []
     for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
-        path, form = folder / name, dict[str, Any]
+        path, contents = folder / name, dict[str, Any]()
         if path.exists():
-            read_configuration(path, entries, failure=GenerationError)  # of the types that are computed with
-            found.append(read_configuration(path, form, failure=GenerationError))
-        else:
-            found.append({})
+            read_configuration(path, entries, failure=GenerationError)  # checks the types of the entries
+            contents = read_configuration(path, dict[str, Any], failure=GenerationError)
+        found.append(contents)
     manifest = folder / MANIFEST
     described = read_document(manifest, Described, failure=GenerationError) if manifest.exists() else Described()
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
@@ -233,7 +223,7 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    """Refuse forced or forbidden tokens that are not in the vocabulary; any token may be suppressed."""
+    """Raise GenerationError if a forced or forbidden token is not in the vocabulary."""
     for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
         for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
             if isinstance(vocabulary, int) and token >= vocabulary:
@@ -243,8 +233,7 @@ def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: o
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:
     """Take the settings from the two configurations of a model.
 
-    Where the second one holds anything, transformers generates by it alone, also without an end: ``config.json`` stands
-    in where there is no ``generation_config.json``.
+    As in transformers, ``config.json`` sets generation options only if ``generation_config.json`` is missing or empty.
 
     >>> found = settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     >>> found.eos_token_ids, found.pad_token_id, found.max_new_tokens
@@ -269,7 +258,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     return GenerationSettings(
         ends,
         pad if pad is not None else ends[0] if ends else None,
-        # one that a caller would have to pass otherwise
+        # also from config.json, because the caller would otherwise have to pass decoder_input_ids
         next((one for one in (stated(*starts), *map(text.get, starts)) if one is not None), None),
         token("image_token"),
         new or 20,

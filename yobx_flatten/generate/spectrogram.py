@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    generate_speech of transformers ──> encoder, prenet, decoder, postnet of a model that has none
+    generate_speech of transformers ──> encoder, prenet, decoder, postnet of a stand-in for the model
                                             │ draws the masks of dropout as the model does
                                             v
                                         the runners of three files
@@ -34,7 +34,7 @@ def speak(
 ) -> Any:
     """Generate speech, and return what ``model.generate_speech`` returns."""
     # read: tokens of shape (batch, length), or samples of sound
-    # masks: those of each frame in turn; `None`, the default, to draw them
+    # masks: dropout masks, one for each frame in turn; `None` to draw random masks
     require("transformers", purpose="speech", extra="transformers")
     import transformers
 
@@ -45,7 +45,7 @@ def speak(
             "output_cross_attentions: the files return frames only. Call the model itself: "
             "model.generate_speech(..., output_cross_attentions=True)"
         )
-    stated = {} if settings.documents is None else dict(settings.documents.config)
+    stated = {} if settings.documents is None else settings.documents.config
     config = config_from(stated, encoder=True)
     if not isinstance(config, transformers.SpeechT5Config):
         raise GenerationError(
@@ -59,15 +59,14 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Draw the dropout masks of the last frame; like the model, draw masks for all frames each time."""
-    # returns: masks of shape (layers, width)
+    """Draw the dropout masks of the last frame, of shape (layers, width); like the model, draw for all frames."""
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
     return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])
 
 
 class _Frames:
-    """The model that transformers' speech loop calls: from its inputs to the next frames."""
+    """Runs the files when transformers' speech loop calls the parts of the model."""
 
     def __init__(self, parts: Parts, config: Any, masks: Iterator[torch.Tensor] | None) -> None:
         assert parts.encoder is not None
@@ -83,7 +82,7 @@ class _Frames:
         found = types.SimpleNamespace
         count = self.config.reduction_factor * self.config.num_mel_bins
         layers = found(prenet=self.read, wrapped_decoder=self.decode)
-        # the file's frames and scores of the end come as one tensor, since the loop asks for each of a last state
+        # the loop computes frames and stop scores from one hidden state, so that `decode` returns both in one tensor
         ends = found(
             feat_out=lambda last: last[:, :count], prob_out=lambda last: last[:, count:], postnet=self.smoothed
         )
@@ -106,7 +105,7 @@ class _Frames:
         self.cache = {**self.decoder.cache(empty_cache(own, rows)), **theirs}
         from transformers.modeling_outputs import BaseModelOutput
 
-        # the loop reads rows, length and type of it
+        # the loop reads the shape and the dtype of this tensor
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .settings import GenerationSettings
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-# what an encoder can be given: text, sound, pictures
+# inputs of an encoder other than text: what they contain, and their shape
 _READ = {
     "input_features": ("sound", "(batch, bins, frames)"),
     "input_values": ("sound", "(batch, samples)"),
@@ -33,12 +33,12 @@ class Parts:
     """The files of one model."""
 
     decoder: Runner  # the file that takes tokens and a cache, and returns scores and the cache
-    # the file for the first call, without a cache among its inputs; `None` where `decoder` takes an empty one
+    # the file for the first call, without a cache among its inputs; `None` if `decoder` accepts an empty cache
     prefill: Runner | None = None
     encoder: Runner | None = None  # the encoder of an encoder-decoder model
-    embed: Runner | None = None  # the file from tokens to embeddings, where `decoder` takes those
+    embed: Runner | None = None  # the file from tokens to embeddings, if `decoder` takes embeddings
     vision: Runner | None = None  # the file from images to the features that replace image tokens
-    postnet: Runner | None = None  # the file that smooths the frames of a spectrogram, where `decoder` makes these
+    postnet: Runner | None = None  # the file that smooths spectrogram frames, for a speech model
 
     def with_adapter(self, adapters: FolderAdapters, name: str) -> Parts:
         """Return the same files with an adapter of their folder."""
@@ -58,16 +58,15 @@ class TextState:
     context: dict[str, torch.Tensor]
     # features of pictures and videos, until the first call takes them
     seen: list[Seen] = dataclasses.field(default_factory=list)
-    # what the encoder read, where that is tokens; the prompt of a decoder
+    # tokens that the encoder read; for a decoder-only model, the prompt
     source: torch.Tensor | None = None
-    # of all tokens, where the caller states them, or the decoder takes those in time, height and width
+    # positions of all tokens, if the caller passes positions, or if the decoder has 3D positions (M-RoPE)
     positions: torch.Tensor | None = None
-    # of all tokens, where the decoder takes those: which of them see each other
+    # token types of all tokens, if the decoder takes token types
     types: torch.Tensor | None = None
     generated_type: int = 0
-    # the token after a single first one
-    forced: int | None = None
-    # weights of attention of the last call, of shape (batch, tokens, source), by layer and head
+    forced: int | None = None  # forced_bos_token_id of this call
+    # cross-attention weights of the last call, of shape (batch, tokens, source), by layer and head
     weights: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def repeat(self, rows: torch.Tensor) -> None:
@@ -88,7 +87,8 @@ class TextState:
         self, new: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
     ) -> None:
         """Append tokens of shape (batch, count), which are the inputs of the next call."""
-        # mask: of all tokens; by default the new ones are read. positions: of the new ones; counted on by default
+        # mask: the mask of all tokens; by default, 1 for new tokens
+        # positions: the positions of the new tokens; by default, they follow the last position
         self.new, self.tokens = new, torch.cat([self.tokens, new], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(new.shape)], dim=1) if mask is None else mask
         if self.positions is not None:
@@ -167,8 +167,12 @@ class Steps:
                     "Leave other inputs out."
                 )
             tokens = tokens_of("input_ids", input_ids)
-            mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
-            _check_mask(mask, tokens)
+            mask = _mask_of(tokens, attention_mask)
+            if bool((mask[:, -1] == 0).any()):
+                raise InvalidArgumentError(
+                    "attention_mask is 0 at the end of a row: the next token would follow padding. Pad prompts on the "
+                    'left:\n    tokenizer.padding_side = "left"'
+                )
             seen = [s for one in pictures for s in one.seen_by(self.parts.vision, self.parts.decoder, tokens)]
             positions = self._positions(tokens, mask, pictures)
             if "token_type_ids" in self.parts.decoder.ports:
@@ -179,7 +183,7 @@ class Steps:
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
     def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
-        """Refuse sound and pictures that the encoder does not read: the text would be that of a call without."""
+        """Raise InvalidArgumentError for sound and pictures that the encoder would ignore."""
         assert self.parts.encoder is not None
         unread = [name for name in given if name not in self.parts.encoder.ports]
         if "pixel_values" not in given:
@@ -212,12 +216,7 @@ class Steps:
             source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value
         else:
             source = feeds["input_ids"] = tokens_of("input_ids", input_ids)
-            mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
-            if mask.shape != source.shape:
-                raise InvalidArgumentError(
-                    f"attention_mask has shape {tuple(mask.shape)}, but input_ids has shape {tuple(source.shape)}."
-                )
-            feeds["attention_mask"] = mask
+            mask = feeds["attention_mask"] = _mask_of(source, mask)
         outputs, keys = encoder.step(typed(encoder, feeds), {})
         context = {"encoder_hidden_states": outputs["last_hidden_state"], **cache_tensors(keys)}
         if mask is not None:
@@ -225,7 +224,7 @@ class Steps:
         return context, len(source)
 
     def _empty_cache(self, rows: int, context: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """A cache that has seen no token, with the keys and values that the encoder returned, where it does."""
+        """Return a cache without tokens, with the keys and values that the encoder's file returned."""
         decoder, made = self.parts.decoder, dict[str, torch.Tensor]()
         if self.parts.encoder is not None:
             kept = {slot.port.name: present_of(slot.port.name) or "" for slot in decoder.slots if slot.present is None}
@@ -266,7 +265,7 @@ class Steps:
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
         """Run the files once, and return the scores, of shape (batch, tokens, vocabulary)."""
-        # last_scores: whether those of the last token are enough
+        # last_scores: whether the scores of the last token are enough
         self._check_positions(sequence)
         decoder = self.parts.decoder
         if not sequence.cache and self.parts.prefill is None:
@@ -280,7 +279,7 @@ class Steps:
         return outputs["logits"]
 
     def _check_positions(self, sequence: TextState) -> None:
-        """Refuse a token beyond the model's last position, whose result depends on the runtime."""
+        """Raise InvalidArgumentError for a token beyond the last position, where runtimes compute different values."""
         most = self.settings.positions
         if most is None:
             return
@@ -295,7 +294,7 @@ class Steps:
     def _feeds(self, runner: Runner, sequence: TextState) -> dict[str, torch.Tensor]:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
         if "position_ids" in runner.ports:
-            # of a padded row, the first token after the padding is at 0
+            # the first token after the padding has position 0
             counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0) if sequence.positions is None else sequence.positions
             made["position_ids"] = counted[..., -sequence.new.shape[1] :]
         if sequence.types is not None:
@@ -327,8 +326,7 @@ class Steps:
 
 
 def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
-    """Pad sound by zeros to the window that an encoder reads, as Whisper pads it."""
-    # sound: features of shape (batch, bins, frames)
+    """Pad features of shape (batch, bins, frames) with zeros to the encoder's window, as Whisper does."""
     _, bins, frames = encoder.ports["input_features"].shape
     if bins is not None and sound.shape[1] != bins:
         raise InvalidArgumentError(
@@ -357,7 +355,7 @@ def _integers(name: str, value: Any) -> torch.Tensor:
 
 
 def check_given(named: Mapping[str, Any]) -> None:
-    """Refuse tokens and masks that are not tensors of shape (batch, length), such as lists."""
+    """Raise InvalidArgumentError if tokens or a mask are not a tensor of at least two axes."""
     for name in ("input_ids", "attention_mask", "decoder_input_ids"):
         value = named.get(name)
         if value is not None and (not isinstance(value, torch.Tensor) or value.ndim < 2):
@@ -365,7 +363,7 @@ def check_given(named: Mapping[str, Any]) -> None:
 
 
 def _conversion(name: str, value: Any) -> str:
-    """Return the line that converts a value to tokens; empty if there is none."""
+    """Return the line of code that converts a value to tokens; an empty text if no conversion is known."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
         return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"
@@ -382,7 +380,7 @@ def _conversion(name: str, value: Any) -> str:
 
 
 def tokens_of(name: str, value: Any) -> torch.Tensor:
-    """Return tokens as a tensor; refuse negative tokens, which some runtimes accept as indices."""
+    """Return tokens as a tensor; raise an error for negative tokens, which some runtimes accept as indices."""
     tokens = _integers(name, value)
     lowest = int(tokens.min())
     if lowest < 0:
@@ -393,13 +391,13 @@ def tokens_of(name: str, value: Any) -> torch.Tensor:
     return tokens
 
 
-def _check_mask(mask: torch.Tensor, tokens: torch.Tensor) -> None:
+def _mask_of(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the given mask after a check; ones if no mask is given."""
+    if given is None:
+        return torch.ones_like(tokens)
+    mask = _integers("attention_mask", given)
     if mask.shape != tokens.shape:
         raise InvalidArgumentError(
             f"attention_mask has shape {tuple(mask.shape)}, but input_ids has shape {tuple(tokens.shape)}."
         )
-    if bool((mask[:, -1] == 0).any()):
-        raise InvalidArgumentError(
-            "attention_mask is 0 at the end of a row: the next token would follow padding. Pad prompts on the left:\n"
-            '    tokenizer.padding_side = "left"'
-        )
+    return mask

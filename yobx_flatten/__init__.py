@@ -91,7 +91,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "__version__",
 ]
 
-# Where the names are documented, and others that were all here once: programs that import them from here keep running.
+# The modules of the public names. Names outside of `__all__` are also found: earlier versions had them here.
 _HOMES = (
     "declare",
     "diagnose",
@@ -106,7 +106,7 @@ _HOMES = (
     "verify",
 )
 
-if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
+if TYPE_CHECKING:  # the same names for a type checker
     from .declare import *
     from .diagnose import *
     from .errors import *

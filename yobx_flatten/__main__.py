@@ -12,10 +12,10 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names, and return its exit status."""
-    # argv: the arguments; by default those of the process
+    # argv: the arguments; by default the arguments of the process
 
     def start() -> Callable[[Sequence[str] | None], int]:
-        from .cli.app import run  # torch
+        from .cli.app import run  # imports torch
 
         return run
 

@@ -18,17 +18,15 @@ def lazy_names(
 
     Source: `PEP 562 <https://peps.python.org/pep-0562/>`_.
     """
-    # names: the `globals()` of its `__init__`; what was found once is kept there
-    # homes: modules of the package; a name of its `__all__`, or of theirs, is that of the first which has it
-    # special: names that need more than an import, and what makes each of them; none by default
-    # returns: the two functions. Folders of the package are also found, and a name that is nowhere is an
-    # `AttributeError`.
+    # names: the `globals()` of the package, which also cache the names that were found
+    # homes: modules of the package, searched in order. If a module has an `__all__`, only the names in it are found.
+    # special: functions that make a value, by the name of the value; none by default
     package, makers = names["__name__"], dict(special or {})
 
     def find(name: str) -> Any:
         if name in makers:
             return makers[name](name)
-        if not name.startswith("__"):  # which Python itself and tools look for in every module
+        if not name.startswith("__"):  # Python and tools look up such names in every module
             if importlib.util.find_spec(f"{package}.{name}") is not None:
                 return importlib.import_module(f"{package}.{name}")
             for home in homes:

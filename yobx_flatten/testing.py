@@ -28,11 +28,11 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
     Args:
         path: the file, or a folder of files; see :func:`~yobx_flatten.verify.verify_file`.
-        model: the model that it was exported from, or its name.
+        model: the model from which the file was exported, or the name of the model.
         **options: further arguments of :func:`~yobx_flatten.verify.verify_file`: ``cases``, ``names``, ``trust``.
 
     Raises:
-        AssertionError: with the table of all cases, when a file is wrong or cannot be judged.
+        AssertionError: when a file is wrong or cannot be judged; the message is the table of all cases.
     """
     from .verify.verify_file import verify_file
 

@@ -1,25 +1,25 @@
-"""Compare found values with expected values: the difference, and whether rounding explains it.
+"""Compare found values with expected values: the difference, and whether rounding explains the difference.
 
-Both packages use this comparison and this table of tolerances. The difference of two leaves is that of their worst
-element; a different shape or type, or ``None`` for a tensor, is an error.
+Both packages use this table of tolerances. A *rounding* is the machine epsilon of the dtype.
 
-=============  =====================================  ==================  ===========  ===========  ===================
-kind           measured as                            float32, float64    float16      bfloat16     source
-=============  =====================================  ==================  ===========  ===========  ===================
-``file``       the largest difference                 1e-4                6e-2         2e-1         1
-``layers``     the norm of all, to that of expected   1e-6 at least       4 roundings  4 roundings  2
-``gradients``  the same                               10 times as much    the same     the same     3
-``sums``       each element, to its own size          1e-4                3e-2         1e-1         4
-``kernels``    the largest, to the largest expected   64 roundings        the same     the same     5
-``rows``       the largest, to the largest expected   1e-3                3e-2         1.5e-1       6
-=============  =====================================  ==================  ===========  ===========  ===================
+=============  ==========================================  ==================  ===========  ===========  ======
+kind           measure                                     float32, float64    float16      bfloat16     reason
+=============  ==========================================  ==================  ===========  ===========  ======
+``file``       largest difference                          1e-4                6e-2         2e-1         1
+``layers``     norm of the difference / norm of expected   1e-6 at least       4 roundings  4 roundings  2
+``gradients``  as ``layers``                               10 times as much    the same     the same     3
+``sums``       each difference / size of its element       1e-4                3e-2         1e-1         4
+``kernels``    largest difference / largest expected       64 roundings        the same     the same     5
+``rows``       largest difference / largest expected       1e-3                3e-2         1.5e-1       6
+=============  ==========================================  ==================  ===========  ===========  ======
 
-1. Different kernels in different orders: 316 model types with random weights stay below; each layer adds rounding.
-2. The same kernels in other places, such as a split model: 8 roundings in 32 bits and more.
-3. Gradients of a parameter that is used several times are added in another order.
-4. The same terms added in another order and other groups: losses of parts of a batch.
-5. The same kernels on the same numbers, next to each other in one file.
-6. Some rows computed together and in parts, through all layers: different kernels, whose rounding each layer amplifies.
+1. Different kernels compute in a different order, and each layer adds rounding. 316 model types with random weights
+   have smaller differences.
+2. The same kernels run in a different place, such as in a split model: 8 roundings in 32 bits and more.
+3. The gradients of a parameter that is used several times are added in a different order.
+4. The same terms are added in a different order and in different groups, such as the losses of parts of a batch.
+5. The same kernels run on the same numbers in one file.
+6. Rows are computed together and in parts: different kernels are used, and each layer amplifies their rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..private_names.of_torch import pytree
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 
 WEIGHT_TYPES = ("float32", "float64", "float16", "bfloat16")
-"""Dtypes of weights for which we know how far the outputs of an exported file may be from the model's."""
+"""Dtypes of weights for which the kind ``file`` has a tolerance."""
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -116,9 +116,8 @@ def largest_difference(expected: object, found: object) -> float:
     >>> largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j]))
     2.0
     """
-    # expected: a leaf. A Python number has no dtype, so it may be compared with a 0-d tensor.
-    # returns: the largest absolute difference of real and imaginary parts, infinite if only one of the two is NaN.
-    # Integers are compared exactly, whatever their size.
+    # expected: a leaf; a Python number may be compared with a 0-d tensor of any dtype
+    # returns: the largest absolute difference of real and imaginary parts; infinite if only one value is NaN
     if is_text(expected) or is_text(found):
         return _same_text(expected, found)
     if isinstance(expected, _NUMBERS) and isinstance(found, _NUMBERS):
@@ -145,13 +144,12 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements in a leaf; no comparison can check them, since NaN equals NaN.
+    """Return the share of NaN elements in a leaf; a comparison cannot check these, since it treats NaN as equal to NaN.
 
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)
     """
-    # returns: the share of its elements that are NaN; 1.0 if no element is finite; `None` for a leaf without
-    # elements
+    # returns: 1.0 if no element is finite; `None` for text and for a leaf without elements
     if is_text(expected) or not _is_data(expected):
         return None
     if isinstance(expected, int):  # of any size
@@ -183,10 +181,9 @@ def _same_text(expected: object, found: object) -> float:
 
 
 def _apart(expected: complex, found: complex) -> float:
-    """Return the difference of two numbers; Python's integers are unbounded."""
     if expected == found or (expected != expected and found != found):
         return 0.0
-    difference = float(abs(expected - found))
+    difference = float(abs(expected - found))  # exact for integers of any size
     return math.inf if difference != difference else difference
 
 

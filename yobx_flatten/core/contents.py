@@ -1,8 +1,7 @@
-"""List what an object holds without running code of its class, and copy values that can be written in place.
+"""List the contents of an object without running code of its class, and copy values that can be written in place.
 
-``getattr`` runs properties and ``__getattr__``, ``isinstance`` reads ``__class__``, ``len`` and ``iter`` are the
-class's own. Here an attribute is read where Python keeps it: the instance's ``__dict__`` and the slots, each by its
-descriptor, and the items of the built-in containers by the functions of the built-in class::
+A class can define the code that ``getattr``, ``isinstance``, ``len`` and ``iter`` run. So attributes are read from the
+``__dict__`` and the slots of the instance, and items by the methods of the built-in container::
 
     class Layer(Base):                  state.layers          a list            list.__iter__
         __slots__ = ("keys",)           state.layers[0]       a Layer
@@ -10,9 +9,7 @@ descriptor, and the items of the built-in containers by the functions of the bui
         @property
         def size(self): ...             never called
 
-Not entered: classes, modules of Python, functions and methods (so neither closures nor globals), weak references,
-generators, frames. A ``torch.nn.Module`` is entered like any object, and so is a ``functools.partial``, whose arguments
-are data.
+Classes, Python modules, functions, methods, weak references, generators and frames have no listed contents.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import torch
 from ..errors.failures import result_or
 from ..private_names.of_torch import DisableTorchFunctionSubclass, set_version
 
-# Built-in types whose ``repr`` runs no code of a user.
+# Built-in types whose ``repr`` runs no code of a user
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
 
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
@@ -166,22 +163,18 @@ def size_in_bytes(tensor: Any) -> int:
         if numpy is not None and issubclass(type(tensor), numpy.ndarray):
             return int(numpy.ndarray.nbytes.__get__(tensor))
         return int(tensor.nbytes)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # nested and sparse layouts have no such size; a size that a trace does not know cannot be an int
-        return 0
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return 0  # a nested or sparse layout has no such size, and a symbolic size of a trace is not an int
 
 
-_MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
-_QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
+# `cls.__module__` and `cls.__qualname__`, without code of the metaclass
+MODULE_OF: Callable[[type], str] = type.__dict__["__module__"].__get__
+QUALNAME_OF: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 def is_known_base(cls: type, names: Iterable[str]) -> bool:
     """Return whether a class or one of its bases is defined in one of the packages."""
-    return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
+    return any(str(MODULE_OF(base)).partition(".")[0] in names for base in _mro(cls))
 
 
 def _format_attribute(name: object) -> str:
@@ -189,7 +182,6 @@ def _format_attribute(name: object) -> str:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of a library, if the library is imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -206,12 +198,12 @@ def format_key(key: object) -> str:
         inner = [format_key(item) for item in key]
         return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
     cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
-    return f"<{_QUALNAME(cls)}>"
+    return f"<{QUALNAME_OF(cls)}>"
 
 
 # -- values that can be written in place -----------------------------------------------------------------------------
 
-# Returns a mark that changes with each write: the values, or a tensor's version and memory.
+# Returns a fingerprint of an object that changes with each write: the values, or a tensor's version and memory.
 Reader: TypeAlias = Callable[[Any], object]
 REMEMBERING = type(functools.cache(len))
 
@@ -236,12 +228,14 @@ def reader_of(kind: type) -> Reader | None:
 def mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a fingerprint of a tensor that changes when torch writes to the tensor or moves it in memory."""
     version = None if tensor.is_inference() else tensor._version
-    place = result_or(lambda: _place(tensor), lambda error: None)
-    return version, tensor.shape, tensor.dtype, tensor.requires_grad, place
+    return version, tensor.shape, tensor.dtype, tensor.requires_grad, _place(tensor)
 
 
 def _place(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+    def read() -> object:
+        return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+
+    return result_or(read, lambda error: None)  # a fake tensor has no memory
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
@@ -251,7 +245,7 @@ def mark_with_bits(tensor: torch.Tensor) -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes)) if flat.nbytes else 0
 
-    # no values: a fake tensor, or a layout without memory
+    # a fake tensor, or a layout without memory, has no values
     return *mark_of_tensor(tensor), result_or(read, lambda error: None)
 
 
@@ -274,7 +268,7 @@ def restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[objec
         return functools.partial(obj.setstate, obj.getstate())
     if isinstance(obj, REMEMBERING):
         misses = obj.cache_info().misses
-        # tensors that a trace stored here have no data
+        # a cache that was filled during the call may hold tensors of a trace, which have no data
         return lambda: obj.cache_clear() if obj.cache_info().misses != misses else None
     if hasattr(obj, "bit_generator"):
         return functools.partial(setattr, obj.bit_generator, "state", obj.bit_generator.state)
@@ -287,7 +281,7 @@ def restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[objec
 def _restoring_tensor(
     tensor: torch.Tensor, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]
 ) -> Callable[[], object]:
-    # All memory of the storage, so that views and shared elements are restored.
+    # the whole storage is copied, so that views and shared elements are restored
     storage, alias = tensor.untyped_storage(), tensor.detach()
     if storage.device.type == "meta":  # without data, like a tensor of a trace
         return lambda: None
@@ -297,7 +291,7 @@ def _restoring_tensor(
 
     def restore() -> None:
         with torch.inference_mode(tensor.is_inference()):
-            if result_or(lambda: _place(tensor), lambda error: None) != mark[4] or tensor.shape != mark[1]:
+            if _place(tensor) != mark[4] or tensor.shape != mark[1]:
                 tensor.data = alias
             if storage.nbytes() != values.nbytes():
                 storage.resize_(values.nbytes())

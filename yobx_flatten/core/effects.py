@@ -1,7 +1,7 @@
 """Find the side effects of a call, and undo them.
 
-A call has outputs and *effects*: a tensor written in place, a list that was extended, an attribute that was set, a
-variable of a closure that was rebound. :class:`Snapshot` records, before the call, the objects by place, not copies::
+A call can write a tensor in place, extend a list, set an attribute or rebind a variable of a closure.
+:class:`Snapshot` records the objects before the call, without copies::
 
     before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
     result = module(*args)
@@ -9,11 +9,10 @@ variable of a closure that was rebound. :class:`Snapshot` records, before the ca
 
 :func:`undisturbed` uses the same walk, copies the values that a call can write, and restores them.
 
-The walk enters all objects that a call can reach: containers, attributes and slots, modules, partials and bound
-methods, closure variables of a function, its defaults, and the globals and classes that code outside of installed
+The breadth-first walk enters all objects that a call can reach: containers, attributes and slots, modules, partials and
+bound methods, closure variables and defaults of functions, and the globals and classes that code outside of installed
 libraries reads. Optimizers are not entered: their state is twice as large as the model, and a step in another thread
-may write it. The walk reads objects as Python keeps them (see `contents`), so it runs no code of a user. Each object
-has one place, the first that a breadth-first walk from the roots finds.
+may write the state. The walk runs no code of a user (see `contents`). Each object has one key path, the first found.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
-_MANY_ITEMS = 10_000  # items of larger containers, such as rows of a data set, are compared by identity
+_MANY_ITEMS = 10_000  # the items of a larger container, such as the rows of a data set, are not entered
 
 _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 
@@ -56,9 +55,8 @@ _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 class Effects(dict[str, Effect]):
     """The changes that a call made to objects, by key path; empty (so false) if the call changed nothing.
 
-    ``objects`` has, by the same key paths, the object before and the object after the call; ``None`` stands for an
-    absent object: after ``"written"``, where both are the same tensor, for ``"grown"`` containers, and for removed or
-    new entries.
+    ``objects`` has, by the same key paths, the object before and the object after the call. An absent object is
+    ``None``.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,6 @@ class Snapshot:
     @classmethod
     def of(cls, **roots: object) -> Snapshot:
         """Take a snapshot of objects; each keyword is the name of its object in the key paths of :meth:`changes`."""
-        # Values of buffers are compared, as the statistics of a batch norm are written without a version.
         walk = _Walk()
         walk.enter(roots)
         return cls(walk.holders, walk.contents)
@@ -135,9 +132,9 @@ def undisturbed(
     share memory with a root are also reset: copy them inside the block.
     """
     # seed: seed of random numbers in the block; by default the generators continue
-    # parameters: the parameters that the call writes; none by default. Other parameters are not copied, since they are
-    # large and rarely written; a write to them stays.
-    # returns: a context manager; inside, the snapshot from before the block
+    # parameters: the parameters that the call writes; none by default. Other parameters are large and rarely written:
+    # they are not copied, so a write to them stays.
+    # yields: the snapshot from before the block
     before, shared = Snapshot.of(**roots), Snapshot.of(**shared_generators())
     before.keep_values(parameters)
     shared.keep_values(())
@@ -201,6 +198,7 @@ class _Walk:
         if kind not in self._readers:
             self._readers[kind] = reader_of(kind)
         reader = self._readers[kind]
+        # batch norm writes its statistics without a new version
         if reader is mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
             reader = mark_with_bits
         return None if reader is None else _Content(path, obj, reader)
@@ -213,7 +211,7 @@ class _Walk:
         if layout.attributes is not None:
             held = layout.attributes(obj)
             if issubclass(type(obj), torch.nn.Module):
-                # by their path in the module, not as entries of these three attributes
+                # a parameter has the path `model.weight`, not `model._parameters['weight']`
                 children = [held[name] for name in ("_parameters", "_buffers", "_modules") if name in held]
                 self._seen.update(map(id, children))
                 self._buffers.update(map(id, held.get("_buffers", {}).values()))
@@ -277,12 +275,12 @@ _VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
 
 
 def _is_pipeline(kind: type) -> bool:
-    """Whether an object is a part of a pipeline, such as its threads and devices; a pipeline undoes its runs itself."""
+    """Return whether an object is a part of a pipeline; a pipeline itself undoes the changes of its runs."""
     return kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
 
 
 def _is_own_code(module: object) -> bool:
-    """Return whether a module is the user's, so that a call may change its globals and classes."""
+    """Return whether a module is outside of libraries, so that a call may change its globals and classes."""
     return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
 
 
@@ -301,7 +299,7 @@ def _is_outside_of_libraries(module: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function and the functions in it may read of their module."""
+    """Return the global names that a function and its inner functions may read."""
     inner = [_global_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
 
@@ -310,7 +308,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """How one kind of holder (here a dict) is read and written."""
+    """Reads, restores and names the entries of one kind of object; this base class is for dicts."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)
@@ -336,14 +334,12 @@ class _Ordered(_Way):
 
 
 class _Attributes(_Way):
-    """The ``__dict__`` of an object."""
-
     def spell(self, key: Any) -> str:
         return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{format_key(key)}]"
 
 
 class _OwnAttributes(_Attributes):
-    """The attributes of a module that torch does not know."""
+    """Attributes of a module that ``torch.nn.Module`` itself does not have."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return {name: value for name, value in owner.items() if name not in _OF_TORCH}
@@ -355,15 +351,13 @@ class _OwnAttributes(_Attributes):
 
 
 class _Children(_Attributes):
-    """Parameters, buffers or submodules of a module that are not attributes: those of a list have numbers."""
+    """Parameters, buffers or submodules of a module; a child of a ``ModuleList`` has a number as name."""
 
     def spell(self, key: Any) -> str:
         return f"[{key}]" if isinstance(key, str) and key.isdigit() else super().spell(key)
 
 
 class _Sequence(_Way):
-    """A list or a deque."""
-
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict(enumerate((list if isinstance(owner, list) else collections.deque).__iter__(owner)))
 
@@ -386,7 +380,7 @@ class _Set(_Way):
 
 
 class _Cell(_Way):
-    """A variable that a function closes over; one that is not bound yet is empty."""
+    """A closure variable of a function; an unbound variable has no entry."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         try:
@@ -404,7 +398,7 @@ class _Cell(_Way):
         return ""
 
 
-class _Slots(_Way):
+class _Slots(_Attributes):
     def __init__(self, slots: Iterable[tuple[str, Callable[[Any], Any]]]) -> None:
         self._slots = tuple(slots)
 
@@ -425,18 +419,14 @@ class _Slots(_Way):
                 elif name in now and name not in before:
                     descriptor.__delete__(owner)
 
-    def spell(self, key: Any) -> str:
-        return f".{key}"
-
 
 class _Globals(_Way):
-    """The globals that a function reads."""
-
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
 
     def read(self, owner: Any) -> dict[Any, Any]:
-        return {name: owner[name] for name in self._names if name in owner and not _is_module(owner[name])}
+        found = {name: owner[name] for name in self._names if name in owner}
+        return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
 
     def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
         for name, value in before.items():
@@ -446,8 +436,8 @@ class _Globals(_Way):
         return str(key)
 
 
-class _ClassAttributes(_Way):
-    """The data among the attributes of a class."""
+class _ClassAttributes(_Attributes):
+    """Attributes of a class, except methods and descriptors."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return {name: value for name, value in vars(owner).items() if not name.startswith("__") and _is_data(value)}
@@ -459,9 +449,6 @@ class _ClassAttributes(_Way):
         for name, value in before.items():
             if now.get(name, owner) is not value:
                 type.__setattr__(owner, name, value)
-
-    def spell(self, key: Any) -> str:
-        return f".{key}"
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -478,17 +465,13 @@ _BUILT_IN: dict[type, _Way] = {
 _PLAIN_TYPES = frozenset(_PLAIN)
 
 
-def _is_module(value: object) -> bool:
-    return isinstance(value, types.ModuleType)
-
-
 def _is_data(value: object) -> bool:
     kind = type(value)
     return not (issubclass(kind, (types.FunctionType, type, staticmethod, classmethod)) or hasattr(kind, "__get__"))
 
 
 class _Holder(NamedTuple):
-    """An object that contains others, and its contents at the time of the snapshot."""
+    """An object that contains other objects, and its entries at the time of the snapshot."""
 
     path: str
     owner: Any
@@ -532,7 +515,7 @@ class _Holder(NamedTuple):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether an entry holds the same object, or an equal plain value."""
+    """Return whether two entries are the same object, or equal values of a built-in type."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -547,9 +530,9 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _is_longer(one: object, other: object) -> bool:
-    """Return whether a tensor replaces a tensor that was shorter along one axis, like in a growing cache."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dim() != other.dim():
         return False
+    # a cache grows along one axis
     differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
     return len(differ) == 1 and differ[0][1] > differ[0][0]
 
@@ -558,7 +541,7 @@ def _is_longer(one: object, other: object) -> bool:
 
 
 class _Content:
-    """A tensor, an array or a generator of random numbers, whose values a call can write in place."""
+    """A tensor, an array or a random generator: a call can write its values in place."""
 
     def __init__(self, path: str, obj: Any, read: Reader) -> None:
         self.path, self.obj, self._read, self._before = path, obj, read, read(obj)
@@ -578,7 +561,7 @@ class _Content:
     def keep(self, copied: dict[object, Any]) -> None:
         self._restore = result_or(
             lambda: restoring(self.obj, self._before, self.grad, copied),
-            lambda error: None,  # a tensor without memory, such as in a trace
+            lambda error: None,  # a tensor of a trace has no memory
         )
 
     def restore(self) -> None:
@@ -588,7 +571,6 @@ class _Content:
 
 @contextlib.contextmanager
 def _torch_generators_restored(seed: int | None) -> Iterator[None]:
-    """Restore torch's generators after the block; inside, seed them if a seed is given."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         if seed is not None:

@@ -1,9 +1,10 @@
 """Register a class as a node with JAX's decorators, for torch and the other libraries.
 
-One registration reaches torch (Python, C++ and ``fx``), optree and JAX. optree and JAX are not imported for this: a
-library that is imported later gets its registrations then.
+The class is registered with torch (Python, C++ and ``fx``), optree and JAX. optree and JAX are not imported: a class is
+registered with a library when the program imports the library.
 
-The static part is called *aux* in JAX and *context* in torch. JAX passes it first: ``unflatten(aux, children)``.
+The static part is called *aux* in JAX and *context* in torch. JAX passes the static part first:
+``unflatten(aux, children)``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,16 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 from ..errors import InvalidRegistrationError
 from ..recipe import contract
-from ..recipe.aliases import Static
 from ..recipe.attributes import functions_from_fields, names_of
-from ..recipe.fields import functions_of, torch_key
+from ..recipe.fields import JaxFlatten, JaxFlattenWithKeys, JaxUnflatten, functions_of, functions_of_jax
 from ..registry.claims import REGISTRY
 
 C = TypeVar("C", bound=type)
 Backends = str | Iterable[str]
-
-JaxFlatten = Callable[[Any], tuple[Iterable[Any], Any]]
-JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
-JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
 def register(
@@ -40,15 +36,15 @@ def register(
     """Register a class so that torch flattens it, by its fields, by its methods, or by names of attributes.
 
     Args:
-        cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read; any class at all
-            with ``children``.
+        cls: a class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` accepts; with ``children``, any
+            class.
         children: the attributes that are children, in order, as for :func:`~yobx_flatten.functions_from_fields`.
         static: the attributes that are static data, in order; none by default.
         backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
 
     Returns:
-        ``True`` if this call registered the class, ``False`` if it was registered already. Take it back with
-        :func:`~yobx_flatten.unregister_class_flattening`.
+        ``True`` if this call registered the class, ``False`` if it was registered already.
+        :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
         InvalidRegistrationError: for any other class, for ``static`` without ``children``, and for invalid names.
@@ -98,12 +94,12 @@ def register_pytree_node(
         backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
 
     Returns:
-        ``True`` if this call registered the class, ``False`` if it was registered already. Take it back with
-        :func:`~yobx_flatten.unregister_class_flattening`.
+        ``True`` if this call registered the class, ``False`` if it was registered already.
+        :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
-            cannot be called as needed.
+        InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
+            accept its arguments.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
@@ -137,7 +133,7 @@ def register_pytree_with_keys(
         cls: the class; subclasses need their own registration.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
         unflatten: ``(static, children) -> obj``, with a tuple of children.
-        flatten: ``obj -> (children, static)``, which is faster where no keys are needed; ``None`` calls
+        flatten: ``obj -> (children, static)``, called if no keys are needed, because it is faster. ``None`` calls
             ``flatten_with_keys`` and drops the keys.
         backends: see :func:`register_pytree_node`.
 
@@ -292,7 +288,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
         ``cls``, a decorator.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class, or its base holds data that fields do not name.
+        InvalidRegistrationError: when ``cls`` is not a class, or its base class stores data outside of the fields.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
 
     >>> import torch, yobx_flatten
@@ -308,14 +304,11 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     if cls is None:
         return functools.partial(pytree_dataclass, backends=backends, **options)
     contract.require_node(cls, "pytree_dataclass")
-    if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it its own dataclass
-        return _node_of_fields(dataclasses.dataclass(**options)(cls), backends)
-    return _node_of_fields(cls, backends)
-
-
-def _node_of_fields(cls: C, backends: Backends) -> C:
-    _claim(cls, _functions_of_fields, (), "pytree_dataclass", backends)
-    return cls
+    # a subclass of a dataclass is not itself a dataclass
+    is_made = not options and "__dataclass_fields__" in vars(cls)
+    made = cls if is_made else cast("C", dataclasses.dataclass(**options)(cls))
+    _claim(made, _functions_of_fields, (), "pytree_dataclass", backends)
+    return made
 
 
 def _functions_of_fields(cls: type) -> contract.FlattenFunctions:
@@ -339,7 +332,7 @@ def _register_functions(
             contract.require_callable(cls, argument, function, 1, caller=caller)
     contract.require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
     _check_argument_order(cls, unflatten, caller)
-    return _claim(cls, _functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
+    return _claim(cls, functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
 
 
 def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
@@ -358,12 +351,12 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
             f"{caller}({cls.__qualname__}): tree_unflatten creates the object, so it must be a class method:\n"
             "    @classmethod\n    def tree_unflatten(cls, static, children): ..."
         )
-    # `cls.tree_unflatten` is a new object at every access, equal to the last
-    return _claim(cls, _functions_of_jax, (flatten, cls.tree_unflatten, keyed), caller, backends)  # type: ignore[attr-defined] # looked at above
+    unflatten = cls.tree_unflatten  # type: ignore[attr-defined] # checked above
+    return _claim(cls, functions_of_jax, (flatten, unflatten, keyed), caller, backends)
 
 
 def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
-    """Refuse an unflatten function with torch's order of arguments, which would get children as static part."""
+    """Refuse an unflatten function with torch's order of arguments: it would get the static part as children."""
     try:
         first = next(iter(inspect.signature(unflatten).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature
@@ -396,35 +389,8 @@ def _claim(
         more = ""
         if make is functions_from_fields:
             more = ", children={}, static={}".format(*written)
-        elif make is _functions_of_jax and "class" not in caller:
+        elif make is functions_of_jax and "class" not in caller:
             more = ", ..."
         remedy = f"{caller}({cls.__qualname__}{more})"
         recipe = contract.Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
     return REGISTRY.claim_for_user(recipe, libraries) is not None
-
-
-def _functions_of_jax(
-    cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
-) -> tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.Unflatten]:
-    """Functions with torch's order of arguments, from functions with JAX's order."""
-
-    def torch_flatten(obj: object) -> tuple[list[Any], Any]:
-        children, static = flatten(obj)  # type: ignore[misc] # used where there is one
-        return list(children), static
-
-    def torch_flatten_without_keys(obj: object) -> tuple[list[Any], Any]:
-        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
-        return [child for _, child in pairs], static
-
-    def torch_flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
-        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
-        return [(torch_key(key), child) for key, child in pairs], static
-
-    def torch_unflatten(children: Iterable[Any], static: Static) -> Any:
-        return unflatten(static, tuple(children))
-
-    return (
-        torch_flatten_without_keys if flatten is None else torch_flatten,
-        None if flatten_with_keys is None else torch_flatten_with_keys,
-        torch_unflatten,
-    )

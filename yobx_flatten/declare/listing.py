@@ -1,4 +1,4 @@
-"""The Flattening List: every known class, its leaves, its static data, and the libraries that know it."""
+"""The flattening list: every class that this package can register, with its leaves and its static data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors.dependencies import is_installed
 from ..recipe.contract import Recipe
 
 _TABLES = "torch (Python), torch (C++), torch.fx"
-_OTHERS_TABLES = "torch (Python), torch (C++)"  # the tables that torch's own function fills
+_OTHERS_TABLES = "torch (Python), torch (C++)"  # where `torch.utils._pytree.register_pytree_node` registers a class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def flattening_list() -> list[FlatteningRow]:
     return [*_layers(), *_nodes()]
 
 
-# Classes that are newer than 4.56, the oldest tested version. A renamed class has the version of its first name.
+# Classes that are newer than 4.56, the oldest tested version. A renamed class has the version of its first name
 _SINCE = {
     "5.17": {"MtpCache", "DFlashCache", "DynamicIndexedLayer", "StaticIndexedLayer"},
     "5.23": {"KVSharingDict", "Fp8QuantizedLayer", "DummyLayer"},
@@ -79,7 +79,7 @@ def _since(cls: type) -> str:
 
 # -- layers ----------------------------------------------------------------------------------------------------------
 
-# letter -> leaves, counters, static data, in the order of LETTERS and OTHER_LETTERS.
+# by letter: leaves, counters, static data
 _LAYERS: dict[str, tuple[str, str, str]] = {
     "D": ("key, value", "the length of its keys", "none"),
     "W": ("key, value", "length", "window; whether it records its past"),
@@ -132,10 +132,9 @@ _LAYERED = ("those of its layers; its own tensors", "in its layers", "its layers
 def _nodes() -> Iterator[FlatteningRow]:
     from ..huggingface.recipes import transformers_recipes
 
-    # outputs exist once their module is imported; the documented ones are always listed
-    for name in ("transformers.modeling_outputs", "transformers.tokenization_utils_base"):
-        importlib.import_module(name)
-    importlib.import_module("transformers.feature_extraction_utils")
+    # classes are found in imported modules only; these modules contain the documented classes
+    for name in ("modeling_outputs", "tokenization_utils_base", "feature_extraction_utils"):
+        importlib.import_module(f"transformers.{name}")
     rows = [_node(cls, recipe) for cls, recipe in transformers_recipes().items()]
     for kind in ("cache", "output", "container"):
         yield from (row for row in rows if row.kind == kind)

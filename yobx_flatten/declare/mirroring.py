@@ -1,8 +1,4 @@
-"""Copy registrations between libraries: classes of flax and equinox to torch, and back.
-
-The source flattens one level at a time: children, their keys, the static part. A tree definition of JAX cannot be
-stored, but the static part of one level is plain data, which ``torch.export.save`` can write.
-"""
+"""Copy registrations of classes between torch, JAX and optree."""
 
 from __future__ import annotations
 
@@ -35,17 +31,17 @@ def mirror(
     """Copy the flatten functions that are registered for a class with one library to other libraries.
 
     Args:
-        cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.
+        cls: a class that is registered with the source, such as a class of flax, equinox, chex or transformers.
         source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
         to: the names of the libraries to register with.
         namespace: optree's namespace, where optree is the source; ``""`` is the global namespace.
         f_check: a function that makes an instance. The instance is flattened and rebuilt at once, and its static part
-            is stored; if that fails, nothing is registered. ``None`` checks nothing.
+            is stored; if the check fails, nothing is registered. ``None`` checks nothing.
 
     Returns:
-        ``True`` if this call registered the class, ``False`` if each of ``to`` knew it already. Take it back with
-        :func:`~yobx_flatten.unregister_class_flattening`.
+        ``True`` if this call registered the class, ``False`` if it was registered already with each library of ``to``.
+        :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
         InvalidArgumentError: when a library is unknown, or mirrored to itself.
@@ -104,7 +100,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _mirrored_before(cls: type, start: str) -> Recipe | None:
-    """The recipe for a class of this source; cached, so that all libraries get the same recipe."""
+    """Return the recipe of an earlier :func:`mirror` from this source, so that all libraries get the same recipe."""
     held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
     return next((recipe for recipe in held if recipe is not None and recipe.remedy.startswith(start)), None)
 
@@ -124,7 +120,7 @@ def _from_torch(cls: type, namespace: str) -> _Functions:
 
 
 def _from_jax(cls: type, namespace: str) -> _Functions:
-    # a library that is not imported has no registrations
+    # JAX has no registrations before its import
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
     if tree_util is None or not tree_util.default_registry.is_node(cls):
         raise _unknown(cls, "JAX", f"register({cls.__qualname__})")
@@ -134,6 +130,7 @@ def _from_jax(cls: type, namespace: str) -> _Functions:
         children, static = registry.flatten_one_level(obj)
         return list(children), static
 
+    # the static part of one level is plain data, unlike a whole tree definition, so `torch.export.save` can store it
     def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
         pairs, definition = tree_util.tree_flatten_with_path(obj, is_leaf=lambda part: part is not obj)
         return [(torch_key(path[0]), child) for path, child in pairs], definition.node_data()[1]

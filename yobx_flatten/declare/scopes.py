@@ -51,12 +51,13 @@ def register_class_flattening(
 
     Args:
         cls: the class; subclasses need their own registration.
-        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and the other data that rebuilding
-            needs. Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
+        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and the other data that
+            ``f_unflatten`` needs. Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
-        f_check: makes an instance, which is flattened and rebuilt at once; a difference cancels the registration.
+        f_check: a function that makes an instance. The instance is flattened and rebuilt at once; a difference cancels
+            the registration.
         verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
         backends: ``"torch"``, ``"optree"`` or ``"jax"``, several of them, or ``"all"`` that are installed.
         axes: names of the axes of a child that vary between calls, by its key: ``{"hidden": {1: "batch"}}``.
@@ -66,8 +67,8 @@ def register_class_flattening(
         this package with the same functions or by another library, whose functions stay registered.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
-            cannot be called as needed.
+        InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
+            accept its arguments.
         InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         RoundTripError: when the check finds a difference. Nothing is registered then.
@@ -103,18 +104,17 @@ def register_class_flattening(
 
 
 def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], Any] | None) -> bool:
-    """Register a recipe for the user, and check it; return whether it is new."""
     if f_check is not None:
         require_callable(recipe.cls, "f_check", f_check, 0)
     claim = REGISTRY.claim_for_user(recipe, libraries)
     if claim is not None and f_check is not None:
-        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also Ctrl-C during a user's check
+        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
             _run_check(recipe, f_check)
     return claim is not None
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
-    """Undo :func:`register_class_flattening`: restore all of torch's tables of registered classes.
+    """Undo :func:`register_class_flattening`: restore the former registration of the class in each library.
 
     JAX cannot unregister a class: it continues to use the last functions.
 
@@ -124,7 +124,8 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
-        NotRegisteredError: when it was not registered with :func:`register_class_flattening`. Nothing changes then.
+        NotRegisteredError: when the class was not registered with :func:`register_class_flattening`. Nothing changes
+            then.
 
     >>> import torch
     >>> class Box(dict): ...
@@ -182,7 +183,7 @@ class Undo(dict[type, bool]):
 
     def _add(self, cls: type, recipe: Recipe | None) -> None:
         with LOCK:
-            if self._undone:  # the import of a module began inside the block and ends outside
+            if self._undone:  # a module whose import began inside the block was imported after the block
                 return
             held_before = REGISTRY.recipe_in_force(cls) is not None
             claim = None if recipe is None else REGISTRY.claim(recipe)
@@ -191,8 +192,6 @@ class Undo(dict[type, bool]):
                 self._stack.callback(REGISTRY.release, claim)
 
     def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
-        """Register the classes of modules that are imported while the block is open."""
-
         def action(module: ModuleType) -> None:
             for recipe in recipes_of(module):
                 self._add(recipe.cls, recipe)
@@ -208,7 +207,7 @@ class Undo(dict[type, bool]):
     def _undo(self) -> None:
         with LOCK:
             self._undone = True
-            stack = self._stack.pop_all()  # so that a second call, also from another thread, does nothing
+            stack = self._stack.pop_all()  # a second call, also from another thread, does nothing
         stack.close()
 
 
@@ -217,8 +216,8 @@ def register_cache_flattening(
 ) -> Undo:
     """Register flattening functions for Hugging Face caches and outputs, until :func:`unregister_cache_flattening`.
 
-    Another library's registration of such a class (see :data:`WRONG_REGISTRATIONS`) is suspended meanwhile. A class
-    that you registered yourself with :func:`register_class_flattening` keeps your functions.
+    Meanwhile, the registration of such a class by another library is replaced (see :data:`WRONG_REGISTRATIONS`). A
+    class that you registered yourself with :func:`register_class_flattening` keeps your functions.
 
     Args:
         patch_transformers: whether to register every cache class of transformers and of its models, also of those
@@ -254,11 +253,12 @@ def register_cache_flattening(
 def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
     # slow work first, where Ctrl-C can stop it
     if patch_transformers:
-        _require_library("transformers", "patch_transformers")
+        require("transformers", purpose="patch_transformers=True")
         from ..huggingface.recipes import transformers_recipes, transformers_recipes_of_module
         from ..huggingface.tracing.support import TRANSFORMERS_TRACING
     if patch_diffusers:
-        _require_library("diffusers", "patch_diffusers")
+        require("diffusers", purpose="patch_diffusers=True")
+        importlib.import_module("diffusers.utils.outputs")
         from ..huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
     with DeferredSignals(), verbosity(verbose):
         if patch_transformers:
@@ -280,7 +280,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
     """Undo one call of :func:`register_cache_flattening`; to undo the same call again does nothing.
 
     Args:
-        undo: what :func:`register_cache_flattening` returned.
+        undo: the result of :func:`register_cache_flattening`.
         verbose: 1 or more logs what is done; 0 by default.
 
     Raises:
@@ -348,8 +348,8 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
     def _recreate_cm(self) -> Block:  # called by ContextDecorator at each call of the decorated function
         return Block(*self._options)
 
-    # A signal handler can raise before any line. If it raises here, the exit runs again; if it raises before the first
-    # line of `__exit__`, the block ends when its last reference is gone.
+    # A signal handler can raise before any line. If it raises before the first line of `__exit__`, the guard undoes the
+    # registrations when the last reference to the block is gone.
 
     def __enter__(self) -> Undo:
         try:
@@ -406,9 +406,3 @@ def _is_diffusers_module(name: str) -> bool:
 
 def _is_model_module(name: str) -> bool:
     return name.startswith("transformers.models.") and name.count(".") == 3
-
-
-def _require_library(name: str, option: str) -> None:
-    require(name, purpose=f"{option}=True")
-    if name == "diffusers":
-        importlib.import_module("diffusers.utils.outputs")

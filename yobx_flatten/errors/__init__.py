@@ -1,4 +1,4 @@
-"""All exceptions of the package. Each message names the place, the class, what was found, and the line to type."""
+"""All exceptions of the package. Each message names the place, the class, what was found, and a remedy."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 class FlattenError(Exception):
     """Base class of the errors of this package.
 
-    Errors about a model, its caches and its programs also derive from ``VersionDependentError``: if a library is
-    installed in a newer version than the newest tested, their text ends with a line that names it.
+    Errors about a model, its caches and its programs also derive from ``VersionDependentError``: if a newer version of
+    a library is installed than the newest tested version, their text ends with a line that names the library.
     """
 
 
 class ReplacedFunctionWarning(UserWarning):
     """A library function that is replaced during a trace has unexpected parameters, so the original is traced.
 
-    The exported program is compared with the model as always, which shows whether this matters.
+    The comparison of the exported program with the model shows whether the replacement was needed.
     """
 
 
@@ -65,7 +65,7 @@ class ModelSourceError(VersionDependentError, FlattenError, ValueError):
 
 
 class NotRegisteredError(VersionDependentError, FlattenError, LookupError):
-    """A class is not registered (any more), or was not registered by this package and cannot be unregistered."""
+    """A class is not registered, or was registered by another package and cannot be unregistered."""
 
 
 class RoundTripError(VersionDependentError, FlattenError, ValueError):
@@ -157,7 +157,7 @@ def describe_class(obj: object) -> str:
     if obj is None:
         return "None"
     name = type(obj).__name__
-    # a user's __repr__ can raise anything; the message must still appear
+    # a user's __repr__ can raise any error
     return result_or(lambda: _shown(name, obj), lambda error: f"a {name}, whose __repr__ raises {type(error).__name__}")
 
 

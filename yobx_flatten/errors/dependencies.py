@@ -24,7 +24,7 @@ def is_installed(library: str) -> bool:
 
 def install_line(extra: str) -> str:
     """Return the command that installs an extra of this package, from the same source as the package."""
-    import importlib.metadata  # these take longer to import than all else before a command line starts
+    import importlib.metadata  # these three imports would delay the start of a command line
     import urllib.parse
     import urllib.request
 
@@ -33,7 +33,7 @@ def install_line(extra: str) -> str:
         return f"pip install -e '{checkout}[{extra}]'"
     source = "yobx-flatten"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        # PEP 610: pip notes the folder or the wheel that a distribution was installed from
+        # PEP 610: pip stores the folder or the wheel from which a distribution was installed
         noted = importlib.metadata.distribution(source).read_text("direct_url.json") or "{}"
         url = urllib.parse.urlsplit(json.loads(noted).get("url", ""))
         path = pathlib.Path(urllib.request.url2pathname(url.path))

@@ -1,7 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
 Only this file catches every class of error. Elsewhere an ``except`` names the expected classes.
-``verbose=`` raises the level of the logger ``yobx_flatten`` for one call and its thread.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
     >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
     ('3', -1)
     """
-    # otherwise: returns the result for an error; its caller explains why the error may be dropped
+    # otherwise: returns the result for an error; each caller explains why the error may be dropped
     try:
         return run()
-    except Exception as error:  # reported by the caller, in the result
+    except Exception as error:  # the result reports the error
         return otherwise(error)
 
 
@@ -45,8 +44,8 @@ def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exce
         yield
     except own:
         raise
-    except BaseException as error:  # it is the cause of the new error
-        # a panic of a Rust library is not an `Exception`, and its class cannot be imported; Ctrl-C is not caught
+    except BaseException as error:  # Ctrl-C is raised again
+        # a panic of a Rust library is not an `Exception`, and its class cannot be imported
         is_failure = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
         found = error_of(cast("Exception", error)) if is_failure else None
         if found is None:
@@ -67,7 +66,7 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
     # note_for: returns the note; empty for none
     try:
         yield
-    except Exception as error:  # an error of other code keeps its text
+    except Exception as error:
         note = note_for(error)
         if note:
             error.add_note(note)
@@ -85,7 +84,7 @@ def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:  # also Ctrl-C and the end of the process; it is raised again
+    except BaseException:  # also Ctrl-C and the end of the process
         undo()
         raise
 
@@ -146,11 +145,11 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     return [f"{indent}{line}".rstrip() for line in lines]
 
 
-# `extra=` of a log record that starts a step of a long call, for progress bars.
+# `extra=` of a log record that starts a step of a long call, for progress bars
 STEP = {"step": True}
 
 _LOGGER = logging.getLogger("yobx_flatten")
-# The level for this call, whatever the logger's level, which all threads share.
+# the level of messages that the current call shows; all threads share the level of the logger
 _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verbose", default=sys.maxsize)
 
 

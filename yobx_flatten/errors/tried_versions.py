@@ -1,6 +1,6 @@
 """Name the newest tested versions of libraries in errors, if a newer version is installed.
 
-A test compares them with ``constraints.txt`` and `make newest`; CONTRIBUTING.md ("Renewing the versions") explains it.
+CONTRIBUTING.md ("Renewing the versions") explains how to update the versions.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ def possible_cause() -> str:
 
 
 class VersionDependentError(Exception):
-    """An error that a newer version of a library may cause: its text ends with :func:`possible_cause`.
-
-    :func:`without_cause` returns the text without that line.
-    """
+    """An error that a newer version of a library may cause: its text ends with :func:`possible_cause`."""
 
     def __str__(self) -> str:
         text, line = super().__str__(), possible_cause()

@@ -18,30 +18,27 @@ from ..errors.failures import first_line, raised_as, undone_on_failure
 
 T = TypeVar("T")
 
-# limit for files next to weights that are read as text or by a tokenizer, and may be copied
+# patterns of files next to weights that are read as text or by a tokenizer, and may be copied
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-_LARGEST = 2**30  # bytes; a timeline of several days has less, a tokenizer of 260,000 words has 35 million
-# how transformers 5 writes numbers that JSON does not have: {"__float__": "Infinity"}
+_LARGEST = 2**30  # bytes; a tokenizer with 260,000 tokens has 35 million
+# transformers 5 writes numbers that JSON does not have as {"__float__": "Infinity"}
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, convert errors of file readers and of wrong types to ``failure``.
-
-    The types in a document are checked first. This handles other errors: safetensors, protobuf and torch raise many
-    classes for inconsistent data.
-    """
+    """In a ``with`` block, convert errors of file readers and of wrong types to ``failure``."""
+    # safetensors, protobuf and torch raise many classes for inconsistent data
 
     def damaged(error: BaseException) -> Exception:
         return failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).")
 
-    # lack of memory is not an error of the file
+    # a lack of memory is not damage of the file
     return raised_as(damaged, FlattenError, OSError, MemoryError, *own)
 
 
 def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
-    """Open a file; refuse a file that :func:`check_regular` refuses, without a second look-up of the path."""
-    # without waiting for the writer of a pipe; a file that is not regular is closed before a read
+    """Open a file; refuse a file that :func:`check_regular` refuses."""
+    # the open file is checked, since another process could replace the file; `O_NONBLOCK`: a pipe does not block
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with undone_on_failure(lambda: os.close(number)):
         _check(os.fstat(number), path, failure, most)
@@ -74,8 +71,7 @@ def read_document(
     """Read a JSON file, and check that its contents have the type ``form``."""
     # form: the expected type: a dataclass, or a type such as `dict[str, float]`
     # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
-    # kind: the expected kind of a user's file; a file that does not begin like JSON is reported as another kind, not as
-    # damaged
+    # kind: the kind of file, for the message about a file that does not begin like JSON
     text = read_bytes(path, failure=failure)
     if kind and text.strip() and text.lstrip()[:1] not in b"{[":
         raise failure(f"{path} is not a {kind}.{remedy and ' '}{remedy}")
@@ -84,7 +80,7 @@ def read_document(
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
     """Read a configuration; accept infinity and NaN, as numbers or as transformers 5 writes them in JSON."""
-    # to change such a file and write it again, `read_document` leaves tags as they are
+    # `read_document` does not convert the numbers, so that a changed configuration can be written in the same form
     return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=_untagged)
 
 
@@ -97,11 +93,7 @@ def parse_document(
     remedy: str = "",
     finite: bool = True,
 ) -> T:
-    """Parse JSON as :func:`read_document` does.
-
-    Nesting beyond Python's recursion limit is refused.
-    """
-    # finite: whether `Infinity` and `NaN` are refused
+    """Parse JSON as :func:`read_document` does."""
     how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
     return _parsed(text, form, where, failure, remedy, **how)
 
@@ -112,7 +104,7 @@ def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exceptio
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        # Python's parser, since texts may contain half a character ("\\ud800"), which msgspec refuses
+        # msgspec's parser refuses half a surrogate pair ("\\ud800"), which texts may contain
         return msgspec.convert(json.loads(text, **how), form)
     except RecursionError:
         what = "it is nested too deeply"
@@ -140,7 +132,7 @@ def _untagged(entries: dict[str, Any]) -> Any:
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
     """Return the path of a file that a JSON document names; refuse paths outside of the folder of the document."""
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
-    # a backslash or a drive leads elsewhere on Windows, and no file name contains a zero byte
+    # on Windows, a backslash or a drive leads to another folder; no file name contains a zero byte
     if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):
         raise failure(f"A document in {folder} names the file {name!r}, which is not in the folder.")
     path = folder.joinpath(*parts)
@@ -165,7 +157,7 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
         raise failure(f"{path} is a link that leads to no file. Remove it.")
     check_regular(path, failure, _LARGEST)
     real, root = path.resolve(), folder.resolve()
-    # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
+    # the Hub's cache has links: `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
     if not real.is_relative_to(root) and real.parent != root.parent.parent / "blobs":
         raise failure(
             f"{path} is a link to {real}, which is outside of the folder. The export could copy the contents of that "
@@ -178,7 +170,7 @@ def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None
 
     Links to files are followed, since the Hub's cache consists of links.
     """
-    # most: the largest number of bytes; any by default
+    # most: the largest number of bytes; no limit by default
     _check(os.stat(path), path, failure, most)
 
 

@@ -5,7 +5,7 @@
     caller                         forked at the first call
       | ---- arguments ----------->  |   at most 3 CPU seconds a call, and 1 GB more memory than the caller has
       | <--- result, or its error -  |
-      x  object gone                 x   the pipe is closed
+      x  object deleted              x   the pipe is closed
 
 A system without ``fork`` (Windows) has no such limits.
 """
@@ -81,8 +81,7 @@ class _Child:
         self.owner = os.getpid()
         self._connection, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            # warnings of Python and JAX about threads, whose locks a fork copies: templates and patterns use none of
-            # these locks
+            # Python and JAX warn that a fork copies the locks of threads; templates and patterns use no such lock
             warnings.simplefilter("ignore")
             number = os.fork()
         if not number:
@@ -95,11 +94,11 @@ class _Child:
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):
-                answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())  # raised by our own process
+                answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())  # written by `_serve`
                 return answer
         except (EOFError, ConnectionError):
             pass
-        except BaseException:  # also Ctrl-C: the answer to this call would be read as the answer to the next call
+        except BaseException:  # also Ctrl-C; the answer to this call would be read as the answer to the next call
             self.end()
             raise
         self.end()
@@ -116,15 +115,14 @@ def _end(owner: int, number: int, connection: Connection) -> None:
 
 
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
-    """Answer calls until the caller is gone, and never return."""
     try:
-        gc.freeze()  # the caller's objects are not collected here
-        # otherwise files of the caller would stay open, and locked, while this process lives
+        gc.freeze()  # a collection would run finalizers of the caller's objects
+        # files of the caller would otherwise stay open, and locked, until this process ends
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, 2**16)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has no other threads
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of tokenizers do not exist in a fork
         _limit_memory()
         while True:
             args, kwargs = connection.recv()
@@ -139,11 +137,11 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
                 answer = pickle.dumps((False, _copyable(error)))
             connection.send_bytes(answer)
     finally:
-        os._exit(0)
+        os._exit(0)  # also after an error: the child never returns to the code of the caller
 
 
 def _copyable(error: Exception) -> Exception:
-    """The error, or its text if the error cannot be copied."""
+    """Return the error, or an error with its text if pickle cannot copy the error."""
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(error))
         return error

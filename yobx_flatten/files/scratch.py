@@ -4,14 +4,14 @@
 
     runs/model.onnx                          always complete
     runs/.model.onnx.writing-x7_k2/          what one process writes
-        lock/held                            locked as long as that process lives
-        new/                                 what is written
-        others                               names of files that get their places next to the target before it does
-        stale                                names of files that the target no longer refers to then
-        old/                                 the folder that had the name before, for the time of two renames
+        lock/held                            locked until the process ends
+        new/                                 the new files
+        others                               names of files that are moved next to the target, before the target
+        stale                                names of files that the new target no longer refers to
+        old/                                 the former folder, during the two renames that replace it
 
 A killed process leaves the hidden folder without a lock. The next process that writes or opens the same name finishes a
-complete write and removes the rest.
+complete write, or removes an incomplete write.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 @contextlib.contextmanager
 def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield an empty hidden folder on the target's disk; remove the folder after the ``with`` block."""
-    # target: the file or folder to write. Leftovers of other processes are handled first.
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
     folder, lock = _locked_folder(target)
     try:
         yield folder / _NEW
     finally:
-        if target.exists() or not (folder / _OLD).exists():  # the only form there is stays
+        if target.exists() or not (folder / _OLD).exists():  # the only copy of a former folder is not removed
             _remove(folder, lock)
         lock.release()
 
@@ -58,10 +57,9 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
     """Refuse a file or folder that cannot be written, before a long computation.
 
-    A folder is created in the target's folder, or in the nearest existing folder above, and removed: permissions do not
-    show a read-only disk.
+    A trial folder is created and removed, since the permissions of a folder do not show a read-only disk.
     """
-    # in_parent: check the parent folder, where the target is first written under a hidden name
+    # in_parent: whether to check the parent folder, where the target is first written under a hidden name
     import psutil
 
     path = pathlib.Path(target)
@@ -80,10 +78,8 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return the path for the external data of a file: ``NAME.data``, or a new name if that may be in use.
-
-    So a reader of a file finds the data of that file, not of an earlier or later file.
-    """
+    """Return the path for the external data of a file: ``NAME.data``, or a new name if a file has that name."""
+    # an existing file keeps its own data until the file itself is replaced
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
         name = f"{target.name}.{secrets.token_hex(4)}.data"
@@ -91,7 +87,7 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def is_data_of(name: str, target: pathlib.Path) -> bool:
-    """Whether :func:`data_path` can return this name."""
+    """Return whether :func:`data_path` can return this name."""
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
 
 
@@ -99,7 +95,7 @@ def is_data_of(name: str, target: pathlib.Path) -> bool:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield a path to write to; at the end of the ``with`` block the file appears complete, or not at all."""
     target = pathlib.Path(path)
-    if target.exists() and not target.is_file():  # /dev/stdout and pipes are written directly; a folder is refused
+    if target.exists() and not target.is_file():  # /dev/stdout and pipes are written directly
         yield target
         return
     with scratch_for(target) as folder:
@@ -142,7 +138,6 @@ def hold(folder: pathlib.Path) -> Callable[[], None] | None:
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
     """Move files to their final paths, the target file last, and then remove stale files."""
-    # target: the file; other files are moved next to it
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
         (new.parent / name).write_text("\n".join(files), encoding="utf-8")
@@ -191,9 +186,9 @@ def settle(target: pathlib.Path) -> None:
         try:
             lock = _lock_of(left)
         except OSError:
-            continue  # a read-only disk, or too few descriptors: the next process handles it
+            continue  # a read-only disk, or too many open files; the next process tries again
         if lock is None:
-            continue  # another process writes there
+            continue  # another process writes to this folder
         try:
             _settle_one(left, target)
             _remove(left, lock)
@@ -227,19 +222,18 @@ def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
     new, old = left / _NEW, left / _OLD
     if old.is_dir() and not target.exists():  # its complete replacement is ready
         os.replace(new if new.is_dir() else old, target)
-    # data that was moved before its file is useless without the file; after the move, the replaced data is useless
+    # a write that ended before the last rename leaves new data without a file; after the rename, the old data is unused
     names = left / (_OTHERS if (new / target.name).exists() else _STALE)
     listed = names.read_text(encoding="utf-8", errors="replace").split("\n") if names.is_file() else []
-    # an untrusted list can remove only such data
+    # the list is untrusted, so it can only remove files with names from `data_path`
     _unlink(target.parent, [name for name in listed if is_data_of(name, target) and not (new / name).exists()])
 
 
 def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
-    """Remove a hidden folder while holding its lock, so that no other process writes to it."""
+    # the caller holds the lock, so that no other process writes to the folder
     if os.name == "nt":  # Windows cannot remove an open file
         lock.release()
-    # The lock is removed last: without its file, another process can create and hold a new lock, and then read and
-    # write here.
+    # The lock is removed last: after its removal, another process can acquire a new lock and write to this folder.
     above = folder / pathlib.PurePath(_LOCK).parts[0]
     with contextlib.suppress(OSError):
         for path in [*folder.iterdir()]:
@@ -248,7 +242,7 @@ def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
             elif path != above:
                 path.unlink(missing_ok=True)
     shutil.rmtree(above, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty: another thread or process uses it now
+    with contextlib.suppress(OSError):  # another thread or process has started to use the folder
         folder.rmdir()
 
 
@@ -278,11 +272,11 @@ def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
                 lock.release()
             else:
                 return folder, lock
-        # another process removed it as a leftover before it was locked
+        # before the lock was acquired, another process removed the folder as a leftover
 
 
 def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
-    """Acquire the lock of a hidden folder; ``None`` if another process holds it or the folder is gone."""
+    """Acquire the lock of a hidden folder; return ``None`` if another process has the lock or removed the folder."""
     import filelock
 
     lock = filelock.FileLock(folder / _LOCK, timeout=0, thread_local=False, is_singleton=False)
@@ -290,7 +284,7 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
         lock.acquire()
     except filelock.Timeout:
         return None
-    except (FileNotFoundError, FileExistsError):  # another process is removing it as a leftover
+    except (FileNotFoundError, FileExistsError):  # another process is removing the folder as a leftover
         return None
     if (folder / _LOCK).exists():
         return lock
@@ -303,7 +297,7 @@ def flush_tree(folder: pathlib.Path) -> None:
 
     Libraries that write through a temporary file, like safetensors, leave a file that only its owner may read.
     """
-    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # the contents of a folder before the folder
+    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # the contents of a folder before the folder itself
         if path.is_symlink():
             continue
         if path.is_dir():
@@ -325,18 +319,14 @@ def flush_folder(folder: pathlib.Path) -> None:
         flush()
 
 
-class opened_folder(contextlib.AbstractContextManager["opened_folder"]):  # noqa: N801 # used like a function
-    """An open folder whose file names can be flushed to the disk later, even if no more files can be opened."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        # Windows opens no folders
-        self._number = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
-
-    def __call__(self) -> None:
-        """Flush the names."""
-        if self._number is not None:
-            os.fsync(self._number)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._number is not None:
-            os.close(self._number)
+@contextlib.contextmanager
+def opened_folder(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """Yield a function that flushes the file names of a folder to the disk, also when no more files can be opened."""
+    if os.name == "nt":  # Windows opens no folders
+        yield lambda: None
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        yield functools.partial(os.fsync, number)
+    finally:
+        os.close(number)

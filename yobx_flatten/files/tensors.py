@@ -1,4 +1,4 @@
-"""Write tensor files with errors of the system, and read untrusted tensor files and ONNX files."""
+"""Write tensor files, and read untrusted tensor files and ONNX files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_tensor_file(
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a new file whose writes never fail; the first error is raised at the end of the ``with`` block."""
-    # an error in torch's archive writer would end the process: its C++ destructor also writes
+    # torch's archive writer also writes in its C++ destructor, where an error would end the process
     with _Lenient(path, "wb") as file:
         try:
             yield file
@@ -71,7 +71,7 @@ def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 class _Lenient(io.FileIO):
-    """A file that records the first error of a write, and drops all later data."""
+    """A file that stores the first error of a write, and drops all later data."""
 
     failure: BaseException | None = None
 
@@ -80,7 +80,7 @@ class _Lenient(io.FileIO):
         try:
             while self.failure is None and len(left):
                 left = left[super().write(left) :]
-        except BaseException as error:  # Ctrl-C in this function would also end the process
+        except BaseException as error:  # Ctrl-C would also end the process
             self.failure = error
         return len(data)
 
@@ -99,12 +99,12 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 def data_files_of(path: pathlib.Path) -> set[str]:
     """Return the names of data files that an ONNX file refers to, if they match the names of this package."""
-    # path: the file; a missing file, or a file that is not ONNX, refers to nothing
+    # a missing file, or a file that is not ONNX, refers to no files
     if not path.is_file():
         return set()
     try:
         graph = read_onnx(path, failure=DamagedFileError).graph
-    except DamagedFileError:  # not an ONNX file
+    except DamagedFileError:
         return set()
     stored = [entry for tensor in graph.initializer for entry in tensor.external_data]
     return {entry.value for entry in stored if entry.key == "location" and is_data_of(entry.value, path)}

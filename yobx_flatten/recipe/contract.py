@@ -66,7 +66,7 @@ class Recipe:
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
         if flatten_with_keys is None:
-            flatten_with_keys = _with_positions(flatten)
+            flatten_with_keys = with_positions(flatten)
         else:
             require_callable(target, "f_flatten_with_keys", flatten_with_keys, 1)
         qualified = f"{target.__module__}.{target.__qualname__}"
@@ -178,8 +178,8 @@ def _given(recipe: Recipe) -> FlattenWithKeys | None:
     )
 
 
-def _with_positions(flatten: Flatten) -> FlattenWithKeys:
-    """Return key paths by position, for classes without keys."""
+def with_positions(flatten: Flatten) -> FlattenWithKeys:
+    """Make a keyed flatten function whose keys are the positions of the children."""
 
     def flatten_with_positions(obj: object) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         children, static = flatten(obj)

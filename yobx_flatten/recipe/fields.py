@@ -5,7 +5,7 @@ class                                  children                          static 
 =====================================  ================================  ===============================================
 pydantic model                         fields, extra values, private     fields with it in ``json_schema_extra``, and
                                        attributes                        which were set
-``tree_flatten``/``tree_unflatten``    as the author states              as the author states
+``tree_flatten``/``tree_unflatten``    as the methods return             as the methods return
 attrs class                            attributes                        those with metadata ``static``
 mapping-like: ``keys()``/``values()``  values                            keys
 dataclass on a ``dict`` or ``list``    fields, then items                names, ``static`` fields, keys
@@ -14,7 +14,7 @@ dataclass, of flax, equinox, chex too  fields                            those w
 ``__slots__`` and no ``__dict__``      slots
 =====================================  ================================  ===============================================
 
-None of these libraries is imported: the classes carry marks.
+None of these libraries is imported: a class is recognized by its attributes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,32 @@ from ..errors import InvalidRegistrationError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from .aliases import Static
 from .attributes import checked, functions_from_fields, name_functions, require_content
-from .contract import FlattenFunctions, Recipe, is_derived, lost_attribute, own_copy, require_node, slots_of
+from .contract import (
+    Flatten,
+    FlattenFunctions,
+    FlattenWithKeys,
+    Recipe,
+    Unflatten,
+    is_derived,
+    lost_attribute,
+    own_copy,
+    require_node,
+    slots_of,
+    with_positions,
+)
 from .mappings import is_mapping, mapping_functions
+
+JaxFlatten = Callable[[Any], tuple[Iterable[Any], Any]]
+JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
+JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
 def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
     """Make the flatten, keyed flatten and unflatten functions of a class from its declared fields."""
-    # cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
-    # `keys()` and `values()` (a `dict` subclass, a `ModelOutput`), one with JAX's `tree_flatten()` and
-    # `tree_unflatten()`, or one with nothing but `__slots__`. A field declared with `metadata={"static": True}` becomes
-    # static data. Data outside of the fields is not restored. No constructor is called.
-    # returns: the three functions, named `flatten_<class>`, `flatten_with_keys_<class>` and `unflatten_<class>`
     require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
-            if read is not _jax_functions:  # defined by the author's own methods
+            if read is not _jax_functions:  # the author's own methods may store content anywhere
                 require_content(cls, caller)
             return name_functions(cls, read(cls))
     if cls in (torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes):
@@ -87,27 +98,36 @@ def _is_written_for_jax(cls: type) -> bool:
 
 
 def _jax_functions(cls: Any) -> FlattenFunctions:
-    """The methods of ``jax.tree_util.register_pytree_node_class``; their unflatten takes the static part first."""
     plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
+    flatten, flatten_with_keys, unflatten = functions_of_jax(cls, plain, cls.tree_unflatten, with_keys)
+    return FlattenFunctions(flatten, flatten_with_keys or with_positions(flatten), unflatten)
 
-    def flatten(obj: object) -> tuple[list[Any], Any]:
-        if plain is None:
-            pairs, static = flatten_with_keys(obj)
-            return [child for _, child in pairs], static
-        children, static = plain(obj)
+
+def functions_of_jax(
+    cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
+) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
+    """Convert functions with JAX's order of arguments to torch's order; either flatten function may be ``None``."""
+
+    def torch_flatten(obj: object) -> tuple[list[Any], Any]:
+        children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None
         return list(children), static
 
-    def flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
-        if with_keys is None:
-            children, static = flatten(obj)
-            return [(SequenceKey(i), child) for i, child in enumerate(children)], static
-        pairs, static = with_keys(obj)
+    def torch_flatten_without_keys(obj: object) -> tuple[list[Any], Any]:
+        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # not None if `flatten` is None
+        return [child for _, child in pairs], static
+
+    def torch_flatten_with_keys(obj: object) -> tuple[list[tuple[Any, Any]], Any]:
+        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # returned only if it is not None
         return [(torch_key(key), child) for key, child in pairs], static
 
-    def unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
-        return cls.tree_unflatten(static, tuple(children))
+    def torch_unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
+        return unflatten(static, tuple(children))
 
-    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
+    return (
+        torch_flatten_without_keys if flatten is None else torch_flatten,
+        None if flatten_with_keys is None else torch_flatten_with_keys,
+        torch_unflatten,
+    )
 
 
 def _is_pydantic_model(cls: type) -> bool:
@@ -115,11 +135,11 @@ def _is_pydantic_model(cls: type) -> bool:
 
 
 def _pydantic_functions(cls: Any) -> FlattenFunctions:
-    """Fields, extra values and private attributes, without validation, as ``model_construct`` sets them."""
     extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
     static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
     names = [name for name in extras if name not in static_names]
-    is_root = cls.__pydantic_root_model__  # holds one field only, without `__dict__`
+    # fields, extra values and private attributes are set as `model_construct` does, without validation
+    is_root = cls.__pydantic_root_model__  # a root model has no extra values and no private attributes
     set_field = object.__setattr__
     count = len(extras)
 
@@ -183,14 +203,11 @@ _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]
 )
 
 
-# Convert keys of children between libraries. Recipes use torch's classes.
-
-
 _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
 def torch_key(key: object) -> KeyEntry:
-    """Translate a pytree key of JAX, or of a library with similar keys, to a pytree key of torch.
+    """Convert a pytree key of JAX, or of a library with similar keys, to a pytree key of torch.
 
     >>> torch_key("a"), torch_key(0)
     (MappingKey(key='a'), SequenceKey(idx=0))

@@ -6,16 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.contents import format_key
+from ..core.contents import MODULE_OF, QUALNAME_OF, format_key
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.failures import noted_on_failure
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
-
-_MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
-_QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 class Place(NamedTuple):
@@ -116,7 +113,7 @@ def class_name(cls: type) -> str:
     >>> class_name(OrderedDict), class_name(dict)
     ('collections.OrderedDict', 'dict')
     """
-    module, name = _MODULE(cls), _QUALNAME(cls)
+    module, name = MODULE_OF(cls), QUALNAME_OF(cls)
     return name if module == "builtins" else f"{module}.{name}"
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
 from ..device.disk import HOST_IN_MEMORY, disk_of, leave, page_out
+from ..device.transfer import shapes_of
 from ..engine.compiled import PipelineProgress
 from ..errors import CheckpointError, ConfigError
 from ..pipeline import RoundPipe, wrapped_model
@@ -78,8 +79,8 @@ def check_model(
             continue
         if tensor.shape != value.shape or (goes_on and tensor.dtype != value.dtype):
             raise CheckpointError(
-                f"The checkpoint is for a different model: {name} is {_described(tensor)} in the checkpoint, and "
-                f"{_described(value)} in the model."
+                f"The checkpoint is for a different model: {name} is {shapes_of([tensor])} in the checkpoint, and "
+                f"{shapes_of([value])} in the model."
             )
     check_frozen(model, frozen)
 
@@ -109,7 +110,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name} is not a tensor")
             target = targets.get(name)
             if table is not stored["buffers"] and target is not None and value.shape != target.shape:
-                raise CheckpointError(f"The checkpoint is for a different model: its {name} is {_described(value)}.")
+                raise CheckpointError(f"The checkpoint is for a different model: its {name} is {shapes_of([value])}.")
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -242,10 +243,6 @@ def _pipelines(model: nn.Module) -> Iterator[tuple[str, RoundPipe]]:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
 def _format_names(what: str, names: list[str]) -> str:

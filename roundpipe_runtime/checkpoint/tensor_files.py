@@ -111,7 +111,7 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if _is_made_of_others(value):
+        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
             return _encode_parts(value, path, tensors)
         return {"$tensor": _put(value, path, tensors)}
     writer = _WRITERS.get(kind)
@@ -164,11 +164,6 @@ def _decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return array[()] if stored[tag]["scalar"] else array
         return _READERS[tag](stored[tag], tensors)
     return {key: _decode(item, tensors) for key, item in stored.items()}
-
-
-def _is_made_of_others(value: Any) -> bool:
-    found: bool = is_traceable_wrapper_subclass(value)
-    return found and not is_sharded(value)
 
 
 def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:

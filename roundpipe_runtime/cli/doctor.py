@@ -26,7 +26,7 @@ from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from ..device.accelerator import AcceleratorDevice, DeviceSpec, memory_info
+from ..device.accelerator import AcceleratorDevice, DeviceSpec, accelerators, memory_info
 from ..device.generator import generator_kept
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
@@ -131,12 +131,6 @@ def _declared() -> dict[str, SpecifierSet]:
 # -- the machine -----------------------------------------------------------------------------------------------------
 
 
-def accelerators() -> list[torch.device]:
-    """Return the accelerators that torch finds on this machine."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
-
-
 def _accelerators() -> list[Check]:
     found = accelerators()
     if found:
@@ -152,11 +146,8 @@ def _accelerators() -> list[Check]:
 def _described(device: torch.device) -> str:
     library = torch.get_device_module(device)
     name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
-    try:
-        free, total = memory_info(device)
-    except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
-        return str(name)
-    return f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
+    found = memory_info(device)
+    return str(name) if found is None else f"{name}, {format_bytes(found[0])} of {format_bytes(found[1])} free"
 
 
 def _memory() -> list[Check]:

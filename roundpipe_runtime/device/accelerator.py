@@ -100,10 +100,10 @@ class AcceleratorDevice:
     @property
     def memory(self) -> int | None:
         """Bytes of the device's memory that this process can use; ``None`` if torch does not report them."""
-        try:
-            free, total = memory_info(self.torch_device)
-        except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
+        found = memory_info(self.torch_device)
+        if found is None:
             return None
+        free, total = found
         # Memory that torch has reserved in this process can be used again.
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
@@ -317,12 +317,16 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
-def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total memory of an accelerator in bytes."""
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and the total memory of an accelerator in bytes; ``None`` if its backend reports neither."""
+    missing = (AttributeError, NotImplementedError, RuntimeError)
     try:
         free, total = torch.accelerator.get_memory_info(device)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        free, total = torch.get_device_module(device).mem_get_info(device)
+    except missing:
+        try:
+            free, total = torch.get_device_module(device).mem_get_info(device)
+        except missing:
+            return None
     return int(free), int(total)
 
 
@@ -367,7 +371,7 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
     [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]
     """
     if devices is None:
-        devices = _all_accelerators() or "virtual:2"
+        devices = accelerators() or "virtual:2"
     if isinstance(devices, torch.device):
         return [_accelerator(devices)]
     if isinstance(devices, str):
@@ -420,7 +424,8 @@ def _accelerator(device: torch.device | str) -> Device:
     return found
 
 
-def _all_accelerators() -> list[torch.device]:
+def accelerators() -> list[torch.device]:
+    """Return the accelerators that torch finds on this machine."""
     kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
     found = kind() if torch.accelerator.is_available() else None
     return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

@@ -258,7 +258,7 @@ class DiskMemory:
         for start, end in _joined(written):
             write_out(file, start, end - start)
         for start, end in _joined([*written, *unchanged]):
-            drop_cached(file, start, end - start)
+            os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)  # unwritten pages stay
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
@@ -420,13 +420,12 @@ def open_scratch(folder: pathlib.Path) -> int:
         ) from error
 
 
-def full_disk(folder: pathlib.Path, nbytes: int, error: OSError | None = None) -> ConfigError:
+def full_disk(folder: pathlib.Path, nbytes: int, error: OSError) -> ConfigError:
     """Return the error for a disk without enough free space."""
     free = shutil.disk_usage(folder).free
-    why = f" ({error.strerror})" if error is not None else ""
     return ConfigError(
-        f"The disk of {folder} is too small for this training{why}: it takes {format_bytes(nbytes)} more there, and "
-        f"{format_bytes(free)} are free. Make room, or name a folder on another disk:\n"
+        f"The disk of {folder} is too small for this training ({error.strerror}): it takes {format_bytes(nbytes)} more "
+        f"there, and {format_bytes(free)} are free. Make room, or name a folder on another disk:\n"
         '    RoundPipe(model, host="disk:DIR")'
     )
 
@@ -500,11 +499,6 @@ def write_out(file: int, offset: int, nbytes: int) -> None:
     elif library.sync_file_range(file, offset, nbytes, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def drop_cached(file: int, offset: int, nbytes: int) -> None:
-    """Drop pages of a part of a file from the page cache, except unwritten pages."""
-    os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def return_freed() -> None:

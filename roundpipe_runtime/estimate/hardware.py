@@ -17,7 +17,7 @@ import torch
 from yobx_flatten.files.document import read_document
 from yobx_flatten.files.scratch import write_text
 
-from ..device.accelerator import memory_info, parse_devices
+from ..device.accelerator import accelerators, memory_info, parse_devices
 from ..errors import ConfigError
 
 # Assumed values of an absent device: a workstation GPU with PCIe 4.
@@ -96,8 +96,10 @@ def describe_hardware(
     """
     names = device_names(devices)
     kind = device_kind(names)
-    here = kind == "cpu" or _is_here(names)
-    found_memory = _memory_of(names[0]) if here and kind != "cpu" else None
+    own = {str(device) for device in accelerators()}
+    here = kind == "cpu" or all(name in own or f"{name}:0" in own for name in names)
+    info = memory_info(torch.device(names[0])) if here and kind != "cpu" else None
+    found_memory = None if info is None else info[1]
     origin = {
         "flops": "given" if flops else "measured" if here else "assumed",
         "link": "given" if link else "measured" if here else "assumed",
@@ -146,21 +148,6 @@ def device_names(devices: str | None = None) -> tuple[str, ...]:
 def device_kind(names: tuple[str, ...]) -> str:
     """Return ``"cpu"`` for virtual devices, else the type of the accelerators."""
     return "cpu" if names[0].startswith("virtual") else names[0].partition(":")[0]
-
-
-def _is_here(names: tuple[str, ...]) -> bool:
-    if not torch.accelerator.is_available():
-        return False
-    kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count()
-    return all(torch.device(n).type == (kind and kind.type) and (torch.device(n).index or 0) < count for n in names)
-
-
-def _memory_of(name: str) -> int | None:
-    try:
-        return memory_info(torch.device(name))[1]
-    except (AttributeError, NotImplementedError, RuntimeError):  # the backend does not report it
-        return None
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..errors import FineTuneError
 from ..huggingface.batches import keeps_texts_apart
 from .chat_tokens import ChatTokens, Encoder, read_conversations
 from .models import Tokenizer
-from .text_files import find_texts, split_rows
+from .text_files import check_vocabulary, find_texts, split_rows
 
 _IGNORED = -100  # label that the loss of transformers ignores
 
@@ -138,12 +138,7 @@ def read_chats(
     found = [encode(conversation) for conversation in read_conversations(find_texts(names), ignored)]
     if not found:
         raise FineTuneError(f"There are no conversations in {', '.join(map(str, names))}.")
-    largest = max((max(one.ids) for one in found if one.ids), default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        raise FineTuneError(
-            f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
-            f"{largest}. Use the model's tokenizer: --tokenizer DIR"
-        )
+    check_vocabulary(max((max(one.ids) for one in found if one.ids), default=0), vocab_size, tokenizer)
     return make_chat_rows(found, length=length, packed=packed, eval_share=eval_share, seed=seed)
 
 

@@ -342,13 +342,17 @@ def read_blocks(
     tokens = pack(read_texts(paths, field=field), tokenizer)
     if not tokens.numel():
         raise FineTuneError(f"There is no text in {', '.join(map(str, names))}.")
-    largest = int(tokens.max())
+    check_vocabulary(int(tokens.max()), vocab_size, tokenizer)
+    return make_blocks(tokens, length=length, eval_share=eval_share, seed=seed)
+
+
+def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer) -> None:
+    """Raise FineTuneError if the largest token id is not in the model's vocabulary; ``None`` checks nothing."""
     if vocab_size is not None and largest >= vocab_size:
         raise FineTuneError(
             f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
             f"{largest}. Use the model's tokenizer: --tokenizer DIR"
         )
-    return make_blocks(tokens, length=length, eval_share=eval_share, seed=seed)
 
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
@@ -356,8 +360,8 @@ def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
     # pieces: pieces of documents, and `END` after each document
     # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     store = bytearray()
-    end = b"" if tokenizer.eos_token_id is None else torch.tensor([tokenizer.eos_token_id], dtype=torch.int32)
-    end_bytes = end if isinstance(end, bytes) else end.numpy().tobytes()
+    eos = tokenizer.eos_token_id
+    end = b"" if eos is None else torch.tensor([eos], dtype=torch.int32).numpy().tobytes()
     is_open = False
     for group in _groups(pieces):
         encoded = iter(tokenizer.encode([piece for piece in group if piece is not END]))
@@ -365,7 +369,7 @@ def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
             if piece is not END:
                 store += next(encoded).numpy().tobytes()
             elif is_open:
-                store += end_bytes
+                store += end
             is_open = piece is not END and (is_open or bool(piece))
     return torch.frombuffer(store, dtype=torch.int32) if store else torch.empty(0, dtype=torch.int32)
 

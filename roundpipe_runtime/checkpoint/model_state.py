@@ -90,9 +90,9 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
     homeless = [name for name in stored["masters"] if name not in here]
     if homeless:
-        dtype = stored["masters"][homeless[0]].dtype
+        first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {homeless[0]}; yours does "
+            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {first}; yours does "
             f"not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
@@ -283,8 +283,9 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     found = digests_of_frozen(model) if stored else {}
     changed = [name for name, digest in stored.items() if found.get(name) != digest]
     if changed:
+        first, *others = changed
         raise CheckpointError(
-            f"The checkpoint is for a different model: {changed[0]} and {len(changed) - 1} more frozen quantized "
+            f"The checkpoint is for a different model: {first} and {len(others)} more frozen quantized "
             "weights differ from the weights at the time of saving. Quantize the same weights in the same way before "
             "you load the checkpoint."
         )

@@ -308,9 +308,9 @@ def check_optimizer(
 ) -> None:
     """Raise an error, before anything is changed, if a stored state is for a different optimizer or other groups."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
-    own = type(optimizer).__name__
-    if stored["class"] != own:
-        raise CheckpointError(f"The checkpoint contains the state of {stored['class']}, but your optimizer is {own}.")
+    own, saved = type(optimizer).__name__, stored["class"]
+    if saved != own:
+        raise CheckpointError(f"The checkpoint contains the state of {saved}, but your optimizer is {own}.")
     if len(found) != len(expected):
         raise CheckpointError(f"The optimizer has {len(expected)} groups, but the stored state has {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
@@ -353,12 +353,12 @@ def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]
     called = {id(target): name for name, target in targets.items()}
     names = []
     for number, group in enumerate(optimizer.param_groups):
-        unknown = [place for place, parameter in enumerate(group["params"]) if id(parameter) not in called]
-        if unknown:
-            raise CheckpointError(
-                f"Parameter {unknown[0]} in group {number} of the optimizer does not belong to the model. Make the "
-                "optimizer from\n"
-                "    model.optim_parameters()"
-            )
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in called:
+                raise CheckpointError(
+                    f"Parameter {index} in group {number} of the optimizer does not belong to the model. Make the "
+                    "optimizer from\n"
+                    "    model.optim_parameters()"
+                )
         names.append([called[id(parameter)] for parameter in group["params"]])
     return names

@@ -125,11 +125,6 @@ class StepOptions:
         if text != "auto" and (not text.isdecimal() or int(text) < 1):
             raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether weights, gradients and the optimizer's state are on a disk."""
-        return self.host != HOST_IN_MEMORY
-
     def with_disk(self, machine: Hardware) -> Hardware:
         """Return the machine with the speed of the ``--host`` disk, measured unless the profile states the speed."""
         from ..device.disk import disk_folder
@@ -209,7 +204,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     show("measuring this machine")
     hardware = step.with_disk(machine.hardware(kept))
     show("cutting the model")
-    place: Literal["memory", "disk"] = "disk" if step.is_on_disk else "memory"
+    place: Literal["memory", "disk"] = "memory" if step.host == HOST_IN_MEMORY else "disk"
     how: Any = {"large_tables": step.large_tables, "host": place, "update": step.update}
     return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype), **how)
 

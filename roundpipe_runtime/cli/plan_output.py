@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.failures import format_bytes, table
@@ -184,11 +184,12 @@ def _tables(report: PlanReport) -> list[str]:
 
 def _layers(report: PlanReport) -> list[str]:
     rows = [("", "parameters", "passed on", "kept", "forward", "backward")]
-    for name, same in _runs(report.layers, lambda layer: dataclasses.replace(layer, name="")):
-        one = same[0]
+    for _, group in itertools.groupby(report.layers, lambda layer: dataclasses.replace(layer, name="")):
+        one, *others = group
+        last = f" to {others[-1].name.rpartition('.')[2]}" if others else ""
         rows.append(
             (
-                name(lambda layer: str(layer.name)),
+                f"{one.name}{last}",
                 format_bytes(one.param_bytes),
                 "-" if one is report.layers[-1] else format_bytes(one.outputs),
                 _size(one.held - one.outputs),
@@ -230,10 +231,10 @@ def _stages(report: PlanReport) -> list[str]:
         for stage, part, seconds in zip(report.step.stages, parts, report.seconds, strict=True)
     ]
     rows = [("", "layers", "copied in", "copied back", "time", "share")]
-    for _, same in _runs(sizes, lambda size: size):
-        kind, layers, up, down, seconds = same[0]
-        count = f"{len(same)} {kind}" if len(same) > 1 else kind
-        share = f"{100 * len(same) * seconds / total:.1f} %"
+    for (kind, layers, up, down, seconds), group in itertools.groupby(sizes):
+        number = len(list(group))
+        count = f"{number} {kind}" if number > 1 else kind
+        share = f"{100 * number * seconds / total:.1f} %"
         rows.append(
             (count, str(layers), format_bytes(up), _size(down), format_seconds(seconds) if seconds else "-", share)
         )
@@ -319,23 +320,6 @@ def _reference(found: Reference) -> list[str]:
 
 def _sizes(named: Sequence[tuple[str, float]]) -> list[str]:
     return table([(name, format_bytes(size)) for name, size in named if size], align="<>")
-
-
-def _runs(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    """Group equal neighbours; each group has a function that names its first and last item."""
-    found = []
-    for _, group in itertools.groupby(items, key):
-        same = list(group)
-        found.append((_namer(same), same))
-    return found
-
-
-def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
-    def name(of: Callable[[Any], str]) -> str:
-        first, last = of(same[0]), of(same[-1])
-        return first if len(same) == 1 else f"{first} to {last.rpartition('.')[2]}"
-
-    return name
 
 
 # -- times and verdict -----------------------------------------------------------------------------------------------
@@ -431,9 +415,8 @@ def _host_remedies(report: PlanReport) -> list[str]:
     if report.step.least_host < 0.9 * host.total and report.disk is None:
         least = report.step.least_host + host.reference
         lines.append(line("--update in_backward", least))
-    if (
-        report.step.update == "masters" and host.gradients > 0.1 * host.parameters
-    ):  # with adapters, a reference is the model without them
+    if report.step.update == "masters" and host.gradients > 0.1 * host.parameters:
+        # a reference needs no memory, since it is the model without adapters
         lines.append(line("adapters (--lora 8)", host.parameters + host.activations))
     if host.masters:
         narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2

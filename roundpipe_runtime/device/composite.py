@@ -151,11 +151,11 @@ class Rebuilding:
         inner, together = _flattened(tensor)
         copies = [self.value(one) for one in inner]
         made: torch.Tensor = together(copies)
-        if copies and made.device != copies[0].device:
+        if copies and made.device != (device := copies[0].device):
             kind = type(tensor)
             raise ConfigError(
                 f"A weight of class {kind.__module__}.{kind.__qualname__} is rebuilt from tensors on "
-                f"{copies[0].device} but reports that it is on {made.device}: the class keeps the device in its "
+                f"{device} but reports that it is on {made.device}: the class keeps the device in its "
                 "metadata. Quantize with another class, or run on virtual devices:\n"
                 '    wrap_model_to_roundpipe(model, devices="virtual:2")'
             )

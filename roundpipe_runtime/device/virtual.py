@@ -134,8 +134,9 @@ class VirtualDevice:
                 raise UseAfterReleaseError(f"{self.name}: copy_in reads a {_drawn(tensor)} before its event passed.")
             ready.result()
         if self.check and (found := _LEDGER.read(tensor)) is not None:
+            owner, _ = found
             raise UseAfterReleaseError(
-                f"{self.name}: copy_in takes host memory, but this {_drawn(tensor)} is on {found[0]}. Call copy_out."
+                f"{self.name}: copy_in takes host memory, but this {_drawn(tensor)} is on {owner}. Call copy_out."
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)

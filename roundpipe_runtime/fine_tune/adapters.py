@@ -200,11 +200,11 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     """
     if kind not in get_args(AwareBits):
         raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")
-    others = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
-    if others:
+    if others := {str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"}:
+        dtype = min(others)
         raise ConfigError(
             f"quantize_aware: only float32 can represent integers times scales exactly, but {type(model).__name__} has "
-            f"weights of {others[0]}. Use model.float(), or --dtype float32"
+            f"weights of {dtype}. Use model.float(), or --dtype float32"
         )
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:

@@ -202,7 +202,8 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     folder = file.parent if path.is_dir() else None
     has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
     if folder is not None and not has_weights and (held := sorted(folder.glob(f"*{GGUF}"))):
-        raise FineTuneError(f"{name} contains {held[0].name}. Name that file: {held[0]}")
+        first = held[0]
+        raise FineTuneError(f"{name} contains {first.name}. Name that file: {first}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
             raise FineTuneError(f"{name} contains adapters but no model. Merge the adapters into a model first.")

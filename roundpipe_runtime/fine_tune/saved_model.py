@@ -99,14 +99,14 @@ def check_disk(
         needed[disk] += size
         places.setdefault(disk, there)
     for disk, size in needed.items():
-        free = shutil.disk_usage(places[disk]).free
+        place, free = places[disk], shutil.disk_usage(places[disk]).free
         if free < size:
             first = "the model" if home is None else "the training, the model"
             held = f"{first} and {kept} checkpoints take" if kept or home is not None else "the model takes"
             host = "" if home is None else ", --host disk:DIR"
             raise FineTuneError(
-                f"The disk of {places[disk]} is too small: {held} {format_bytes(size)} there, and {format_bytes(free)} "
-                f"are free. Make room, or name a folder on another disk: --output DIR, --checkpoint DIR{host}"
+                f"The disk of {place} is too small: {held} {format_bytes(size)} there, and {format_bytes(free)} are "
+                f"free. Make room, or name a folder on another disk: --output DIR, --checkpoint DIR{host}"
             )
 
 

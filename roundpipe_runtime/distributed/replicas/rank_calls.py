@@ -383,9 +383,8 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
         return
     tensors = _tensors(model)
     digests = ranks.exchange([_digest(tensor) for _, tensor in tensors])
-    different = [number for number in range(len(tensors)) if any(one[number] != digests[0][number] for one in digests)]
-    for number in different:
-        tensor = tensors[number][1]
+    different = [pair for pair, *found in zip(tensors, *digests, strict=True) if len(set(found)) > 1]
+    for _, tensor in different:
         if tensor.is_contiguous():
             ranks.broadcast(tensor.detach())
         else:
@@ -393,9 +392,10 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
             ranks.broadcast(received)
             tensor.copy_(received)
     if different and ranks.rank == 0:
+        name, _ = different[0]
         errors.warn(
             f"The ranks began with different values of {len(different)} parameters or buffers, like "
-            f"{tensors[different[0]][0]!r}; all ranks now use the values of rank 0. Set the same seed on all ranks:\n"
+            f"{name!r}; all ranks now use the values of rank 0. Set the same seed on all ranks:\n"
             "    torch.manual_seed(0)  # before the model is made",
             errors.RoundPipeWarning,
         )

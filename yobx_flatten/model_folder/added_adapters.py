@@ -58,11 +58,11 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. It has room in the layers that its first
-            adapters change, in all linear layers where ``adapters={}`` was passed.
-        name: what the adapter is switched on by.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The folder has room in the layers that its
+            first adapters change, or in all linear layers if ``adapters={}`` was passed.
+        name: name of the adapter, by which callers select it.
         adapter: the folder that PEFT wrote.
-        model: the model that the files are of, or its name; by default the one that the adapter names.
+        model: the model that the folder was exported from, or the model's name; by default the adapter's base model.
         overwrite: whether to replace an adapter of that name; ``False`` by default.
 
     Returns:
@@ -71,9 +71,9 @@ def add_adapter(
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
         InvalidArgumentError, ModelSourceError: when the adapter or the model does not fit.
-        DamagedFileError: when the files have no room for it, or a file is not what it should be.
+        DamagedFileError: when the files have no room for the adapter, or a file is damaged.
         FolderExistsError: when the folder has an adapter of that name.
-        ReplayError: when the files do not compute what PEFT computes; nothing is written then.
+        ReplayError: when the files and PEFT compute different values; nothing is written then.
         MissingDependencyError: when peft or transformers is not installed.
     """
     path = pathlib.Path(folder).resolve()
@@ -90,14 +90,14 @@ def add_adapter(
     base = load_model(adapter if model is None else model, manifest)
     (found,) = read_adapters(base, {name: adapter})
     check_matrices(found.matrices, rooms, os.fspath(adapter))
-    # The whole folder is replaced, as one that is exported: matrices, cases and manifest belong together.
+    # matrices, cases and manifest must match: the whole folder is replaced at once
     with scratch_for(path) as work:
         copy_links(path, work)
         cases = work / CASES / ADAPTERS / name
         shutil.rmtree(cases, ignore_errors=True)
         cases.mkdir(parents=True)
         for written in (MANIFEST, f"{ADAPTERS}/{name}.safetensors", f"{ADAPTERS}/{name}.onnx_adapter"):
-            (work / written).unlink(missing_ok=True)  # writing into a link would write the folder that is there
+            (work / written).unlink(missing_ok=True)  # writing to a hard link would change the original folder
         stored = _stored(base, path, manifest, found, cases)
         checks = check_adapter(path, manifest, name, dict(found.matrices), stored, cases)
         done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
@@ -115,7 +115,6 @@ def add_adapter(
 def _stored(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest, adapter: Adapter, work: pathlib.Path
 ) -> StoredAdapter:
-    """Store what the model computes with an adapter."""
     cases: dict[str, list[str]] = {}
     pieces, rows = pieces_of_folder(model, folder, manifest)
     with adapter.active():
@@ -129,11 +128,8 @@ def _stored(
     return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})
 
 
-# Write the matrices of adapters into an exported folder, for this package and for onnxruntime-genai.
-
-
 def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
-    """Write adapters into a folder, next to the files that accept adapters."""
+    """Write the matrices of adapters into an exported folder, for this package and for onnxruntime-genai."""
     rooms = rooms_of_files(folder) if adapters else {}
     for adapter in adapters:
         check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
@@ -145,7 +141,6 @@ def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
 
 
 def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:
-    """Write adapters in onnxruntime's format, which the clients of onnxruntime-genai load."""
     import onnxruntime
 
     def value(matrix: torch.Tensor) -> onnxruntime.OrtValue:

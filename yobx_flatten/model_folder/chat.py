@@ -1,4 +1,4 @@
-"""Chat with an exported folder: messages in, text out, by its tokenizer's chat template."""
+"""Chat with an exported folder through the chat template of its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, describe_class
 from ..errors.failures import first_line, raised_as, result_or
@@ -15,11 +16,11 @@ from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
-_INCOMPLETE = "�"  # what a tokenizer returns while the bytes of a character are on their way
+_INCOMPLETE = "�"  # a tokenizer returns this character for the first bytes of an incomplete character
 
 
 def chat_tokenizer(folder: pathlib.Path) -> Any:
-    """Return the tokenizer of a folder."""
+    """Return the tokenizer of a folder; raise InvalidArgumentError if the tokenizer has no chat template."""
     tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     _check_template(tokenizer, folder)
     return tokenizer
@@ -27,7 +28,6 @@ def chat_tokenizer(folder: pathlib.Path) -> Any:
 
 def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
     """Return the tokens of a conversation up to the reply, and their mask, int64 of shape (1, length)."""
-    # messages: `{"role": "user", "content": "..."}` and others, in order
     # options: further arguments of `apply_chat_template`, such as `tools`
     text = _written(tokenizer, messages, **options)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
@@ -73,7 +73,6 @@ def _check_template(tokenizer: Any, folder: pathlib.Path) -> None:
 
 
 def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The text of a conversation up to the reply."""
     given: Any = messages
     if isinstance(given, (str, Mapping)) or not given:
         raise InvalidArgumentError(
@@ -90,7 +89,7 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     def refused(error: BaseException) -> InvalidArgumentError:
         return InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}")
 
-    with raised_as(refused):  # a template is a program of others, in jinja's sandbox
+    with raised_as(refused):  # a template is untrusted code that runs in jinja's sandbox
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **options}
         text = limited(tokenizer.apply_chat_template, list(messages), **how)
     assert isinstance(text, str)
@@ -121,9 +120,8 @@ def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
     """Return tokenized questions and their mask, int64 of shape (rows, length), padded on the left."""
-    # questions: what to ask; by default ten questions of our own. Without a chat template these are read as they are.
-    # returns: `None` where there is no tokenizer, or, for our own questions, none with a chat template; its tokens are
-    # not the model's, or the model has no room for an answer
+    # questions: the caller's prompts, which need no chat template; by default `_QUESTIONS`, which need one
+    # returns: `None` if there is no fitting tokenizer, or if the model has no room for an answer
     prompts = [] if source is None else _tokens(source, (questions or _QUESTIONS)[:rows], plain=bool(questions))
     if not prompts or not all(prompts):
         return None
@@ -132,11 +130,9 @@ def chat_prompts(
     room = getattr(config, "max_position_embeddings", None) or longest + CHAT_TOKENS
     if longest + CHAT_TOKENS > room or max(map(max, prompts)) >= config.vocab_size:
         return None
-    ids, mask = torch.zeros(len(prompts), longest, dtype=torch.int64), torch.zeros(len(prompts), longest).long()
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    found = [torch.tensor(prompt) for prompt in prompts]
+    sides = {"input_ids": found, "attention_mask": [torch.ones_like(prompt) for prompt in found]}
+    return {name: pad_sequence(rows, batch_first=True, padding_side="left") for name, rows in sides.items()}
 
 
 def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> list[list[int]]:
@@ -153,5 +149,5 @@ def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> l
         found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 
-    # templates are programs of others, each tokenizer has its own errors; none is needed
+    # each template and each tokenizer has its own errors; the export continues without chats
     return result_or(read, lambda error: [])

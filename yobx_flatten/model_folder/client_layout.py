@@ -42,7 +42,7 @@ Layout = Literal["flat", "transformers.js", "genai"]
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
 """Layouts of a folder. sentence-transformers, optimum and (for decoders) onnxruntime-genai open a flat folder."""
 
-# by type of the quantized weights and of the others: what transformers.js calls it, and the end of the name
+# by type of the quantized weights and of the other weights: the dtype name of transformers.js, and the suffix of files
 _TYPES = {
     (None, "float32"): ("fp32", ""),
     (None, "float16"): ("fp16", "_fp16"),
@@ -51,19 +51,19 @@ _TYPES = {
     ("int4", "float16"): ("q4f16", "_q4f16"),
 }
 
-# weights that a file keeps as they were stored are named after those that most of its bytes are
+# "keep" is checked as "int4" here; `apply_layout` counts whether most bytes are int8 or int4
 _STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
-    """Refuse a layout if the client that it is for (transformers.js) could not open the files."""
+    """Raise InvalidArgumentError if the client of a layout could not open the files."""
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
         return
     if form != "onnx":
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files. Remove the arguments target= and to=.')
-    if layout == "genai":  # names of files are those of a flat folder; see `genai_files`
+    if layout == "genai":  # see `genai_files.check_genai`
         return
     if TASKS[task] is spoken_pieces:
         raise InvalidArgumentError(
@@ -111,7 +111,7 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
 
 
 def _most_bits(paths: Sequence[pathlib.Path]) -> str:
-    """The bits of the weights with the most bytes, for files that keep the bits of a checkpoint."""
+    """Return ``"int8"`` or ``"int4"``: the type with more bytes in files that keep the integers of a checkpoint."""
     sizes: collections.Counter[int] = collections.Counter()
     for path in paths:
         graph = read_onnx(path, failure=DamagedFileError).graph
@@ -124,7 +124,7 @@ def _most_bits(paths: Sequence[pathlib.Path]) -> str:
 
 
 def _point_to(path: pathlib.Path, data: str) -> None:
-    """Change the name under which a file finds its weights."""
+    """Change the name of the external data file in an ONNX file."""
     model = read_onnx(path, failure=DamagedFileError)
     for tensor in _tensors(model.graph):
         for entry in tensor.external_data:
@@ -134,16 +134,13 @@ def _point_to(path: pathlib.Path, data: str) -> None:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Yield the tensors of a graph, and of those inside it."""
+    """Yield the tensors of a graph and of its subgraphs."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
             yield from (attribute.t, *attribute.tensors)
             for below in (attribute.g, *attribute.graphs):
                 yield from _tensors(below)
-
-
-# Join the two decoder files of an encoder-decoder model into the one file that transformers.js reads.
 
 
 MERGED = "decoder_model_merged"
@@ -168,14 +165,14 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
         for path, names in zip((first, later), renamed.values(), strict=True):
             own = _data_of(path)
             _share(path, {name: stored[new] for name, new in names.items()})
-            if own is not None:  # the smaller file may hold its weights itself
+            if own is not None:  # a small file has no external data file
                 (path.parent / own).unlink()
     _check(first, later, target)
     return has_data
 
 
 class _Weights:
-    """The weights of both files, each once."""
+    """The weights of both files, without duplicates."""
 
     def __init__(self) -> None:
         self.values: dict[str, ir.Value] = {}
@@ -216,7 +213,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
             value.replace_all_uses_with(inputs[value.name], replace_graph_outputs=True)
         graph.inputs.clear()
     made = {value.name: value for value in later.outputs}
-    # what the second file does not return has not changed: the past of the encoder
+    # the second file does not return the encoder's keys and values, which do not change
     for name in outputs:
         if name not in made:
             assert name is not None
@@ -230,7 +227,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
         graph.outputs.extend(branches[branch])
         graph.name = branch
         for node in graph.all_nodes():
-            for value in node.outputs:  # names of a branch must not be those of the file
+            for value in node.outputs:  # names in a branch must differ from names in the main graph
                 value.name = f"{branch}.{value.name}"
     past = next(value for name, value in inputs.items() if name.startswith(f"{CACHE}."))
     length = ir.node("Shape", [past], {"start": 2, "end": 3}, name="length of the past")
@@ -253,7 +250,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """The shape of an input or output of both branches, whose sizes have their own names in each."""
+    """Return the shape of a value with new names for its dynamic axes, because the branches have different names."""
     import onnx_ir as ir
 
     if value.shape is None:
@@ -262,11 +259,8 @@ def _free(value: ir.Value) -> ir.Shape | None:
     return ir.Shape([dim if isinstance(dim, int) and dim > 1 else f"{value.name}_{axis}" for axis, dim in sizes])
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
-
-
 def _data_of(path: pathlib.Path) -> str | None:
-    """Return the name of the file with the weights; ``None`` if the weights are inside."""
+    """Return the name of the external data file; ``None`` if the weights are in the ONNX file."""
     graph = read_onnx(path, failure=DamagedFileError).graph
     entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
     return next((str(entry.value) for entry in entries if entry.key == "location"), None)
@@ -282,11 +276,8 @@ def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-# -- proof -----------------------------------------------------------------------------------------------------------
-
-
 def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:
-    """Compare the joined file with the two files: a first call of two rows, and the next call."""
+    """Compare the joined file with the two files in a first call of two rows and in the next call."""
     begin, go_on, merged = (
         OnnxRunner(open_session(path, caller="export_folder"), path.name) for path in (first, later, target)
     )
@@ -298,7 +289,7 @@ def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> No
     for expected, inputs in ((made, {**given, **empty}), (go_on.run(following), following)):
         found = merged.run(inputs)
         for name, value in expected.items():
-            # the same operators on the same weights; the runtime joins them in another way within a branch
+            # within tolerances, because onnxruntime fuses operators differently inside a branch
             compared = compare(value, found[name], "rows")
             if not compared:
                 raise ReplayError(
@@ -308,7 +299,6 @@ def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> No
 
 
 def _some_inputs(runner: OnnxRunner) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield inputs of two rows: tokens, a mask of ones, and features."""
     drawn = torch.Generator().manual_seed(0)
     for name, shape, dtype in runner.ports.values():
         sizes = [2 if axis == 0 else size or 4 for axis, size in enumerate(shape)]

@@ -37,7 +37,7 @@ class FolderExplanation:
 
     Attributes:
         path: the folder.
-        files: for each file and case, what was compared; no further cases of a file after one that differs.
+        files: the comparison for each file and case; after a case that differs, the file's other cases are left out.
     """
 
     path: pathlib.Path
@@ -66,12 +66,12 @@ def explain_folder(
 ) -> FolderExplanation:
     """Find the first node of a folder's files whose value differs from the model's.
 
-    The model is exported once more, to a file that is checked next to it and thrown away. Both files run side by side
-    on the stored cases, with the values of all their nodes as outputs.
+    The model is exported again to a temporary file, which is checked. Both files then run on the stored cases, with the
+    values of all their nodes as outputs.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
-        model: the model that it was exported from, or its name.
+        model: the model that the folder was exported from, or the name of this model.
 
     Returns:
         For each file and case the first node that differs, in the order of execution, with its operator, the line of
@@ -100,14 +100,14 @@ def explain_folder(
                 case = load_case(inside(path, stored, DamagedFileError))
                 found[name, case.name] = compare_nodes(located(path, name), right, case.inputs)
                 if found[name, case.name].first is not None:
-                    break  # others most likely differ there too
+                    break  # other cases most likely differ at the same node
     return FolderExplanation(path, found)
 
 
 def _exported_again(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest, scratch: pathlib.Path
 ) -> Iterator[tuple[str, pathlib.Path]]:
-    """Yield the files of the model, exported as those of the folder were."""
+    """Yield the name of each file of the folder, and a new export of the same part of the model."""
     pieces, rows = pieces_of_folder(model, folder, manifest)
     for piece in pieces:
         name = f"{piece.stem}.onnx"
@@ -117,25 +117,20 @@ def _exported_again(
 
 
 def _options_of(file: pathlib.Path) -> dict[str, Any]:
-    """The options that a file was exported with, as far as the file shows them."""
+    """Return the export options that can be read from a file."""
     opsets = read_onnx(file, failure=DamagedFileError).opset_import
     version = next(one.version for one in opsets if one.domain in ("", "ai.onnx"))
     return {"opset_version": version, "optimize": "onnxruntime" if shared_inputs(file) else None}
 
 
-@contextlib.contextmanager
-def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> Iterator[None]:
-    """In the block, the layers have the optional adapter inputs that the files of a folder have."""
+def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+    """In a ``with`` block, give the layers the optional adapter inputs that the files of a folder have."""
     rooms = rooms_of_files(folder)
     layers = {name.rpartition(".")[0] for name in rooms}
     sizes = {
         layer: (rooms[f"{layer}.{FIRST}"].shape[0] or 0, rooms[f"{layer}.{SECOND}"].shape[1] or 0) for layer in layers
     }
-    with leave_room(model, sizes):
-        yield
-
-
-# Find the modules that the files of a folder were exported from, by the model and the folder.
+    return leave_room(model, sizes)
 
 
 def load_model(given: TransformersModel | str | os.PathLike[str], manifest: FolderManifest) -> TransformersModel:

@@ -32,7 +32,7 @@ from .pieces.text import Piece
 from .source.open import WeightsIn
 from .source.packed_weights import UnmatchedWeights
 
-# how torch begins what a program states of sizes that it was not traced for
+# beginnings of torch's messages for sizes that a program was not traced for
 _OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
 
 logger = logging.getLogger("yobx_flatten")
@@ -48,7 +48,7 @@ def export_piece(
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
     """Export one file of a model; if pictures of all sizes cannot be exported, fix the size of pictures."""
-    # model: name of the class that the piece is of
+    # model: name of the model's class
 
     def export(one: Piece) -> ExportReport:
         report = _written(one, path, options, proof, quantization, adapters)
@@ -57,7 +57,7 @@ def export_piece(
 
     logger.info("exporting %s", path.name, extra=STEP)
     if piece.narrower is not None:
-        # of the trace, the exporter, the replay: pictures of one size may pass them all
+        # the trace, the exporter or the replay may fail for pictures of all sizes, and pass for one size
         found = result_or(functools.partial(export, piece), lambda error: error)
         if isinstance(found, ExportReport):
             return found
@@ -75,7 +75,7 @@ def export_piece(
             "record_calls(model) as calls: ..."
         )
 
-    # of torch's trace, of the model inside it, of the exporter: each has its classes
+    # the model, torch's trace and the exporter each have their own classes of errors
     with raised_as(failed, FlattenError, OSError, MemoryError):
         try:
             return export(piece)
@@ -112,7 +112,7 @@ def _written(
         exported = export_program(piece.module, cases=fitting, proof=proof, **how)
         exported.save(path)
         return exported.report
-    source = source_of(export_program(piece.module, proof="none", **how))  # the file is replayed, and not the program
+    source = source_of(export_program(piece.module, proof="none", **how))  # only the final file is replayed
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
     chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
     source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
@@ -122,7 +122,6 @@ def _written(
 
 
 def _with_fixed_batch(shapes: Any) -> Any:
-    """A specification in which the first axis of every tensor is fixed."""
     if isinstance(shapes, dict) and all(isinstance(key, int) for key in shapes):
         return {axis: dim for axis, dim in shapes.items() if axis != 0}
     if isinstance(shapes, dict):
@@ -136,29 +135,29 @@ Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders of PEFT adapters, by adapter name."""
 
-_PROMPT = 9  # tokens of the prompt that is generated from
+_PROMPT = 9  # number of tokens in the prompt of the stored generation case
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderOptions:
     """The arguments of :func:`.write.export_folder` except the model and the folder."""
 
-    to: str = "onnx"  # `"onnx"` or `"program"`, where no target is named
-    target: Target | None = None  # the runtime; `None`, the default, for that of `to`
-    batch: int | None = None  # a fixed number of rows; `None`, the default, for several
-    bounds: Mapping[str, int] | None = None  # the largest sizes; `None`, the default, without them
+    to: str = "onnx"  # `"onnx"` or `"program"`; ignored if `target` is given
+    target: Target | None = None  # the runtime; `None` for the runtime of `to`
+    batch: int | None = None  # a fixed number of rows; `None` for a dynamic number
+    bounds: Mapping[str, int] | None = None  # the largest sizes
     opset_version: int | None = None
     optimize: Literal["onnxruntime"] | None = None
     logits: str = "all"  # positions whose scores are returned: `"all"` or `"last"`
     layout: Layout = "flat"
     word_times: bool = False  # whether Whisper decoders return attention for word times
-    task: str = "auto"  # what the folder is for; `"auto"` for the task of the model
-    source: str | os.PathLike[str] | None = None  # the folder of its tokenizer; `None` for that of the model
-    adapters: Adapters | None = None  # what the files switch between; `None` for files without room for any
+    task: str = "auto"  # the task of the folder; `"auto"` for the task of the model
+    source: str | os.PathLike[str] | None = None  # the folder of the tokenizer; `None` for the folder of the model
+    adapters: Adapters | None = None  # adapters that the files switch between; `None` for no room for adapters
     proof: Proof = "auto"
     quantize: WeightBits | Quantization | None = None
     calibration: str | os.PathLike[str] | None = None  # a file of prompts
-    # of a model that is given by name
+    # the options below are for a model that is given by name
     dtype: str | None = None
     weights: WeightsIn = "auto"
     unmatched_weights: UnmatchedWeights | None = None
@@ -166,7 +165,7 @@ class FolderOptions:
 
     def __post_init__(self) -> None:
         if self.batch is None and (self.bounds or {}).get("batch") == 1:
-            # the calls that prove a folder of several rows have three
+            # the test cases of a dynamic batch have three rows
             object.__setattr__(self, "batch", 1)
         if self.batch is not None and (type(self.batch) is not int or self.batch < 1):
             raise InvalidArgumentError(f"batch must be None or an int of 1 or more, found {self.batch!r}.")

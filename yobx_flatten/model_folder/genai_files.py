@@ -2,9 +2,9 @@
 
 .. code-block:: text
 
-    decoder       model                              as the folder has it anyway
-    Whisper       encoder, decoder                   layout="genai": another split, see `pieces/genai`
-    LLaVA         vision_encoder, embedding,         layout="genai": one file more, see `pieces/genai`
+    decoder       model                              the file of every layout
+    Whisper       encoder, decoder                   layout="genai": a different split, see `pieces/genai`
+    LLaVA         vision_encoder, embedding,         layout="genai": one additional file, see `pieces/genai`
                   decoder_model_merged
 """
 
@@ -24,23 +24,23 @@ _VERSION = "onnxruntime-genai 0.18"
 
 
 def check_genai(model: TransformersModel, task: str) -> None:
-    """Refuse a model that onnxruntime-genai does not run, by its task and configuration."""
+    """Raise InvalidArgumentError if onnxruntime-genai does not run a model, by its task and configuration."""
     name, config = type(model).__qualname__, model.config
+    why: str | None = f"it has no type for {task}"
     if task == "text-generation":
-        return
-    why_pictures = why_not_in_genai(model) if task == "image-text-to-text" else None
-    if task == "image-text-to-text" and why_pictures is None:
-        return
-    why = {
-        "image-text-to-text": why_pictures,
-        "text2text-generation": "its only text encoder-decoder type, marian-ssru, has a recurrent decoder",
-        "image-to-text": "it has no type for image encoder-decoders with cross-attention",
-    }.get(task, f"it has no type for {task}")
-    if task == "automatic-speech-recognition":
-        if config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES:
-            return
-        why = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
-    raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
+        why = None
+    elif task == "image-text-to-text":
+        why = why_not_in_genai(model)
+    elif task == "automatic-speech-recognition":
+        fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
+        only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
+        why = None if fits else only
+    elif task == "text2text-generation":
+        why = "its only text encoder-decoder type, marian-ssru, has a recurrent decoder"
+    elif task == "image-to-text":
+        why = "it has no type for image encoder-decoders with cross-attention"
+    if why is not None:
+        raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
 
 
 def _tokens(model: TransformersModel) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
 
 
 def _cache_names(what: str, front: str, side: str = "") -> dict[str, str]:
-    """How the library calls the keys and values of all layers, and how a file does."""
+    """Return the library's entries for the keys and values of all layers, with the name pattern of the files."""
     return {f"{what}_{part}_names": f"{front}.%d.{side}{part}" for part in ("key", "value")}
 
 
@@ -78,11 +78,11 @@ def decoder_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = (), config: Any = None
 ) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json`` for a decoder."""
-    # config: that of the decoder; by default the model's
-    # shared: those whose memory may be that of an output; none by default. The library writes into one piece of memory
-    # where these are all of the cache.
-    # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves;
-    # and it provides memory for as many keys as there are tokens, which a layer that slides does not fill
+    # config: the configuration of the decoder; by default the configuration of the model
+    # shared: inputs that may share their memory with an output; the library updates the cache in place if all cache
+    # inputs are shared
+    # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: its cache has only keys and values, and one
+    # key for each token, which a sliding-window layer does not keep
     config = model.config if config is None else config
     layers = config.num_hidden_layers
     fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
@@ -93,7 +93,7 @@ def decoder_config(
     room = getattr(config, "max_position_embeddings", None) or 2048
     return {
         "model": {
-            # the library feeds all decoders with keys and values alike, and has no names for most of them
+            # the general type: the library has no own types for most decoders
             "type": "decoder",
             **_tokens(model),
             "context_length": room,
@@ -132,8 +132,7 @@ def picture_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json`` for a vision-language model."""
-    # inputs, shared: those of the decoder, see `decoder_config`
-    # returns: `None` where its decoder cannot be run
+    # inputs, shared, returned value: see `decoder_config`
     text = model.config.get_text_config(decoder=True)
     contents = decoder_config(model, inputs, shared=shared, config=text)
     if contents is None:
@@ -147,7 +146,7 @@ def picture_config(
         "embedding": {"filename": f"{EMBEDDING}.onnx", "inputs": both, "outputs": {"inputs_embeds": "inputs_embeds"}},
         "decoder": decoder,
     }
-    # of the types that it has for one picture, tokens and a decoder, all of which run the same loop
+    # the library runs the same loop for all of its types with a picture file, an embedding file and a decoder
     return {**contents, "model": {**stated, "type": "gemma3", **token, **files}}
 
 
@@ -155,15 +154,14 @@ def picture_config(
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of ``genai_config.json`` for a Whisper model."""
-    # outputs: those of the decoder
+    """Return the contents of ``genai_config.json`` for a Whisper model whose decoder file has these outputs."""
     config = model.config
 
     def side(file: str, layers: int, heads: int) -> dict[str, Any]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": layers}
         return {**_session(file), "head_size": config.d_model // heads, "hidden_size": config.d_model, **sizes}
 
-    # its keys and values of the sound have as many layers and heads as those of the decoder
+    # the encoder file returns keys and values for each layer and head of the decoder
     heads, layers = config.decoder_attention_heads, config.decoder_layers
     return {
         "model": {
@@ -197,8 +195,8 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
 
 
 def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
-    """Write the file by which onnxruntime-genai makes a spectrogram of a sound file."""
-    # the numbers of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
+    """Write the file from which onnxruntime-genai configures the spectrogram of a sound."""
+    # the values of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
     window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
     steps = [
         ("audio_decoder", "AudioDecoder", None),

@@ -6,7 +6,6 @@ import os
 import pathlib
 
 from ..errors import GenerationError
-from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.layout import MANIFEST
 from ..generate.onnx_generator import generator_for
@@ -30,12 +29,12 @@ def open_generator(
     Args:
         folder: a folder as :func:`export_folder` writes it, or with files of the same names.
         runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
-            ONNX files; ``None``, the default, for the one that the folder names.
-        threads: number of threads that one operator can use in onnxruntime and OpenVINO, and in ExecuTorch all files of
-            the process; ``None`` for their own choice. The others use those of torch: ``torch.set_num_threads``.
-        trust: whether the caller knows who wrote the folder. Packages of AOTInductor and programs of ``torch.export``
-            (``.pt2``) run code that is stored in them when they are loaded, and are refused without. ``False`` by
-            default; ONNX, OpenVINO and ExecuTorch files need no trust.
+            ONNX files; ``None``, the default, for the runtime that the folder names.
+        threads: number of threads that one operator can use in onnxruntime and OpenVINO, and that all files of the
+            process share in ExecuTorch; ``None`` for the runtime's own choice. For torch: ``torch.set_num_threads``.
+        trust: whether the caller trusts the author of the folder; ``False`` by default. AOTInductor packages and
+            ``torch.export`` programs (``.pt2``) can run code when they are loaded, and are refused without trust.
+            ONNX, OpenVINO and ExecuTorch files need no trust.
         device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
             :class:`.OnnxGenerator`.
         providers: execution providers as onnxruntime takes them, instead of ``device``.
@@ -68,7 +67,7 @@ def open_generator(
     check_runtime(runtime)
     path = check_folder(folder, GenerationError)
     chosen = runtime_of_folder(path) if runtime is None else runtime
-    if is_folder(path) and (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
         if manifest.task not in (*GENERATES, *SPEAKS):
             raise GenerationError(
@@ -80,7 +79,7 @@ def open_generator(
 
 
 def runtime_of_folder(path: pathlib.Path) -> str:
-    """Return the runtime of a folder: the one that its manifest names, else the one that its files are for."""
-    if is_folder(path) and (path / MANIFEST).is_file():
+    """Return the runtime that a folder's manifest names; without a manifest, the runtime of its files."""
+    if (path / MANIFEST).is_file():
         return read_manifest(path).runtime
     return "torch" if any(path.glob("*.pt2")) else "onnxruntime"

@@ -23,7 +23,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """The stored test cases of one adapter by file, and how far quantized files are from the model with the adapter."""
+    """The stored test cases of one adapter, and the quality of quantized files with the adapter, both by file name."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
@@ -38,24 +38,23 @@ class FolderManifest:
         task: task of the model, such as ``"text-generation"``.
         format: format of the files: ``"onnx"``, ``"program"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``.
         dtype: type of the weights, such as ``"float32"``.
-        tolerance: largest absolute difference of an output to the eager model's.
+        tolerance: largest allowed absolute difference between an output and the eager model's output.
         files: names of the exported files.
-        cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
-        versions: versions of the libraries that made it, by name.
-        proof: what was replayed before the folder appeared: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``:
-            unchecked.
-        quality: for each file with quantised weights, how far it was from the model.
-        cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one;
-            ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it; or
-            ``"in_place"``, where the library of the files has it and writes the new tokens after the others.
+        cases: paths of the stored cases by file name; the key ``""`` has the cases for generation.
+        versions: versions of the libraries that wrote the folder, by name.
+        proof: which checks ran before the folder was created: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
+        quality: the measured quality of each file with quantised weights.
+        cache: form of the cache of the file that generates: ``"growing"``: each call returns a longer cache;
+            ``"shared"``: calls may write into one buffer, for the layers that allow it; ``"in_place"``: the library
+            that runs the file owns the cache and appends new tokens.
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
-        sha256: digests by name, of files for other runtimes than the first two.
-        rereads_at_switch: for a model whose positions change with the length of the text (longrope, dynamic), whether
-            ``model.generate`` reads the whole text again where they do; ``None`` for others, or where it is not known.
-        positions: tokens that the model reads at most, where each position has a row of a table; ``None`` for others.
-        tolerances: the difference by file and output that the type of the weights explains, where it was measured; see
-            :func:`export_onnx`. :func:`verify_folder` takes no more of it than a tenth of the output's range.
+        sha256: digests of the files by name; empty for onnxruntime and torch.
+        rereads_at_switch: for a model whose rotary angles change at a length of text (longrope, dynamic), whether
+            ``model.generate`` then reads the whole text again; ``None`` for other models, or if unknown.
+        positions: largest number of tokens, for a model with a table of positions; ``None`` for other models.
+        tolerances: measured difference that the type of the weights explains, by file and output; see
+            :func:`export_onnx`. :func:`verify_folder` allows at most a tenth of the output's range.
         adapters: the adapters that the folder was checked with, by name.
     """
 
@@ -83,13 +82,13 @@ class FolderManifest:
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
-    """Write the file."""
+    """Write ``yobx_flatten.json`` into a folder."""
     text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError) -> pathlib.Path:
-    """Return the path of an exported folder; refuse other paths, with the line that writes a folder."""
+    """Return the path of an exported folder; raise an error if the path is not a folder."""
     if not isinstance(folder, str | os.PathLike):
         raise InvalidArgumentError(
             f"expected the path of an exported folder, found {describe_class(folder)}. To export a model:\n"
@@ -116,7 +115,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     found = read_document(path, FolderManifest, failure=DamagedFileError)
     if found.runtime not in RUNTIMES or found.dtype not in WEIGHT_TYPES:
         raise DamagedFileError(f"{path} is damaged: runtime {found.runtime!r} or dtype {found.dtype!r} is unknown.")
-    # an author who states more than that would have every folder verified
+    # with a larger tolerance, the author of a folder could make every check pass
     if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(
             f"{path} sets the tolerance {found.tolerance}, but {found.dtype} allows {tolerance('file', found.dtype)}."
@@ -131,10 +130,7 @@ class _Version:
     format_version: int
 
 
-# -- digests ---------------------------------------------------------------------------------------------------------
-
-# A digest does not prove who wrote a file, since the author of the file can also write the manifest. So it does not
-# stand for trust.
+# A digest does not replace trust: the author of a file can also write the manifest.
 
 
 def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
@@ -147,7 +143,7 @@ def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
-    """Check that the files have not changed since the export."""
+    """Raise DamagedFileError if a file has changed since the export."""
     for name, digest in expected.items():
         inside(folder, name, DamagedFileError)
         if digests(folder, [name]) != {name: digest}:

@@ -1,7 +1,7 @@
-"""Open exported folders as Hugging Face models: ``pipeline``, ``generate``, own loops.
+"""Open exported folders as Hugging Face models, for ``pipeline``, ``generate`` and the caller's own loops.
 
-``from_pretrained`` returns a ``PreTrainedModel`` whose class is derived from the one here, and has the name of the
-exported one: transformers' pipelines go by it. Nothing here imports transformers before a folder is opened.
+``from_pretrained`` returns a ``PreTrainedModel``. Its class derives from a class of this module, and has the name of
+the exported class, which transformers' pipelines check. transformers is imported when a folder is opened.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class FolderModel:
 
         Args:
             folder: a folder as :func:`export_folder` writes it, or with files of the same names.
-            runtime: the library that runs the files; see :func:`open_generator`. ``None``, the default, for the one
-                that the folder names.
+            runtime: the library that runs the files; see :func:`open_generator`. ``None``, the default, for the
+                runtime that the folder names.
             threads: number of threads that one operator can use; see :func:`open_generator`.
-            trust: whether the caller knows who wrote the folder; see :func:`open_generator`. ``False`` by default.
+            trust: whether the caller trusts the author of the folder; see :func:`open_generator`.
             device: where onnxruntime computes; see :func:`open_generator`. The CPU by default.
             providers: execution providers as onnxruntime takes them, instead of ``device``.
 
         Returns:
-            A ``transformers.PreTrainedModel``. Where it generates, every keyword of ``generate`` is transformers' own
-            code, and the cache stays in the memory of the library that runs the files.
+            A ``transformers.PreTrainedModel``. Its ``generate`` is transformers' own code, and the cache stays in the
+            memory of the library that runs the files.
 
         Raises:
             InvalidArgumentError: when the folder is for another task, or there is no such runtime.
@@ -136,7 +136,7 @@ class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
             **options: keywords of ``generate``; ``tools`` and ``documents`` are for the template.
 
         Raises:
-            InvalidArgumentError: when the tokenizer has no chat template, or a message is not one.
+            InvalidArgumentError: when the tokenizer has no chat template, or a message is invalid.
             DamagedFileError: when the folder has no tokenizer.
         """
         return reply(self, chat_tokenizer(self.folder), messages, **options)
@@ -238,11 +238,11 @@ def open_model(
         providers: see :meth:`FolderModel.from_pretrained`.
 
     Returns:
-        What ``from_pretrained`` of the class for its task returns, for ``pipeline(task, model=...)`` and other code
-        that takes a Hugging Face model.
+        A ``transformers.PreTrainedModel`` for ``pipeline(task, model=...)`` and other code that takes a Hugging Face
+        model: the result of ``from_pretrained`` of the class for the folder's task.
 
     Raises:
-        ForeignFileError: when the folder does not state what it is for.
+        ForeignFileError: when the folder has no ``yobx_flatten.json``, which states the task.
         FlattenError: as :meth:`FolderModel.from_pretrained`.
 
     >>> import tempfile

@@ -1,7 +1,4 @@
-"""Open a folder as a Hugging Face model that generates no text: encoders with their heads, and speech models.
-
-Imports transformers.
-"""
+"""Open a folder as a Hugging Face model that generates no text: encoders, and speech models. Imports transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ..generate.pictures import typed
 from ..runners.folder_adapters import FolderAdapters
 from ..runners.ports import Runner
 
-# what a model assumes where it is not given: nothing is padded, and there is one text
+# defaults of models for inputs that the caller leaves out: no padding, and one text
 _ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
 
 
@@ -94,7 +91,7 @@ class SpeakingFileModel(ModelWithoutWeights):
         return True
 
     def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:
-        """Speak; see :meth:`.Generator.generate_speech`."""
+        """Generate speech; see :meth:`.Generator.generate_speech`."""
         return self.generator.generate_speech(read, speaker_embeddings, **options)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:

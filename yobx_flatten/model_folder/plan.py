@@ -42,7 +42,7 @@ _ROWS = {"full": 8, "standard": 4}
 """Number of text rows on which a quantized file is measured; 2 for larger models, for which no answers are compared."""
 
 _ROUNDING = 24
-"""Number of text rows by which weights are rounded to 4 bits; they follow the rows on which the file is measured."""
+"""Number of text rows for the rounding of weights to 4 bits; they follow the rows on which the file is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +52,20 @@ class FolderPlan:
     options: FolderOptions
     opened: OpenedModel
     model: TransformersModel  # without the wrapper of peft
-    source: pathlib.Path | None  # whose tokenizer and processor are copied; `None` where it is not known
+    source: pathlib.Path | None  # folder from which tokenizer and processor are copied; `None` if unknown
     dtype: str  # type of the weights
     proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     task: str
     pieces: list[Piece]
-    modules: SentenceModules | None  # what sentence-transformers does after the model; `None` for others
+    modules: SentenceModules | None  # sentence-transformers modules after the model; `None` for other folders
     quantization: Quantization | None
     timed: ExportReport  # the time that making the inputs took
-    text: str = ""  # what the perplexity is measured on, in words
-    chats: dict[str, torch.Tensor] | None = None  # prompts whose answers are compared; `None` without them
-    switch: int | None = None  # the length at which positions change; `None` for other models
-    # whether `model.generate` reads all tokens again there; `None` where there is no such length, or it is not known
-    rereads: bool | None = None
-    adapters: Sequence[Adapter] = ()  # what the files switch between; none by default
-    # inputs and outputs of the layers that have room for adapters, by name; none by default
+    text: str = ""  # description of the text on which the perplexity is measured
+    chats: dict[str, torch.Tensor] | None = None  # prompts whose answers are compared
+    switch: int | None = None  # the length of text at which the rotary angles change; `None` for other models
+    rereads: bool | None = None  # whether `model.generate` reads all tokens again at that length; `None` if unknown
+    adapters: Sequence[Adapter] = ()  # the adapters that the files can switch between
+    # input and output sizes of the layers that have room for adapters, by layer name
     rooms: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -76,11 +75,11 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all test cases are run, not only the few for a large model."""
+        """Whether the folder gets all test cases, and not only the few test cases of a large model."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
-        """Return the decoder whose layers drop old tokens, for a file without shared cache memory."""
+        """Return the decoder whose sliding-window layers drop old tokens, for a file without shared cache memory."""
         (piece,) = _cut(self.model, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 
@@ -96,7 +95,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
     proof = choose_proof(options.proof, facts.weight_bytes)
     _check_model(model, options, dtype, proof)
     opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, task)))
-    # integers that a file holds would be rounded again in float
+    # without "keep", weights that are stored as integers would become floats
     asked = options.quantize
     if asked is None and opened.has_integers and options.runtime == "onnxruntime":
         asked = "keep"
@@ -112,7 +111,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
     timed = ExportReport(facts.name)
     with timed.timed("inputs"):
         try:
-            with undisturbed(model=model):  # positions can depend on the longest text that was read
+            with undisturbed(model=model):  # a model may store rotary angles for the longest text that it has read
                 task, pieces = _cut(model, task, options, proof, whole_cache=options.optimize is not None)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):
@@ -125,7 +124,6 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
     if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
         pieces = with_embedding(pieces, model, modules)
     plan = FolderPlan(options, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
-    # needs the task and the pieces: texts are in the tokens of the model
     plan = _with_encoder_text(_with_text(plan, prompts))
     if task == "text-generation":
         switch = switch_of(model.config.get_text_config(decoder=True).to_dict())
@@ -136,7 +134,6 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
 
 
 def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
-    """The plan with the loaded adapters, and the layers that accept them."""
     options = plan.options
     in_place = options.layout in ("flat", "genai")
     if options.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
@@ -153,8 +150,7 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
 def _cut(
     model: TransformersModel, task: str, options: FolderOptions, proof: Proof, *, whole_cache: bool
 ) -> tuple[str, list[Piece]]:
-    """The task and the pieces of a model."""
-    every = proof if options.largest is None else "full"  # those that are within the bounds are chosen later
+    every = proof if options.largest is None else "full"  # later, `fitting_cases` leaves out cases beyond the bounds
     for_genai = options.layout == "genai"
     if for_genai:
         check_genai(model, task_of(model) if task == "auto" else task)
@@ -164,16 +160,16 @@ def _cut(
 
 
 def _check_class(model: TransformersModel, task: str) -> None:
-    """Refuse a task that does not fit the model's class, since scores are not embeddings."""
+    """Raise InvalidArgumentError if a task does not fit the model's class, for example a head for embeddings."""
     found, kind = task_of(model), type(model)
     of_head = f"is for {found}, not for {task}. Leave the task out, or ask for {found}."
     if task == found == "feature-extraction" and kind.__module__.startswith("transformers."):
         if class_of_task(model.config, task, kind) is kind:
             return
-        of_head = "returns the scores of its head."  # such as ForPreTraining, which no task is for
+        of_head = "returns the scores of its head."  # a class without a task, such as ForPreTraining
     elif task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
         return
-    is_own = not kind.__module__.startswith("transformers.")  # its caller knows what it returns
+    is_own = not kind.__module__.startswith("transformers.")  # the caller's own class may return embeddings
     if found == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
         return
     has_base = task == "feature-extraction" and model.base_model is not model
@@ -182,7 +178,7 @@ def _check_class(model: TransformersModel, task: str) -> None:
 
 
 def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
-    """A note where the outputs of a head are exported that no task is for: the class of an object is the caller's."""
+    """Return a note if the model has a head for which there is no task; the head is exported with the model."""
     kind = type(model)
     if task != "auto" or task_of(model) != "feature-extraction" or model.base_model is model:
         return ()
@@ -192,7 +188,7 @@ def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
 
 
 def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, proof: Proof) -> None:
-    """Refuse a model whose files could not be checked, or could not generate like the model."""
+    """Raise an error for a model whose files could not be checked, or could not generate like the model."""
     if options.largest is not None:
         options.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
@@ -201,11 +197,11 @@ def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, p
             'or proof="none" for unchecked files for another execution provider.'
         )
     if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
-        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for what files do not do
+        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings
 
 
 def _checked_prompts(quantization: Quantization | None, options: FolderOptions) -> tuple[str, ...]:
-    """Return the prompts of the quantization; none without a file of prompts."""
+    """Return the prompts of the calibration file; raise an error if the options do not fit."""
     prompts = () if options.calibration is None else read_prompts(options.calibration)
     has_text = quantization is not None and quantization.tokens is not None
     if prompts and (quantization is None or has_text or options.logits == "last"):
@@ -249,7 +245,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
-    """Add the text by which an encoder's matrices are rounded, and sentences to compare, to the plan."""
+    """Add calibration text for an encoder's matrices, and sentences to compare, to the plan."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     is_rounded = quantization is not None and quantization.weights != "keep" and options.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:
@@ -268,7 +264,7 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Add the chats and the text for the rounding of matrices to the plan."""
+    """Add calibration text for a decoder's matrices to the plan: chats, and a text."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan
@@ -280,7 +276,7 @@ def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]
     chats = chat_prompts(model, plan.source, _CHATS, prompts)
     if chats is not None:
-        # what is made of integers is not rounded; a large model would take minutes to answer
+        # weights that were integers are not rounded again, and a large model would take minutes to answer
         draws = plan.is_whole and not plan.opened.is_streamed and not holds_integers(model)
         with plan.timed.timed("inputs"):
             texts = (answered(model, chats) if draws else unanswered(chats)) + texts

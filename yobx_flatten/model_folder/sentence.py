@@ -32,7 +32,7 @@ from .pieces.text import Piece
 T = TypeVar("T")
 
 MODULES = "modules.json"
-_LEAST = 1e-9  # tokens of a row, as sentence-transformers has it
+_LEAST = 1e-9  # smallest divisor, as in sentence-transformers
 _PATTERNS = ("*.json", "*.txt", "*.safetensors")
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
 
@@ -67,15 +67,13 @@ class _Dense:
 class SentenceModules:
     """The modules of a sentence-transformers folder after the first one, such as pooling."""
 
-    # what makes the embedding of hidden states and a mask; empty where a module is unknown
+    # the modules that compute the embedding from hidden states and a mask; empty if a module is unknown
     layers: Sequence[torch.nn.Module]
-    why_not: str | None = None  # what is not in the file, for the report; `None` where everything is
+    why_not: str | None = None  # for the report: why the file has no embedding
 
 
 class Pooling(torch.nn.Module):
-    """Pools the hidden states of each row to one vector."""
-
-    # modes: keys of `_MODES`, whose vectors are joined in this order
+    """Pools the hidden states of each row to one vector; joins the vectors of several modes (keys of ``_MODES``)."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
@@ -90,7 +88,7 @@ class Normalize(torch.nn.Module):
     """Scales vectors to length 1."""
 
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return them."""
+        """Return the scaled vectors."""
         return torch.nn.functional.normalize(vector, dim=-1)
 
 
@@ -99,7 +97,7 @@ class SentenceModel(torch.nn.Module):
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
-        # keys and values are of no use without a further token
+        # a model that is called once needs no cache
         takes = inspect.signature(model.forward).parameters
         self.options = {"use_cache": False} if "use_cache" in takes else {}
         self.model, self.layers = model, torch.nn.ModuleList(layers).to(model.dtype)
@@ -127,7 +125,7 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
     layers: list[torch.nn.Module] = []
     for number, module in enumerate(modules):
         kind = module.type.rpartition(".")[2]
-        # pooling comes first: it makes vectors of tokens
+        # only the first module pools: the modules after pooling read vectors
         made = (
             _READERS[kind](folder, module.path) if kind in _READERS and (kind == "Pooling") == (number == 0) else kind
         )
@@ -138,7 +136,7 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder pools the outputs of its model; then the model without a head is exported."""
+    """Return whether a folder pools the outputs of its model, so that the model without a head is exported."""
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
@@ -196,7 +194,7 @@ def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     sizes = {name: tuple(value.shape) for name, value in found.items()}
     rows, columns = stated.out_features, stated.in_features
     wanted: dict[str, tuple[int, ...]] = {"weight": (rows, columns), **({"bias": (rows,)} if stated.bias else {})}
-    if sizes != wanted:  # before memory is taken for sizes that only the configuration states
+    if sizes != wanted:  # checked before a layer of the size in the configuration is made
         raise ModelSourceError(f"{weights} holds tensors of sizes {sizes}, but {path}/config.json states {wanted}.")
     with torch.device("meta"):
         linear = torch.nn.Linear(columns, rows, bias=stated.bias)
@@ -238,7 +236,7 @@ def _last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
 
 
-# in the order in which their vectors stand
+# in the order in which sentence-transformers joins the vectors of several modes
 _MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cls": _first,
     "max": _largest,
@@ -247,5 +245,5 @@ _MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# as older folders state a mode: `pooling_mode_mean_tokens`
+# names of modes in older folders, such as `pooling_mode_mean_tokens`
 _OLDER = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}

@@ -54,10 +54,10 @@ def generation_case(
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> StoredCase:
     """Generate text greedily with the eager model; in two of three rows the prompt is padded on the left."""
-    # returns: arguments of `generate`; prompt and new tokens, of shape (batch, length), how many were asked for, and
-    # how much the score of each new token is above that of the next best one, infinite for the prompt
-    # tokens: the number of new tokens, where the model has room for them
-    # prompts: text to begin with and its mask; `None`, the default, for random tokens
+    # returns: inputs: arguments of `generate`; outputs: prompt and new tokens, of shape (batch, length), the requested
+    # number of new tokens, and the margin between the two best scores of each new token, infinite for the prompt
+    # tokens: the number of new tokens, reduced to the room of the model
+    # prompts: tokens to begin with and their mask; by default random tokens
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
@@ -71,14 +71,14 @@ def generation_case(
         inputs.update(_with_images(model, inputs))
     generate = model.generate
     if model.main_input_name == "input_features":
-        # Whisper's own `generate` finds out the language first, and leaves the start token away
+        # Whisper's own `generate` detects the language first, and returns no start token
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
     with undisturbed(model=model), in_one_thread(model):
         asked = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
         found = generate(**inputs, **asked, output_scores=True, **plain_loop(model))
-    for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
+    for name in ("mm_token_type_ids", "token_type_ids"):  # the generator of the files computes these inputs
         inputs.pop(name, None)
     margins = _margins(found.sequences, found.scores)
     return StoredCase(inputs, {"sequences": found.sequences, "new_tokens": new_tokens, "margins": margins})
@@ -104,14 +104,14 @@ def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dic
 
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One image for every row, before its text and after its padding."""
+    """Return inputs with one image in each row, between padding and text."""
     from .pieces.grid_images import NestedVisionEncoder
     from .pieces.vision_language import images_for, vision_encoder
 
     count = len(inputs["input_ids"])
     pictures: dict[str, torch.Tensor] = {}
     if GridVisionEncoder.fits(model):
-        # wide and high ones in turns
+        # wide and high pictures alternate
         made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
         pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
         places = 6
@@ -149,11 +149,8 @@ def store_piece(
     below: str = CASES,
     runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store a file's example and test cases, and the model's losses on a text; return their paths in the folder.
-
-    Inputs and outputs are stored leaf by leaf under their names: no class is needed to read them back.
-    """
-    # runs: what the module computed for the proof of its file, and is not computed again; `None`, the default, for none
+    """Store a file's example and test cases, and the model's losses on a text; return their paths in the folder."""
+    # runs: outputs that the module already computed for the proof of its file
     (work / below).mkdir(parents=True, exist_ok=True)
     names = []
     for number, case in enumerate((Case("the example", (), piece.kwargs), *cases)):
@@ -165,7 +162,7 @@ def store_piece(
             outputs = piece.module(**case.kwargs) if known is None else known.outputs
             leaves = pytree.tree_leaves(clone(outputs))
             results = dict(zip(output_names(outputs, inputs), leaves, strict=True))
-        # not .onnx: tools look for models by that suffix, also in folders below
+        # the suffix is not .onnx, because tools search folders for models with this suffix
         names.append(f"{below}/{piece.stem}-{number}.case")
         save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
     return names if tokens is None else names + _store_text(piece, tokens, work, below, runs.texts if runs else ())
@@ -174,8 +171,8 @@ def store_piece(
 def _store_text(
     piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str, known: Sequence[Texts]
 ) -> list[str]:
-    """Store the model's losses on a text, since its logits would take more space than the model."""
-    # known: what the model made of the text for the proof of its file
+    """Store the model's losses on a text, because logits would take more space than the model."""
+    # known: results that the model already computed for the proof of its file
     names = []
     with register_flattening_functions(patch_transformers=True):
         for number, (kwargs, text, losses, _) in enumerate(known or read_by_model(piece.module, piece.kwargs, tokens)):
@@ -220,9 +217,6 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
     return _store(spoken_case(model, rows, calls), work, "cases/generate.case", name)
 
 
-# Store the spectrogram that a model makes, and compare that of its files.
-
-
 FRAMES = 12
 """Number of decoder calls in the stored test of a SpeechT5 folder."""
 
@@ -230,7 +224,7 @@ SAMPLED_FRAMES = 3
 """Number of decoder calls in the stored test of a SpeechT5 folder with ``proof="sample"``."""
 
 _LENGTH = 9  # tokens of the text
-_NEVER = math.inf  # a threshold that no frame reaches: the number of calls decides
+_NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Provide a text, present on every machine, on which the perplexity of a language model is measured."""
+"""Provide texts that every machine has: to measure perplexity, to calibrate quantization, and to compare embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTH = 128
 
 _LARGEST = 2**24  # bytes of a file of prompts
 
-_MODULES = ("textwrap", "heapq", "statistics")  # half of each is English
+_MODULES = ("textwrap", "heapq", "statistics")  # half of each module is English text
 
 
 def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -42,9 +42,9 @@ def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
     """Return the tokens of a text for a model, int64 of shape (rows, length)."""
-    # source: the folder of its tokenizer; `None` for a model that reads bytes, as those without a folder do
-    # text: the text; by default the source of modules of Python
-    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
+    # source: the folder of the tokenizer; `None` for a model that reads bytes
+    # text: by default, the source code of modules of Python
+    # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
     found = tokens_of(source, [text or python_source()], add_special_tokens=False)
@@ -69,7 +69,7 @@ def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any)
         found: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return found
 
-    return result_or(read, lambda error: [])  # each tokenizer has its own errors, and a model without one is exported
+    return result_or(read, lambda error: [])  # each tokenizer has its own errors; the export continues without
 
 
 def python_source() -> str:
@@ -80,9 +80,6 @@ def python_source() -> str:
         loader: Any = None if found is None else found.loader
         texts.append((loader.get_source(name) or "") if hasattr(loader, "get_source") else "")
     return "".join(texts)
-
-
-# Provide what an encoder reads, present on every machine: rows that its matrices are rounded by, and sentences.
 
 
 _ROWS, _LENGTH = 128, 64
@@ -113,10 +110,10 @@ _SENTENCES = (
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
     """Return a text as rows of tokens, each with the tokens that begin and end a text, int64 of (rows, length)."""
-    # multiple: what the number of rows is a multiple of
-    # returns: `None` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16
+    # multiple: the number of rows is a multiple of this number
+    # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
-    length, text = min(_LENGTH, room - 2), python_source()  # some begin to count positions at 2
+    length, text = min(_LENGTH, room - 2), python_source()  # positions of some models start at 2
     size = _LETTERS * length
     pieces = [text[start : start + size] for start in range(0, len(text) - size, size)][:_ROWS]
     if source is None or length < 16:
@@ -131,7 +128,7 @@ def sentence_case(
     model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
 ) -> Case | None:
     """Return a test case with sentences, padded on the right; ``None`` if the folder has no tokenizer of the model."""
-    # like: an example, whose inputs are the names of those of the call
+    # like: an example with the input names of the model
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
     if source is None:
@@ -161,8 +158,8 @@ _NEW = 64
 
 # Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
 #
-#     prompts ──> model draws answers ──┐
-#     text that is not measured on ─────┴──> one row after the other, of equal length
+#     prompts ──> sampled answers ──────────────────┐
+#     text that is not used for the measurement ────┴──> rows of equal length
 
 
 def unanswered(prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -198,7 +195,7 @@ def plain_loop(model: TransformersModel) -> dict[str, Any]:
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:
     """Join texts and split them into rows of equal length; ``None`` if all texts are shorter than one row."""
-    # multiple: what the number of rows is a multiple of
+    # multiple: the number of rows is a multiple of this number
     whole = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64)
     rows = len(whole) // length // multiple * multiple
     return whole[: rows * length].reshape(rows, length) if rows else None

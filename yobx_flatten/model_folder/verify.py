@@ -1,4 +1,4 @@
-"""Verify a folder with its stored cases. The model is not needed, and transformers only for programs."""
+"""Verify a folder with its stored cases, without the model; transformers is needed for programs only."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class FolderCheck:
     """How far the files of an exported folder are from the model on one stored test.
 
     Attributes:
-        file: name of the exported file; ``"generate"`` for the loop over all of them.
+        file: name of the exported file; ``"generate"`` for generation with all files.
         case: name of the case.
-        difference: largest absolute difference; for tokens, how many differ from those of ``model.generate``.
+        difference: largest absolute difference; for tokens, the number that differ from ``model.generate``.
         ok: whether the difference is small enough.
         seconds: duration of the case.
-        error: reason why it stopped, ``None`` if it did not.
-        quality: how far a file with quantised weights is from the model; ``None`` for others.
+        error: reason why the case stopped; ``None`` if the case did not stop.
+        quality: the measured quality of a file with quantised weights; ``None`` for other files.
         nan: share of elements that were NaN in the model, by output name.
-        tokens: how the tokens of ``"generate"`` compare; ``None`` for files.
-        adapter: the adapter that the case is of; ``""`` for the model without any.
+        tokens: the comparison of the tokens of ``"generate"``; ``None`` for files.
+        adapter: the adapter of the case; ``""`` for the model without an adapter.
     """
 
     file: str
@@ -137,10 +137,10 @@ def verify_folder(
     Args:
         folder: a folder as :func:`export_folder` writes it.
         on_check: a function that is called with the name of each case before the case runs.
-        trust: whether the caller knows who wrote the folder; asked for `.pt2` files only, see
+        trust: whether the caller trusts the author of the folder; needed for `.pt2` files only, see
             :func:`open_generator`. ``False`` by default.
-        device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. On others, which add
-            in another order and may round differently, an output may differ by ten times as much.
+        device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. The tolerance is ten times
+            larger on other devices, which round differently.
         providers: execution providers as onnxruntime takes them, instead of ``device``.
 
     Returns:
@@ -148,7 +148,7 @@ def verify_folder(
 
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        DamagedFileError: when a case, or the list of them, cannot be read, or a file is not the one that was exported.
+        DamagedFileError: when a case or the list of cases cannot be read, or a file changed after the export.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
@@ -200,7 +200,6 @@ def _checks(
     qualities: Mapping[str, Quality],
     on_check: Callable[[str], None] | None,
 ) -> list[FolderCheck]:
-    """Run the cases of the model, or of an adapter."""
     checks = [
         _check_quality(path, name, quality, cases.get(name, []), opened, on_check)
         for name, quality in qualities.items()
@@ -218,7 +217,7 @@ def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) 
     """Run a stored case with its file; a case without a file name generates with all files."""
     manifest, tokens = opened.manifest, None
     nan: Mapping[str, float] = {}
-    file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
+    file = opened(name)  # a file that cannot be opened raises an error, and is not a failed check
     start = time.perf_counter()
     try:
         if file is None and manifest.task in SPEAKS:
@@ -245,7 +244,6 @@ def _check_quality(
     opened: _Opened,
     on_check: Callable[[str], None] | None,
 ) -> FolderCheck:
-    """Measure a file with quantised weights."""
     if on_check is not None:
         on_check(f"{name}: {len(cases)} cases")
     runner = opened(name)
@@ -262,8 +260,7 @@ def _check_quality(
 
 
 def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Return the quality of a file."""
-    # stored: what was measured when it was exported
+    """Return the quality of a file with quantized weights; ``stored`` was measured when the file was exported."""
     distance = Distance()
     for case in cases:
         if "losses" in case.outputs:
@@ -287,7 +284,7 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
 def _for_device(
     manifest: FolderManifest, device: str | None, providers: onnx_session.Providers | None
 ) -> FolderManifest:
-    """The tolerance on a device: others than the CPU add in another order."""
+    """Return the manifest with the tolerances for a device: devices other than the CPU round differently."""
     onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
     if device in (None, "cpu") and providers is None:
         return manifest
@@ -299,7 +296,7 @@ def _for_device(
 
 
 class _Opened:
-    """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
+    """Opens the files of a folder one at a time; an empty name closes the file."""
 
     def __init__(
         self,
@@ -313,8 +310,8 @@ class _Opened:
         self.how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust}
         self.how |= {"device": device, "providers": providers}
         self._name = ""
-        self.adapter = ""  # the one that files are called with; `""` for none
-        self.matrices: dict[str, torch.Tensor] = {}  # those of the adapter
+        self.adapter = ""  # name of the adapter that files run with; `""` for none
+        self.matrices: dict[str, torch.Tensor] = {}  # the matrices of the adapter
         self._runner: Runner | None = None
 
     def __call__(self, name: str) -> Runner | None:
@@ -323,7 +320,7 @@ class _Opened:
             if name:
                 found = located(self.folder, name).relative_to(self.folder).as_posix()
                 path = inside(self.folder, found, DamagedFileError)
-                # quantized weights that stay where they are would be computed with in another order
+                # quantized weights are not memory-mapped, because onnxruntime would then add in a different order
                 maps = name not in self.manifest.quality and onnx_session.has_mapped_weights(path)
                 options = onnx_session.mapped_options(path) if maps else None
                 self._runner = open_runner(path, caller="verify_folder", options=options, **self.how)
@@ -346,7 +343,7 @@ def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
     """Return the difference of a spectrogram to the model's, and whether it is small enough."""
     manifest = opened.manifest
     stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
-    # each frame is read again, so that what one is off is also in those that follow
+    # the difference of a frame adds to the differences of the frames after it
     allowed = explained(len(case.inputs["dropout_masks"]) * max(stated), case.outputs["spectrogram"]) if stated else 0.0
     found = difference_of_speech(generator_for(opened.folder, **opened.how), case)
     return found, found <= max(manifest.tolerance, allowed)
@@ -355,21 +352,20 @@ def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that are not those of the eager model.
 
-    Two scores that are no further apart than rounding may change their order, and the rest of that row continues
-    another text. So a row whose first different token was such a tie is excused (half precision, mostly). Quantized
-    weights also change other scores: of those files a share of the tokens has to agree, see ``TOKEN_SHARES``.
+    Rounding may change the order of two scores that are almost equal (a tie), mostly in half precision; the row then
+    continues with a different text. So a row is excused if its first different token is a tie. Quantized weights also
+    change other scores: a share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
     folder, manifest = opened.folder, opened.manifest
-    # each of two scores may be off by as much
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
     tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
     mapped = any(map(onnx_session.has_mapped_weights, [*folder.glob("*.onnx"), *folder.glob(f"{SUBFOLDER}/*.onnx")]))
-    pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
+    pack = bool(manifest.quality) or not mapped  # during an export, the model may be in memory with the files
     generator = generator_for(folder, pack=pack, **opened.how)
     if opened.adapter:
         generator.of_folder.hold(opened.adapter, opened.matrices)
         generator = generator.with_adapter(opened.adapter)
-    if "input_features" in case.inputs:  # the case begins with the start token, and Whisper's own loop with others
+    if "input_features" in case.inputs:  # the case has only the start token; Whisper's own loop would add others
         begun = {"decoder_input_ids": case.outputs["sequences"][:, :1], **case.inputs}
         case = dataclasses.replace(case, inputs=begun)
     limits = CHAT_SHARES if is_chat else TOKEN_SHARES
@@ -377,22 +373,18 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     return count_tokens(generator, case, tolerance, min(shares, default=None))
 
 
-# Count how many of the model's greedy tokens the files of a folder choose.
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
     """How many tokens of a generation loop differ from the model's tokens, and how many of these are excused."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
-    # how many of them differ: when the files generate on their own, where after a first one the rest of its row
-    # continues another text; with rounded weights after the model's own text
+    # number of different tokens; quantized files choose each token after the model's own text, others after their own
     different: int
-    # how many of these follow a tie: two scores of the model that are closer than the rounding of its type
+    # number of different tokens in rows whose first different token is a tie: two almost equal scores of the model
     excused: int
-    # share of the tokens that rounded weights choose after the model's own text, or that are a tie; `None` for others
+    # for quantized files: share of the tokens that are equal or a tie
     agreed: float | None = None
-    allowed: float | None = None  # smallest such share; `None` where no token may differ
+    allowed: float | None = None  # smallest allowed share; `None` if no token may differ
 
     @property
     def ok(self) -> bool:
@@ -415,13 +407,13 @@ class TokenCount:
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
     """Generate with the files, and count the tokens that differ from the model's."""
-    # share: share of the tokens that have to agree after the model's own text, which is all that the files then read;
-    # `None`, the default, where the weights are those of the model, and all have to
+    # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text;
+    # `None` if all tokens must agree
     expected: torch.Tensor = case.outputs["sequences"]
-    margins: torch.Tensor | None = case.outputs.get("margins")  # a folder of an earlier version has none
+    margins: torch.Tensor | None = case.outputs.get("margins")  # folders of earlier versions have no margins
     read = _read(generator, case)
     how: dict[str, Any] = {"max_new_tokens": case.outputs["new_tokens"]}
-    how |= {"sampling": Sampling(), "num_beams": 1, "num_return_sequences": 1}  # whatever the folder's default is
+    how |= {"sampling": Sampling(), "num_beams": 1, "num_return_sequences": 1}  # not the folder's defaults
     # each of the two scores may be off by the tolerance
     ties = torch.zeros_like(read) if margins is None else margins <= 2 * tolerance
     if share is None:
@@ -430,7 +422,7 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
         return TokenCount(int(read.sum()), int(differs.sum()), int(excused.sum()))
     new = expected.shape[1] - _start(case)
     differs = (_forced(generator, case, {**how, "max_new_tokens": new}) != expected) & read
-    free = read if margins is None else read & margins.isfinite()  # where a rule forces a token nothing is chosen
+    free = read if margins is None else read & margins.isfinite()  # without tokens that a rule forces
     total, agreed = int(free.sum()), int((free & (~differs | ties)).sum())
     counts = int(read.sum()), int(differs.sum()), int((differs & ties).sum())
     return TokenCount(*counts, agreed / total if total else 1.0, share)
@@ -448,7 +440,7 @@ def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
 
 
 def _start(case: StoredCase) -> int:
-    """Return the number of first tokens of each row; a decoder after an encoder has its own."""
+    """Return the length of the prompt in the sequences; 1 for an encoder-decoder, whose output has a start token."""
     expected, prompt = case.outputs["sequences"], case.inputs.get("input_ids")
     length = 0 if prompt is None else prompt.shape[1]
     begins = prompt is not None and length < expected.shape[1] and torch.equal(expected[:, :length], prompt)
@@ -456,7 +448,7 @@ def _start(case: StoredCase) -> int:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where tokens differ or are missing, and the first such place of each row."""
+    """Return where tokens differ or are missing, and the first different token of each row."""
     same = torch.zeros_like(read)
     if len(found) == len(expected):
         length = min(found.shape[1], expected.shape[1])
@@ -466,9 +458,9 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> t
 
 
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
-    """Return the tokens that the files choose after each part of the model's own text."""
+    """Return the token that the files choose after each prefix of the model's own text."""
     expected: torch.Tensor = case.outputs["sequences"]
-    chosen = torch.full_like(expected, -1)  # no token, where the files end before the model does
+    chosen = torch.full_like(expected, -1)  # -1 stays if the files end before the model does
 
     def follow(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         place = tokens.shape[1]

@@ -70,8 +70,8 @@ class ExportedFolder:
     Attributes:
         path: the folder.
         task: task of the model, such as ``"text-generation"``.
-        reports: one report per file, by its name.
-        verified: results of the stored cases, replayed from the files.
+        reports: one report per file, by file name.
+        verified: results of the stored cases, which ran on the files.
     """
 
     path: pathlib.Path
@@ -113,15 +113,16 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode or its name, and the folder of its tokenizer, where that is not known.
+        model, source: a model in evaluation mode or its name; the folder of its tokenizer, if the model states none.
         folder, overwrite: the folder to write, and whether to replace its contents.
-        task: what the files are for, see :data:`TASKS`; ``"auto"`` for the task of the model.
-        to, target: the format of the files, and the runtime that proves them; by default ONNX and onnxruntime.
+        task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
+        to, target: the format of the files, and the runtime for which they are checked; by default ONNX, onnxruntime.
         batch, bounds: a fixed number of rows, and the largest sizes, which ExecuTorch needs; none by default.
         proof: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by the size of the weights.
-        opset_version, optimize, quantize, calibration: see :func:`export_onnx`, and prompts to measure fewer bits by.
-        logits, word_times, layout: the scores and times of words that files return, and the places of the files.
-        adapters: folders of LoRA adapters by name, between which ``generate(adapter=NAME)`` switches; none by default.
+        opset_version, optimize, quantize: see :func:`export_onnx`.
+        calibration: a file of prompts, to measure and calibrate quantized weights.
+        logits, word_times, layout: which logits and attention weights the files return, and the layout of the folder.
+        adapters: folders of LoRA adapters by name, which ``generate(adapter=NAME)`` selects; none by default.
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 
     Returns:
@@ -129,12 +130,12 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
 
     Raises:
         ModelSourceError, InvalidArgumentError, GenerationError: when the model or an option does not fit.
-        FolderExistsError, NoRoomError, OSError: when there is no place for it; this is checked before the export.
-        ReplayError: when a file does not return what the model returns; nothing is written then.
+        FolderExistsError, NoRoomError, OSError: when the folder cannot be written; this is checked before the export.
+        ReplayError: when a file and the model return different values; nothing is written then.
         MissingDependencyError: when an optional library is not installed.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:  # the name of a type is a small model of it
+    >>> with tempfile.TemporaryDirectory() as folder:  # "llama" names a small model with random weights
     ...     export_folder("llama", f"{folder}/llama", to="program").verified.ok
     True
     """
@@ -171,17 +172,17 @@ def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
 
 @dataclasses.dataclass
 class _Made:
-    """The files of a folder so far."""
+    """The files that were written so far."""
 
     work: pathlib.Path  # the hidden folder
-    reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by name of the file
-    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by name of the file
-    shared: list[str] = dataclasses.field(default_factory=list)  # inputs of the last file that share their memory
-    adapters: dict[str, StoredAdapter] = dataclasses.field(default_factory=dict)  # by name
+    reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by file name
+    cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by file name
+    shared: list[str] = dataclasses.field(default_factory=list)  # inputs of the last file with shared memory
+    adapters: dict[str, StoredAdapter] = dataclasses.field(default_factory=dict)  # by adapter name
 
     @property
     def first(self) -> ExportReport:
-        """The report of the first file, with the notes and times of the whole folder."""
+        """The report of the first file, which also has the notes and times of the whole folder."""
         return next(iter(self.reports.values()))
 
 
@@ -195,7 +196,7 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
         report = export_piece(type(model).__qualname__, piece, work / name, options, *how)
         made.shared = [] if options.optimize is None else shared_inputs(work / name)
         if not made.shared and keeps_more(piece, model):
-            # a cache that keeps all tokens is of use where it is one piece of memory, and there is none
+            # without shared memory, a cache that keeps the tokens outside the window has no advantage
             piece, plain = plan.sliding_piece(), dataclasses.replace(options, optimize=None)
             report = export_piece(type(model).__qualname__, piece, work / name, plain, *how)
         report.remark(*plan.opened.remarks)
@@ -214,7 +215,7 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
                     stored.cases[name] = stored_cases.store_piece(piece, sampled(calls), tokens, work, below)
                 if adapter.name in report.of_adapters:
                     stored.quality[name] = report.of_adapters[adapter.name]
-    # the time before any file is that of the first one
+    # the first report also gets the time before the exports
     first, before = made.first, plan.timed
     first.seconds = before.seconds | first.seconds
     first.processor_seconds = before.processor_seconds | first.processor_seconds
@@ -235,7 +236,7 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     count = room_for_tokens(options.largest, stored_cases.TOKENS if plan.is_whole else stored_cases.SAMPLED_TOKENS)
     with made.first.timed("generate"):
         found = []
-        if plan.chats is None or plan.proof == "full":  # answers are longer, and their rows are padded
+        if plan.chats is None or plan.proof == "full":  # otherwise the chats replace this case
             found.append(stored_cases.store_generation(model, plan.task, options.batch, count, work))
         crosses = plan.rereads is not None and plan.is_whole and options.largest is None
         if plan.switch is not None and crosses and 4 < plan.switch <= _LONGEST:
@@ -267,14 +268,14 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     if not reader_of(work):
         why = plan.opened.no_folder if plan.source is None else f"{plan.source} holds none"
         made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
-    if task != "image-text-to-text":  # where a processor hands over more
+    if task != "image-text-to-text":  # a processor passes more inputs
         state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs])
     if plan.options.name == "onnx":
         _write_genai(plan, made)
 
 
 def _write_genai(plan: FolderPlan, made: _Made) -> None:
-    """Write what onnxruntime-genai reads, where it runs the files."""
+    """Write the configuration files of onnxruntime-genai, if onnxruntime-genai can run the files."""
     model, work, is_asked = plan.model, made.work, plan.options.layout == "genai"
     contents = None
     if plan.task == "text-generation":
@@ -296,16 +297,15 @@ def _write_genai(plan: FolderPlan, made: _Made) -> None:
 
 
 def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
-    """Give the files the places of their layout, and write the manifest."""
+    """Move the files to the paths of their layout, and write the manifest."""
     options, work = plan.options, made.work
     names = [piece.stem + options.suffix for piece in plan.pieces]
-    # after the companions: configurations stay where they are
     if options.layout == "transformers.js":
         names = apply_layout(work, names, plan.bits, plan.dtype)
-    # packages and files of machine code have no check of their own where they are loaded
+    # the other runtimes do not check whether a file was changed
     parts = sorted(file.name for file in work.iterdir() if file.suffix in (options.suffix, ".bin"))
     is_in_place = any(report.in_place for report in made.reports.values())
-    asks = plan.task in GENERATES and not plan.opened.is_streamed  # each call would read all weights
+    asks = plan.task in GENERATES and not plan.opened.is_streamed  # each call of a streamed model reads all weights
     manifest = FolderManifest(
         model=type(plan.model).__qualname__,
         task=plan.task,
@@ -332,10 +332,10 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
 
 
 def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
-    """Verify the folder as its readers can, and write its card where weights are quantised."""
+    """Verify the folder, and write its card if weights are quantised."""
     logger.info("verifying the folder", extra={**STEP, "share": 0.8})
     with made.first.timed("verify"):
-        verified = verify_folder(made.work, trust=True)  # of what was made here
+        verified = verify_folder(made.work, trust=True)  # this process wrote the files
     if not verified.ok and plan.proof != "none":
         raise ReplayError(f"The exported {manifest.model} differs from the model.\n{verified}")
     if manifest.quality:
@@ -384,15 +384,12 @@ def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, option
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     """Check that a folder is empty or may be replaced, and can be written."""
-    settle(folder)  # what a killed export was about to replace is there again
+    settle(folder)  # restores a folder that a killed export was about to replace
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise FolderExistsError(f"{folder} is not empty. Name another folder, or pass overwrite=True (--overwrite).")
     check_writable(folder)
-
-
-# Write the card of a quantised folder: how its answers differ from the model's.
 
 
 _CARD = "README.md"
@@ -401,8 +398,7 @@ _CARD = "README.md"
 def write_card(
     folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
 ) -> None:
-    """Write ``README.md``, unless the folder has a file of that name."""
-    # qualities: how far each file is from the model, by its name
+    """Write the quality of quantised files to ``README.md``, unless the folder has a file of that name."""
     if (folder / _CARD).exists():
         return
     rows = []
@@ -429,7 +425,7 @@ def write_card(
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 """Names of the tensors that a tokenizer may return for a text or a pair of texts."""
 _OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
-# an adapter is merged: next to the file it would be read as one that is not
+# the adapter's configuration is left out, because the adapter is merged into the weights
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 
 
@@ -437,18 +433,16 @@ def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
     """Write the configuration, tokenizer and other files that tools expect next to the exported files."""
-    # source: the folder it is from, whose tokenizer and processor are copied, or its GGUF file; `None` where it is not
-    # known
-    # reads_bytes: whether a model without a folder gets a tokenizer of bytes: one with random weights, which were
-    # trained on no other
+    # source: the folder of the model, whose tokenizer and processor are copied, or its GGUF file; `None` if unknown
+    # reads_bytes: whether a model without a folder gets a tokenizer of bytes, because its weights are random
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # of a base, the configuration states the class around it
+    config.architectures = [type(model).__name__]  # the configuration of a base model may name a class with a head
     config.save_pretrained(folder)
-    # names of classes in Python files: these are not copied, and what is exported needs none
+    # auto_map names Python files, which are not copied and which exported files do not need
     change_json(folder / "config.json", {"auto_map": None})
     if getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
-        for name in _OF_CACHES:  # the files have one of their own
+        for name in _OF_CACHES:  # the files have their own cache
             if getattr(generation, name, None) is not None:
                 setattr(generation, name, None)
         generation.save_pretrained(folder)

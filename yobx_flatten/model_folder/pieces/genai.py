@@ -5,8 +5,8 @@
     picture ──> vision_encoder ──> features ──┐
     tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 
-The library puts no features into embeddings: a file that takes both does. `embed_tokens`, which this package calls, has
-tokens alone.
+onnxruntime-genai does not insert image features into embeddings, so that ``embedding`` does. This package runs
+``embed_tokens``, which takes only tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def why_not_in_genai(model: TransformersModel) -> str | None:
 
 
 class FlatVisionEncoder(torch.nn.Module):
-    """Computes features (tokens, hidden size) of one picture."""
+    """Computes the features of one picture, of shape (tokens, hidden size)."""
 
     def __init__(self, encoder: torch.nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class EmbeddingWithFeatures(torch.nn.Module):
         """Return embeddings of shape (batch, length, hidden size); the number of features may be 0."""
         embeds = self.embedding(input_ids)
         is_picture = input_ids.eq(self.token)
-        # one row more: without it nothing could be looked up where there are no features
+        # one more row, because a lookup in zero rows would fail for a text without pictures
         rows = torch.cat([image_features.to(embeds.dtype), embeds.new_zeros(1, embeds.shape[-1])])
         place = (is_picture.flatten().cumsum(0) - 1).clamp(min=0, max=rows.shape[0] - 1).reshape(input_ids.shape)
         return {"inputs_embeds": torch.where(is_picture[..., None], rows[place], embeds)}
@@ -104,7 +104,7 @@ FRAMES = 3000
 ALLOWED = "allowed_logits"
 """Name of the output whose logits are lowest for the tokens that the configuration suppresses."""
 
-_LEAST = -1e4  # float16 also has it, and a softmax makes it 0
+_LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 
 # Split a Whisper model into the two files that onnxruntime-genai runs.
@@ -112,7 +112,7 @@ _LEAST = -1e4  # float16 also has it, and a softmax makes it 0
 #     sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
 #     tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
 #
-# The usual split has the keys of the sound in the outputs of a first decoder, which that library does not have.
+# In the usual split, the first decoder file returns the keys of the sound; onnxruntime-genai has no first decoder file.
 
 
 class SoundEncoderWithKeys(text.Encoder):
@@ -160,7 +160,7 @@ class SoundDecoder(text.NextDecoder):
         found = super().forward(input_ids, cache)
         if not self.suppresses:
             return found
-        # the library has no list of suppressed tokens: whether this is the first call, an empty cache states
+        # the library does not suppress tokens; the cache is empty in the first call
         seen = torch.ones_like(cache[0]["decoder"]["key"][:1, 0, :, 0]).sum()
         suppressed = self.always | (self.at_first & seen.eq(0))
         scores = found["logits"]
@@ -168,7 +168,7 @@ class SoundDecoder(text.NextDecoder):
 
 
 def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
-    """Whether each token of a vocabulary is in a list."""
+    """Return a bool tensor of shape (vocabulary,): whether each token is in a list."""
     found = torch.zeros(vocabulary, dtype=torch.bool)
     found[[token for token in tokens or () if 0 <= token < vocabulary]] = True
     return found

@@ -15,17 +15,17 @@ from ...huggingface.cache_names import argument_of, cache_of, installed_name
 from ...recipe.aliases import TransformersCache, TransformersModel
 from .text import random_values
 
-# what makes positions of any grid out of a table of learned ones
+# function of transformers that interpolates a table of learned positions for any grid
 _INTERPOLATES = "get_vision_interpolation_indices_and_weights"
-# encoders whose layers see windows of a picture, and have a version to trace that does
+# encoders with attention inside windows of a picture, for which `GridVisionEncoder._windows` computes the windows
 _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
     """Computes the features of one picture that replace the picture's tokens, for Qwen2-VL.
 
-    Where each patch is, and in which window, follows from its number and the grid, without a size that depends on
-    values.
+    Positions and windows are computed from the index of each patch and the grid, because torch.export cannot trace
+    sizes that depend on values.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -54,7 +54,7 @@ class GridVisionEncoder(torch.nn.Module):
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
         """Return features of shape (tokens, hidden size), and features of layers: (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
-        # patches are in blocks of merge x merge, those of a block next to each other
+        # the patches of a block of merge x merge patches are consecutive
         patch = torch.arange(count, device=pixel_values.device)
         block, wide = patch // merge**2, image_grid_thw[0, 2] // merge
         row, column = block // wide * merge + patch // merge % merge, block % wide * merge + patch % merge
@@ -71,7 +71,7 @@ class GridVisionEncoder(torch.nn.Module):
         return features if between is None else features | {"deepstack_features": torch.stack(tuple(between), dim=1)}
 
     def _interpolated(self, row: Any, column: Any, grid: Any) -> dict[str, Any]:
-        """The four entries of a square table of learned positions that each patch is between, and their weights."""
+        """Return the four entries of the position table around each patch, and their bilinear weights."""
         if getattr(self.visual, "interpolation_mode", None) is None:
             return {}
         side = self.visual.num_grid_per_side
@@ -89,7 +89,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """The order of the tokens by window, and where each window ends; in a trace once for each of its tokens."""
+        """Return the order of the tokens by window, and the end of each window; in a trace, repeated for each token."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -114,11 +114,8 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
     return {"pixel_values": random_values(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
 
 
-# Export encoders of nested pictures (SmolVLM, Idefics3): (rows, pictures, channels, height, width).
-
-
 class NestedVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture that replace the picture's tokens."""
+    """Computes the features of one picture, for models with nested pictures (SmolVLM, Idefics3)."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -140,8 +137,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel, picture: torch.Tensor) -> None:
-        """Raise an error if the features of a picture differ from the model's own."""
-        # picture: pixels of shape (1, channels, height, width)
+        """Raise GenerationError if the features of a picture (1, channels, height, width) differ from the model's."""
         found = model.get_image_features(picture[None])
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
         if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
@@ -151,11 +147,8 @@ class NestedVisionEncoder(torch.nn.Module):
             )
 
 
-# Export vision encoders of models that cut pictures into tiles (LLaVA-NeXT, LLaVA-OneVision).
-
-
 class TiledVisionEncoder(torch.nn.Module):
-    """Computes the features of picture tiles, and the features that end each row of tiles."""
+    """Computes the features of picture tiles, and the feature that ends each row (LLaVA-NeXT, LLaVA-OneVision)."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -180,7 +173,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel) -> None:
-        """Raise an error if the features of two pictures differ from the model's own."""
+        """Raise GenerationError if the features of two pictures differ from the model's."""
         tiles = Tiles(model.config.to_dict())
         for number in range(2):
             given = tiled_image(model, number)
@@ -200,13 +193,10 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
-    # padded along its shorter side, which is left out of the features
+    # not square, so that the padding of the shorter side is tested
     size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
     shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
     return {"pixel_values": random_values(model, shape, number), "image_sizes": size}
-
-
-# Export the language model of a vision-language model.
 
 
 def language_model_of(model: TransformersModel) -> Any:
@@ -258,8 +248,8 @@ class TextDecoder(_LanguageModel):
 class BlockwiseDecoder(_LanguageModel):
     """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
 
-    transformers reads the types in the first call and leaves them out in all others. Here each call has those of all
-    tokens, as it has the mask: a new token is of no block, so that it sees what is before it.
+    transformers reads token types in the first call only. This module reads the types of all tokens in each call. A
+    generated token is in no block, so that it attends to all earlier tokens.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -316,7 +306,7 @@ class BlockwiseDecoder(_LanguageModel):
         return found if cap is None else {**found, "logits": torch.tanh(found["logits"] / cap) * cap}
 
     def _blocks(self, types: Any) -> Any:
-        """The number of the block of each token, -1 for none."""
+        """Return the number of the block of each token; -1 for a token outside the blocks."""
         if self.is_whole_prompt:
             return -types.clamp(max=1)
         inside = types == 1
@@ -324,20 +314,17 @@ class BlockwiseDecoder(_LanguageModel):
         return torch.where(inside, begins.long().cumsum(1) - 1, -1)
 
 
-# Export a language model whose first layers also get features of pictures (Qwen3-VL).
-
-
 class DeepstackDecoder(_LanguageModel):
-    """Computes logits from embeddings and features of intermediate layers.
+    """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL).
 
-    transformers adds to the places of image tokens, whose number depends on values. Here there is a feature for every
-    token, zeros for text: the same sum in a graph for every call.
+    transformers adds features to image tokens, whose number depends on values. This module takes a feature for every
+    token, zeros for text: one graph for every call.
     """
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
         self.layers = len(model.model.visual.deepstack_visual_indexes)
-        self.language_model = copy.copy(self.language_model)  # with the same weights; the model stays as it is
+        self.language_model = copy.copy(self.language_model)  # shares weights, and leaves the model unchanged
         self.language_model._deepstack_process = _add
 
     @staticmethod
@@ -357,7 +344,7 @@ class DeepstackDecoder(_LanguageModel):
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
         """Return the logits and the cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
-        # the mask is handed on to _add, which takes every place
+        # transformers passes visual_pos_masks to _add, which ignores the mask
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)
 

@@ -20,7 +20,7 @@ from .text import EVERY, Piece, Split, image_size, note_on_other_inputs, random_
 
 
 def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """One file, ``model``."""
+    """Return the one file to export, ``model``, for a model with one main input."""
     reads = model.main_input_name
     if reads not in _INPUTS:
         raise GenerationError(
@@ -37,7 +37,7 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
     """Return the one file to export: it scores the choices of each row, tokens of shape (batch, choices, length)."""
 
     def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
-        flat = _tokens(model.base_model, batch * choices, length)  # which has rows, not choices
+        flat = _tokens(model.base_model, batch * choices, length)  # the base model takes rows, not choices
         return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
 
     sizes = split.named(("batch", "choices", "length"), (1, 2, 5), (3, 4, 11))
@@ -46,7 +46,7 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 
 
 def compares(model: TransformersModel) -> bool:
-    """Return whether a model compares pictures with texts, and generates no text (CLIP, SigLIP)."""
+    """Return whether a model scores pairs of pictures and texts, as CLIP and SigLIP do."""
     both = all(hasattr(model, name) for name in ("get_image_features", "get_text_features"))
     takes = inspect.signature(model.forward).parameters
     return both and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None
@@ -85,12 +85,12 @@ def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: li
 def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
-    mask[0, length - 1 :] = 0  # padded on the right, as encoders are
+    mask[0, length - 1 :] = 0  # encoders are padded on the right
     end = model.config.eos_token_id if getattr(model.config, "is_encoder_decoder", False) else None
-    if isinstance(end, int):  # classifiers with a decoder read the state of the end token: one in each row
+    if isinstance(end, int):  # classifiers with a decoder need one end token in each row, whose state they read
         tokens = torch.where(tokens == end, end + 1 if end < int(tokens.max()) else 0, tokens)
         tokens.scatter_(1, mask.sum(1, keepdim=True) - 1, end)
-    # asked with the same tokens for every size: all calls of a file have the same inputs
+    # the tokens of this question are fixed, so that all calls have the same inputs
     types = {TYPES: pair_types(model, batch, length)} if has_types(model, random_tokens(model, (2, 7))) else {}
     return {"input_ids": tokens, "attention_mask": mask, **types}
 
@@ -99,7 +99,7 @@ def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch
     if hasattr(model.config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
         return {"input_values": random_values(model, (batch, model.config.max_length, model.config.num_mel_bins))}
     found = {"input_values": random_values(model, (batch, length))}
-    if getattr(model.config, "feat_extract_norm", None) == "layer":  # others were trained without: zeros pad their rows
+    if getattr(model.config, "feat_extract_norm", None) == "layer":  # other models were trained without a mask
         found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
         found["attention_mask"][0, length // 2 + 100 :] = 0
     return found
@@ -116,7 +116,8 @@ def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torc
     return {"spectrogram": random_values(model, (batch, length, model.config.model_in_dim))}
 
 
-# what makes the inputs; what is counted, and three numbers of it; a second of sound has 16000 samples, images one size
+# by input name: the function that makes inputs, the unit of its length, and three lengths: example, first case, second
+# case; a second of sound has 16000 samples, and images have one size
 _INPUTS: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
     "input_ids": (_tokens, "length", (7, 5, 11)),
     "input_values": (_sound, "samples", (3200, 2400, 5001)),
@@ -125,12 +126,9 @@ _INPUTS: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], str, tuple[int,
 }
 
 
-# Refuse a model that draws random numbers in evaluation: no file could be compared with it.
-
-
 @torch.no_grad()
 def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose outputs depend on torch's seed; draws that are not used are accepted."""
+    """Raise GenerationError if outputs depend on torch's seed, because no file could be compared with the model."""
     with undisturbed(seed=0, model=model):
         before = torch.get_rng_state()
         first = _tensors(model(**example))
@@ -154,7 +152,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of an output, which is not registered here."""
+    """Return the tensors of a model's output, whose class need not be registered for flattening."""
     found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -163,15 +161,12 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-# Add ``token_type_ids`` to a model's file: which of two texts a token belongs to.
-
-
 TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
     """Make token types for pairs of texts, whose second text begins later in each row: int64 of (batch, length)."""
-    # model: a model that `has_types` holds for; one whose types have several columns (TAPAS) gets as many
+    # for a model whose types have several columns (TAPAS), one more axis
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()
     columns = getattr(model.config, "type_vocab_sizes", None)
@@ -180,8 +175,7 @@ def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tenso
 
 @torch.no_grad()
 def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
-    """Return whether the scores of a model depend on token types that its tokenizer may return."""
-    # tokens: tokens to call it with, int64 of shape (batch, length)
+    """Return whether the outputs of a model for ``tokens`` depend on token types that its tokenizer may return."""
     if TYPES not in inspect.signature(model.forward).parameters:
         return False
     pairs = pair_types(model, *tokens.shape)
@@ -191,12 +185,13 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
     )
     try:
         differing = _tensors(model(input_ids=tokens, **{TYPES: pairs}))
-    except IndexError:  # it has one type: the embedding has one row
+    except IndexError:  # the embedding has only one type
         return False
-    # without types, some read the tokens as of one text; others have no types then, and their tokenizers decide
+    # a model for which missing types equal types of 0 needs types, except with a RoBERTa tokenizer, which gives both
+    # texts of a pair the type 0; for other models, the tokenizer class decides
     kinds = _tokenizers(model)
-    is_usual = getattr(model.config, "tokenizer_class", None) is None  # no other one than that of its type
-    has_none = is_usual and any("Roberta" in kind.__name__ for kind in kinds)  # gives both texts of a pair the type 0
+    is_usual = getattr(model.config, "tokenizer_class", None) is None
+    has_none = is_usual and any("Roberta" in kind.__name__ for kind in kinds)
     returned = any(TYPES in getattr(kind, "model_input_names", ()) for kind in kinds)
     return not _equal(alike, differing) and ((_equal(without, alike) and not has_none) or returned)
 
@@ -205,4 +200,5 @@ def _tokenizers(model: TransformersModel) -> list[type]:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
     found = TOKENIZER_MAPPING.get(type(model.config), ())
-    return [kind for kind in (found if isinstance(found, tuple) else (found,)) if kind]  # slow, fast: transformers 4
+    # in transformers 4, a tuple of a slow and a fast tokenizer
+    return [kind for kind in (found if isinstance(found, tuple) else (found,)) if kind]

@@ -3,10 +3,10 @@
 .. code-block:: text
 
     text or samples ──> encoder_model ──> the encoder's keys, layer by layer
-    last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, scores of the end, cache
+    last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, stop scores, cache
     all frames ──> postnet ──> the spectrogram
 
-The model also draws dropout of the frames in evaluation. So its masks are an input, and the caller draws them.
+SpeechT5 also uses dropout in evaluation mode: the dropout masks are an input of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def writes_spectrograms(model: TransformersModel) -> bool:
 
 
 class _WithCache(torch.nn.Module):
-    """Calls the layers of the decoder, whose prenet the loop of transformers also calls apart."""
+    """Calls the layers of the decoder without the prenet."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _WithCache(torch.nn.Module):
 
 
 class TextEncoder(_WithCache):
-    """Reads tokens."""
+    """Encodes tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -61,12 +61,12 @@ class TextEncoder(_WithCache):
 
 
 class SoundEncoder(TextEncoder):
-    """Reads samples."""
+    """Encodes samples of sound."""
 
     def forward(self, input_values: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """Return the mask of the encoder's features, and the features' keys and values in each decoder layer."""
         hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
-        # as transformers' own loop has it
+        # transformers' speech loop computes the mask in this way
         mask = self.encoder.prenet._get_feature_vector_attention_mask(hidden.shape[1], attention_mask)
         return self.keys(hidden, mask.long())
 
@@ -112,7 +112,7 @@ class FrameDecoder(_WithCache):
 
 
 class Postnet(torch.nn.Module):
-    """Smooths the frames."""
+    """Smooths the frames of a spectrogram."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -41,14 +41,14 @@ TASKS: Mapping[str, Cut] = {
     "audio-to-audio": spoken_pieces,
     "vocoder": plain_pieces,
 }
-"""By task name of the Hugging Face hub: the function that splits such a model into the parts that become files. ``ctc``
-is speech recognition frame by frame, without a decoder."""
+"""By task name of the Hugging Face hub: the function that splits a model into the modules that are exported to files.
+``ctc`` is speech recognition frame by frame, without a decoder."""
 
 _FOR_GENAI: Mapping[Cut, Cut] = {
     encoder_decoder_pieces: genai_sound_pieces,
     vision_language_pieces: genai_picture_pieces,
 }
-"""For onnxruntime-genai, which needs other files: the function to use instead of the usual one."""
+"""For onnxruntime-genai, which needs different files: the function that replaces a function of :data:`TASKS`."""
 
 GENERATES = (
     "text-generation",
@@ -58,7 +58,7 @@ GENERATES = (
     "image-text-to-text",
 )
 SPEAKS = ("text-to-audio", "audio-to-audio")
-# of an encoder-decoder model, by what it reads
+# task of an encoder-decoder model by its main input
 _BY_INPUT = {
     "input_features": "automatic-speech-recognition",
     "input_values": "automatic-speech-recognition",
@@ -66,7 +66,7 @@ _BY_INPUT = {
 }
 
 _SEGMENTS = ("Semantic", "Universal", "Instance", "Image")
-# by task, the transformers auto classes whose models are for it
+# transformers' auto classes by task
 AUTO_CLASSES: Mapping[str, tuple[str, ...]] = {
     "text-generation": ("AutoModelForCausalLM",),
     "text2text-generation": ("AutoModelForSeq2SeqLM",),
@@ -88,7 +88,7 @@ AUTO_CLASSES: Mapping[str, tuple[str, ...]] = {
     "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
     "text-to-audio": ("AutoModelForTextToSpectrogram", "AutoModelForTextToWaveform"),
 }
-# by the end of a class's name, that of transformers' auto class for the task among them
+# task by the end of a class name; the ends of the auto classes' names are added below
 _ENDINGS = {"LMHeadModel": "text-generation", "ForSegmentation": "image-segmentation", "HifiGan": "vocoder"}
 for _task, _names in AUTO_CLASSES.items():
     for _name in _names:
@@ -102,7 +102,7 @@ def task_of(model: TransformersModel) -> str:
     if writes_spectrograms(model):
         return SPEAKS[model.main_input_name != "input_ids"]
     one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
-    if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART classify with both
+    if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART also classify
         return _BY_INPUT.get(input_name(model), "text2text-generation")
     if compares(model):
         return "zero-shot-image-classification"
@@ -140,7 +140,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
     except FlattenError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "meta" in str(error):  # of weights that are streamed: loaded then
+        if isinstance(error, RuntimeError) and "meta" in str(error):  # `plan_folder` then loads the streamed weights
             raise
         one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and split.rows != 1 else ""
         raise GenerationError(
@@ -151,7 +151,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
 
 
 def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
-    """Refuse a task that exports only a part of the model, unless it is requested."""
+    """Raise GenerationError if the model's own task would export only a part of the model."""
     if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
         check_other_media(model, task)
     generates = getattr(model, "can_generate", None)

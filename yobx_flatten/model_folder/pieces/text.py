@@ -38,14 +38,13 @@ from ...trees.shapes import dynamic_shapes
 class Piece:
     """One file to export: its module, its example and its test cases."""
 
-    stem: str  # its name without a suffix
-    module: torch.nn.Module  # what is exported
+    stem: str  # file name without suffix
+    module: torch.nn.Module  # the module to export
     kwargs: Mapping[str, Any]  # the example
-    cases: Sequence[Case]  # other sizes
-    dynamic_shapes: Any = "auto"  # `"auto"`, a specification, or `None` where every size is fixed
-    has_rows: bool = True  # whether the first axis of its inputs is the batch; `True` by default
-    # dynamic shapes with fewer sizes that vary, for where those do not become a file; `None`, the default, for none
-    narrower: Any = None
+    cases: Sequence[Case]  # test cases of other sizes
+    dynamic_shapes: Any = "auto"  # `"auto"`, a specification, or `None` if every size is fixed
+    has_rows: bool = True  # whether the first axis of the inputs is the batch
+    narrower: Any = None  # a specification with fewer dynamic sizes, used if the export with `dynamic_shapes` fails
     remarks: Sequence[str] = ()  # notes for the report
 
 
@@ -53,17 +52,16 @@ class Piece:
 class Split:
     """How a model is split into files."""
 
-    rows: int | None = None  # the number of rows of every example and case; `None` for several numbers of them
-    # whether layers that slide keep all tokens in the cache, and leave those outside of their window out by the mask
+    rows: int | None = None  # a fixed number of rows of every example and case; `None` for a dynamic number
+    # whether sliding-window layers keep all tokens in the cache, and mask the tokens outside their window
     whole_cache: bool = False
     logits: str = "all"  # positions whose scores a decoder returns: `"all"` or `"last"`
-    # what is replayed; a decoder gets no more cases than that, since making one is a call of the model
-    proof: str = "full"
-    word_times: bool = False  # whether the decoder of a Whisper returns the attention for the times of words
-    for_genai: bool = False  # whether the files are those that onnxruntime-genai runs, see `genai`
+    proof: str = "full"  # a decoder gets only the cases of this proof, because each case needs a call of the model
+    word_times: bool = False  # whether a Whisper decoder returns the attention weights for word times
+    for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return sizes by a name for the report; the first size of each is the batch size."""
+        """Return tuples of sizes by a name for the report; ``rows`` replaces the first size, which is the batch."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
@@ -71,7 +69,7 @@ class Split:
 EVERY = Split()
 """The default way to split a model: files for all batch sizes, with all test inputs."""
 
-# A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
+# Dynamic axes of a cache that is passed as a list: rows and length.
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
@@ -83,7 +81,7 @@ def pieces_of_calls(
     steps: int = 1,
 ) -> list[Piece]:
     """Return one file to export for each module; each call of the model has the inputs of every module, in order."""
-    # shapes: by file, the axes of inputs that vary in another way than all; steps: how often the last one is called
+    # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
         inputs, count = dict(example[place]), steps if place + 1 == len(modules) else 1
@@ -160,7 +158,7 @@ class Encoder(torch.nn.Module):
 
 
 class TextEncoder(Encoder):
-    """Reads tokens."""
+    """Encodes tokens."""
 
     def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
         """Return the features."""
@@ -169,7 +167,7 @@ class TextEncoder(Encoder):
 
 
 class MediaEncoder(Encoder):
-    """Reads a spectrogram, sound samples (Moonshine) or pictures (TrOCR), by the name of the model's input."""
+    """Encodes the model's input: a spectrogram, sound samples (Moonshine) or pictures (TrOCR)."""
 
     def forward(self, **read: Any) -> dict[str, Any]:
         """Return the features."""
@@ -189,7 +187,7 @@ class _Decoder(torch.nn.Module):
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
-        read = self.read_as(last_hidden_state=hidden)  # Moonshine takes no other class
+        read = self.read_as(last_hidden_state=hidden)  # Moonshine accepts only its own class
         with self.recorder.recorded() as weights:
             found = self.model(
                 decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
@@ -205,7 +203,7 @@ class FirstDecoder(_Decoder):
         found, weights = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
-        # a cache may have a layer for each of the encoder's (Donut), of which the decoder fills fewer
+        # a cache may have as many layers as the encoder (Donut), and the decoder fills fewer
         sides = [pair for pair in zip(own.layers, cross.layers, strict=True) if pair[0].keys is not None]
         layers = [{"decoder": pair_of(decoder), "encoder": pair_of(encoder)} for decoder, encoder in sides]
         return {"logits": found.logits, **weights, "present": layers}
@@ -219,7 +217,7 @@ class NextDecoder(_Decoder, decoders.Continued):
     ) -> dict[str, Any]:
         """Return the scores and the decoder's own keys and values; the encoder's are in the cache."""
         keys = features_of(cache)
-        projection = getattr(self.model, "enc_to_dec_proj", None)  # from the width of the encoder
+        projection = getattr(self.model, "enc_to_dec_proj", None)  # its input has the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
         found, weights = self.decode(input_ids, hidden, encoder_attention_mask, filled_cache(cache))
         layers = cache_of(found).self_attention_cache.layers
@@ -233,7 +231,7 @@ def filled_cache(cache: PlainCache) -> TransformersCache:
 
 
 def features_of(cache: PlainCache) -> torch.Tensor:
-    """Return stand-ins for the encoder's features: a decoder with a filled cache reads only how many there are."""
+    """Return a stand-in for the encoder's features, of which a decoder with a filled cache reads only the shape."""
     keys: torch.Tensor = cache[0]["encoder"]["key"]
     return keys.transpose(1, 2).flatten(2)
 
@@ -275,20 +273,20 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
     sizes = split.named(("batch", "source", "past", "new"), (1, 9, 1, 1), (3, 5, 4, 1))
-    # distinct sizes, also the sum: a test whether two are equal would be fixed by the trace
+    # all sizes and their sum differ, because a trace would fix the result of a comparison of two sizes
     new = 3 if _reads_several(following, calls(split.rows or 2, 7, 5, 3)[2]) else 1
     example, others = calls(split.rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     shapes: dict[str, dict[str, Any]] = {"decoder_with_past_model": {"input_ids": {0: Dim.AUTO}} if new == 1 else {}}
-    if reads == "pixel_values":  # pictures are of the size that the configuration states
+    if reads == "pixel_values":  # pictures have the size in the configuration
         shapes["encoder_model"] = {"pixel_values": {0: Dim.AUTO}}
-    if reads == "input_ids":  # what the encoder reads is also called by the decoders
+    if reads == "input_ids":  # the decoders use the same name for this axis
         shapes["encoder_model"] = {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in example[0]}
     return pieces_of_calls(modules, example, others, shapes, steps=3)
 
 
 @torch.no_grad()
 def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
-    """Whether a decoder with a cache reads more than one token in a call: ProphetNet refuses them."""
+    """Return whether a decoder with a cache accepts more than one token in a call, which ProphetNet refuses."""
     try:
         with undisturbed(decoder=decoder):
             decoder(**call)
@@ -344,7 +342,7 @@ def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
             f"{missing[0]}, so folders do not support it. Record a call and export that:\n    with "
             "record_calls(model) as calls: model.generate(...)"
         )
-    # the encoder halves the number of frames, and takes this one only
+    # the encoder halves the number of frames, and accepts only this number
     frames = 2 * model.config.max_source_positions
     return random_values(model, (batch, model.config.num_mel_bins, frames), batch)
 
@@ -357,12 +355,9 @@ def random_values(model: TransformersModel, shape: Sequence[int], seed: int | No
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
     """Draw random tokens of the model's vocabulary; the shape is the seed."""
-    # CANINE reads characters, and states no number of them
+    # CANINE reads characters, and has no vocab_size
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-# Return the weights of attention by which Whisper finds out when a word was said.
 
 
 Head = tuple[int, int]
@@ -397,7 +392,7 @@ class HeadRecorder:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[dict[int, torch.Tensor]]:
         """In a ``with`` block, record the attention weights of calls in the returned dict, by layer."""
-        # fused attention computes no weights: in these layers it is written out meanwhile
+        # eager attention in these layers, because fused attention returns no weights
         found: dict[int, torch.Tensor] = {}
         layers = {index for index, _ in self.heads}
         with contextlib.ExitStack() as undone:
@@ -424,42 +419,39 @@ class HeadRecorder:
         return {"cross_attentions": made}
 
 
-# Find the number of positions of a model with a position table: longer texts are refused.
-
-
 _NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx")
-_MOST = 2048  # tokens of a call that has to be made as long as the table
+_MOST = 2048  # largest number of tokens in a call that tests whether the table of positions ends
 
 
 @torch.no_grad()
 def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
-    """Return the largest number of tokens that a model reads; ``None`` if unknown."""
-    # is_large: whether a call of many tokens takes too long, so that only models that take positions are asked
+    """Return the largest number of tokens of a model with a table of positions; ``None`` for others, or if unknown."""
+    # is_large: whether a call of many tokens takes too long; models that take position_ids are tested with one token
     config = model.config.get_text_config(decoder=True)
     stated = next((getattr(config, name) for name in _NAMES if type(getattr(config, name, None)) is int), 0)
     takes = inspect.signature(model.forward).parameters
     is_decoder = not getattr(model.config, "is_encoder_decoder", False)
     if stated < 2 or (is_decoder and model.main_input_name != "input_ids"):
         return None
-    if is_decoder and "position_ids" in takes:
-        return stated if _ends_at(lambda last: {"position_ids": torch.tensor([[last]])}, 1, model, stated) else None
-    if is_large or stated > _MOST:
+    by_position = is_decoder and "position_ids" in takes
+    if not by_position and (is_large or stated > _MOST):
         return None
-    return stated if _ends_at(lambda last: {}, None, model, stated) else None
+    return stated if _ends_at(model, stated, by_position=by_position) else None
 
 
-def _ends_at(more: Any, length: int | None, model: TransformersModel, stated: int) -> bool:
+def _ends_at(model: TransformersModel, stated: int, *, by_position: bool) -> bool:
     """Return whether a call with the last position works, and a call with the next position fails."""
 
     def is_read(last: int) -> bool:
-        tokens = torch.zeros(1, length or last + 1, dtype=torch.int64)
+        tokens = torch.zeros(1, 1 if by_position else last + 1, dtype=torch.int64)
+        more = {"position_ids": torch.tensor([[last]])} if by_position else {}
 
         def called() -> bool:
-            with undisturbed(model=model):  # rotations may be made anew for positions that are far away
-                _call(model, tokens, more(last))
+            with undisturbed(model=model):  # a model may recompute its rotary angles for large positions
+                _call(model, tokens, more)
             return True
 
-        return result_or(called, lambda error: False)  # the model's own code refuses, in its own way
+        return result_or(called, lambda error: False)  # each model has its own errors
 
     return is_read(stated - 1) and not is_read(stated)
 
@@ -476,10 +468,10 @@ def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.
         model(input_ids=tokens, use_cache=False, **more)
 
 
-# pictures and sound, as models call them: `image_pixel_values` of Phi 4, `image_patches` of Fuyu
+# names of inputs for pictures and sound, such as `image_pixel_values` of Phi 4 and `image_patches` of Fuyu
 _MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
 
-# what a call without them has a value for, or what asks for other outputs: positions, masks, labels, options
+# arguments that an export may leave out: positions, masks, labels, options
 _NO_DATA = re.compile(
     r"input_ids|inputs_embeds|token_type_ids|position_ids|(?!pixel_mask|attention_mask).*_mask|.*mask_.*|.*labels?|"
     r"(start|end)_positions|p_mask|"
@@ -490,10 +482,10 @@ _NO_DATA = re.compile(
 
 
 def check_other_media(model: TransformersModel, task: str) -> None:
-    """Refuse a model that reads pictures or sound in addition to the input of its task."""
+    """Raise GenerationError if a model also reads pictures or sound that its task leaves out."""
     takes = inspect.signature(model.forward).parameters
     lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
-    if lost and model.main_input_name != "inputs":  # of a speech encoder-decoder, which is one of the others
+    if lost and model.main_input_name != "inputs":  # for "inputs", the encoder of a speech model names the main input
         raise GenerationError(
             f"{type(model).__qualname__} reads {', '.join(lost)} besides {model.main_input_name}, but the files for "
             f"{task} take {model.main_input_name} alone. Export recorded calls, with record_calls(model) as calls: "

@@ -41,7 +41,7 @@ _OTHER_WAYS = (
 class VisionEncoder(torch.nn.Module):
     """Computes the features of one image that replace the image's tokens.
 
-    Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
+    A file takes one image, because models return a list with one entry per image, whose length a trace fixes.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -51,7 +51,7 @@ class VisionEncoder(torch.nn.Module):
     def forward(self, pixel_values: Any) -> dict[str, Any]:
         """Return features of shape (1, tokens per image, hidden size)."""
         found = self.model.get_image_features(pixel_values)
-        found = getattr(found, "pooler_output", found)  # transformers 5 wraps them
+        found = getattr(found, "pooler_output", found)  # transformers 4 returns the features themselves
         return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}
 
 
@@ -121,10 +121,9 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
 
 def _check_splits(model: TransformersModel) -> None:
-    """Refuse a model whose text is not read by a separate module."""
+    """Raise GenerationError if no separate module of the model reads the text."""
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
-        # image tokens that have their own positions: the language model alone does not get them
         raise GenerationError(
             f"{type(model).__qualname__} needs {kinds[0]} to mark image tokens. Exported vision-language files have "
             "no such input."
@@ -167,8 +166,7 @@ def vision_encoder(model: TransformersModel) -> torch.nn.Module:
 
 
 def images_for(model: TransformersModel, count: int) -> torch.Tensor:
-    """Make random images of the size that the model accepts: (count, channels, height, width)."""
-    # returns: A tensor of shape (count, channels, height, width), of the type of the weights
+    """Make random images of the size that the model accepts, of shape (count, channels, height, width)."""
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)
     sides = [size, size] if isinstance(size, int) else size

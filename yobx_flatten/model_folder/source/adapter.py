@@ -8,7 +8,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,13 +21,10 @@ from ...recipe.aliases import TransformersModel
 from ...runners.adapters import FIRST, SECOND, Adapter
 from .packed_weights import KeyDifferences, UnmatchedWeights
 
-if TYPE_CHECKING:
-    import torch
-
 ADAPTER = "adapter_config.json"
 _MOST_LAYERS = 10_000
-_MOST_RANK = 1024  # of layers that have no weights in the file
-_FIRST = re.compile(r"lora_(embedding_)?A")  # the matrix that has as many rows as the rank is large
+_MOST_RANK = 1024  # largest rank of layers without weights in the file
+_FIRST = re.compile(r"lora_(embedding_)?A")  # the matrix whose number of rows is the rank
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -73,7 +70,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             f"[first, end] with at most {_MOST_LAYERS:,} layers."
         )
     with raised_as(refused), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # entries of a newer version, which it names one by one
+        warnings.simplefilter("ignore")  # PEFT warns about each entry of a newer version
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
         raise InvalidArgumentError(
@@ -107,9 +104,8 @@ def _remedy(name: str) -> str:
 
 
 def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
-    """Merge the adapter of a folder into a model."""
-    # model: the model that it is of; it is changed
-    # choice: what is done where the weights of the folder are not those of the adapter
+    """Merge the adapter of a folder into its base model, which is changed."""
+    # choice: what to do if the weights in the folder do not match the adapter
     adapted, differences = injected(model, folder, name, choice=choice)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -117,7 +113,7 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
 
 
 def _is_replication(stated: object) -> bool:
-    """Whether the number of repetitions of a model's layers is possible."""
+    """Return whether ``layer_replication`` is a list of pairs with a possible number of layers."""
     pairs: list[Any] = stated if isinstance(stated, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs):
         return False
@@ -126,21 +122,21 @@ def _is_replication(stated: object) -> bool:
 
 
 def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Refuse ranks for which PEFT would take more memory than the weights need, and patterns that take too long."""
+    """Raise ModelSourceError for entries that would take PEFT too much memory or time."""
     stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
     pattern = stated.get("rank_pattern")
     ranks = [stated.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     largest = max([_MOST_RANK, *(len(value) for key, value in stored.items() if _FIRST.search(key))])
     for rank in ranks:
-        # LoKr and LoHa keep a matrix whole where its rank is larger
+        # only for LoRA: LoKr and LoHa may state a rank that is larger than the matrices
         if stated.get("peft_type") == "LORA" and rank is not None and not (type(rank) is int and rank <= largest):
             raise ModelSourceError(
                 f"{folder / ADAPTER} states rank {str(rank)[:40]}, but the adapter's weights allow at most {largest:,}."
             )
-    # in which PEFT makes the first weights of PiSSA and LoftQ, before it reads those of the file
+    # PEFT runs the initialization of PiSSA and LoftQ before it reads the weights
     if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):
         raise ModelSourceError(f"{folder / ADAPTER} initializes weights in 1,000 or more iterations. The limit is 999.")
-    # each text that may be a pattern is tried on the names of all layers, as PEFT does, with limits
+    # match each possible pattern with the names of all layers as PEFT does, with limits of time and memory
     held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
     texts: list[Any] = []
     for value in held.values():
@@ -159,7 +155,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
 
 def _match_all(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
-        # the surroundings in which PEFT looks for a name of a layer, an ending of one, or a list of layers
+        # forms in which PEFT matches a pattern: the name of a layer, the end of a name, or the index of a layer
         forms = (pattern, rf"(^|.*\.){pattern}($|\..*)", rf"(.*\.)?({pattern})$", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
         for form in map(re.compile, forms):
             for name in names:
@@ -171,7 +167,7 @@ def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWe
     import peft
 
     with warnings.catch_warnings():
-        # of weights that are missing it warns; they are compared below. And it asks models for attributes by old names
+        # PEFT warns about missing weights, which are checked below, and reads deprecated attributes of models
         warnings.simplefilter("ignore")
         stored = peft.load_peft_weights(str(folder), device="cpu")
         _check_stated(model, folder, stored)
@@ -201,7 +197,7 @@ _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse names that are not valid file names."""
+    """Raise InvalidArgumentError if a name is not a valid file name."""
     if not _NAME.fullmatch(name):
         raise InvalidArgumentError(
             f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
@@ -209,8 +205,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read the adapters of a model, which is unchanged afterwards."""
-    # folders: by name of the adapter the folder that PEFT wrote
+    """Read adapters from the folders that PEFT wrote, given by adapter name; the model is restored afterwards."""
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
             f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "
@@ -252,7 +247,7 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
 
 
 def _check_kind(config: Any, folder: pathlib.Path) -> None:
-    """Refuse any adapter that is not a product of two matrices added to a layer."""
+    """Raise InvalidArgumentError if an adapter is more than a product of two matrices that is added to a layer."""
     if config.peft_type.value != "LORA":
         raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
     for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
@@ -264,7 +259,7 @@ def _check_kind(config: Any, folder: pathlib.Path) -> None:
 
 
 def _check_names(folder: pathlib.Path) -> None:
-    """Refuse other weights than those of the two products, before PEFT puts them into the model."""
+    """Raise InvalidArgumentError for weights other than LoRA matrices, before PEFT changes the model."""
     import peft
 
     with damage_as(ModelSourceError, str(folder)):
@@ -288,17 +283,16 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
     layers = [(module, dict(module._modules)) for module in model.modules()]
 
     def failed(error: BaseException) -> ModelSourceError:
-        reason = " ".join(str(error).split())[:300]  # torch names the sizes in further lines
+        reason = " ".join(str(error).split())[:300]  # torch writes the sizes on several lines
         return ModelSourceError(f"{folder} is not an adapter of this {type(model).__qualname__}: {reason}")
 
     try:
-        # of PEFT, and of torch where sizes differ
         with raised_as(failed, FlattenError, OSError, MemoryError):
             injected(model, folder, str(folder), choice="refuse")
         if any(parameter._version != version for parameter, _, version in trained):
             raise _unfit(folder, "it changes the base weights")
         yield _matrices(model, folder)
-    finally:  # also where PEFT failed half-way, which has no way back
+    finally:  # PEFT cannot undo an injection that failed
         for module, held in layers:
             module._modules.clear()
             module._modules.update(held)
@@ -309,7 +303,7 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
 
 
 def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The matrices of an adapter that is in the layers of a model, by name of the input."""
+    """Return the matrices of an adapter that is in the layers of a model, by name of the file's input."""
     from peft.tuners import lora
     from transformers.pytorch_utils import Conv1D
 

@@ -14,16 +14,16 @@ from ...errors import InvalidArgumentError
 from ...errors.failures import raised_as
 from ..pieces.tasks import AUTO_CLASSES
 
-# in this order: the first that has a class for a configuration is its kind
+# in order of priority: the first auto class that has a class for a configuration is chosen
 _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",  # before the next: encoders can also be made to decode
+    "AutoModelForMaskedLM",  # before AutoModelForCausalLM, which also has classes for encoders
     "AutoModelForCausalLM",
     "AutoModel",
 )
-# tasks for which a class that transformers does not list for them may be right all the same
+# tasks whose classes are not all listed in transformers' auto classes
 _KEPT = {
     "text-generation",
     "text2text-generation",
@@ -35,7 +35,7 @@ _HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
 
 
 def class_for(config: Any) -> Any:
-    """Return a model's class: from ``config.architectures``, or from the first of several Auto classes that has one."""
+    """Return a model's class, from ``config.architectures`` or from the first auto class that has a class."""
     import transformers
 
     for name in getattr(config, "architectures", None) or []:
@@ -62,14 +62,14 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 def class_of_task(config: Any, task: str, own: Any) -> Any:
     """Return the class for a task: the model's own class if it fits, or if transformers has no other."""
     flat = classes_of_task(config, task)
-    # AutoModel of a class without a head, such as DPRContextEncoder, may be another part of the model. A head that was
-    # trained for something else does not write text.
+    # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
+    # with a head stays only for tasks that this head is for.
     stays = (task == "feature-extraction") != bool(_HEAD.search(own.__name__)) and task in _KEPT
     return own if own in flat or stays or not flat else flat[0]
 
 
 def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
-    """Return the name of the class for a task, which may be in Python files next to the configuration."""
+    """Return the name of the class for a task; the class may be in Python files in the folder of the configuration."""
     if not runs_code:
         return str(class_of_task(config, task, class_for(config)).__name__)
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
@@ -89,16 +89,15 @@ def _of_kind(name: str, config: Any) -> Any:
     import transformers
 
     auto, kind = getattr(transformers, name, None), type(config)
-    if auto is None or getattr(transformers, kind.__name__, kind) is not kind:  # a class of the same name
+    if auto is None or getattr(transformers, kind.__name__, kind) is not kind:  # a foreign class with the same name
         return None
-    with contextlib.suppress(KeyError):  # asking for the keys imports all of transformers' models
+    with contextlib.suppress(KeyError):  # a lookup imports one model, a list of the keys all models
         return auto._model_mapping[kind]
     return None
 
 
 def without_peft(model: Any) -> Any:
     """Return the Hugging Face model in a ``PeftModel``, with its adapters; return any other model unchanged."""
-    # model: a Hugging Face model, or a `PeftModel`
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "get_base_model"):
         return model
@@ -112,7 +111,7 @@ def without_peft(model: Any) -> Any:
 
 WINDOW = 8
 
-# ByT5's vocabulary: three special tokens, then one per byte. So there is a tokenizer for every small model.
+# ByT5's vocabulary: three special tokens, then one token per byte. Every small model can use ByT5's tokenizer.
 _VOCABULARY = {
     "vocab_size": 259,
     "pad_token_id": 0,
@@ -121,9 +120,9 @@ _VOCABULARY = {
     "decoder_start_token_id": 0,
     "image_token_id": 3,
     "image_token_index": 3,
-    "video_token_id": 258,  # the last byte, which no text holds
+    "video_token_id": 258,  # byte 255, which UTF-8 never contains
 }
-# Whatever a configuration calls its sizes; each takes those that it has.
+# Names of sizes in all configurations; a configuration gets the entries that it has.
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -180,16 +179,15 @@ _SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    # wider than for training: the tokens of an untrained model then differ from each other
+    # larger than for training, so that the untrained model generates different tokens
     "initializer_range": 0.3,
 }
-# Lists of tokens of the large vocabulary.
+# Lists of tokens that are not in the small vocabulary.
 _DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
 
 
 def small_config(name: str) -> Any:
-    """Make a configuration with small sizes for a model type such as ``llama``."""
-    # name: the type of a model in transformers: `llama`, `gemma3_text`, `t5`
+    """Make a configuration with small sizes for a transformers model type such as ``llama`` or ``t5``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -198,13 +196,13 @@ def small_config(name: str) -> Any:
         raise InvalidArgumentError(f"{name!r} is neither a folder nor a type of model that transformers has.{hint}")
 
     def refused(error: BaseException) -> InvalidArgumentError:
-        # where a field is checked, the second line states why
+        # the message of a failed check has its reason in the second line
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
         return InvalidArgumentError(
             f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
         )
 
-    with raised_as(refused):  # each configuration checks its sizes in its own way
+    with raised_as(refused):  # each configuration raises its own errors
         return _shrunk(CONFIG_MAPPING[name])
 
 
@@ -226,7 +224,7 @@ def _shrunk(config_class: Any) -> Any:
         sizes: dict[str, Any] = {"embed_dim": 64, "out_hidden_size": 64, "window_size": 32, "initializer_range": 0.1}
         sizes |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
         options |= {name: size for name, size in sizes.items() if _may_be_set(default, name, size)}
-    if isinstance(getattr(default, "depths", 0), list | tuple) and hasattr(default, "window_size"):  # as Swin has them
+    if isinstance(getattr(default, "depths", 0), list | tuple) and hasattr(default, "window_size"):  # Swin
         options |= {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "window_size": 2}
     for name in getattr(default, "sub_configs", {}):
         below = getattr(default, name, None)
@@ -241,7 +239,7 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str, value: object) -> bool:
-    """Return whether a configuration takes a value, or a list, for an entry that does not follow from others."""
+    """Return whether a configuration has an entry that can be set, with a list of values only if it has a list."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
         return False  # a number for each stage of an encoder of images

@@ -51,14 +51,14 @@ def read_config(
         reason = first_line(error).rstrip(".")
         return failure(f"{name} is not a configuration of transformers: {reason}.{remedy and ' '}{remedy}")
 
-    with raised_as(refused):  # transformers, huggingface_hub and JSON each raise their own
+    with raised_as(refused):  # transformers, huggingface_hub and JSON each raise their own errors
         if runs_code and "auto_map" in stated:
             return transformers.AutoConfig.from_pretrained(file.parent, **{**FILES_ONLY, "trust_remote_code": True})
         return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
 
 
 def write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
-    """Write a JSON file."""
+    """Write a mapping to a JSON file with indentation."""
     path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -79,7 +79,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Return the file of each weight by the weight's name, as the index of a folder states it."""
+    """Return the file name of each weight by the weight's name, from the index file of a folder."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)
@@ -94,9 +94,9 @@ class _Index:
 @contextlib.contextmanager
 def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> Iterator[None]:
     """In a ``with`` block, raise an error if a model is made with more weights than the memory can hold."""
-    # stored: bytes of the files that the weights are read from; 0 for random ones
+    # stored: bytes of the files with the weights; 0 for random weights
     thread = threading.get_ident()
-    most = max(memory_available(), 4 * stored)  # files may be mapped, and their numbers widened
+    most = max(memory_available(), 4 * stored)  # files may be memory-mapped, and converted to a wider dtype
     count = size = 0
 
     def add(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter | None) -> None:
@@ -112,13 +112,10 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
         if count > _MOST_PARAMETERS:
             raise failure(f"The configuration of {name} is of a model with more than {_MOST_PARAMETERS:,} weights.")
 
-    # of sizes that cannot be, each class of model raises its own
+    # each model class raises its own errors for impossible sizes
     loading = raised_as(lambda error: failure(f"The model in {name} cannot be loaded: {first_line(error)}"), failure)
     with torch.nn.modules.module.register_module_parameter_registration_hook(add), loading:
         yield
-
-
-# Refuse a ``config.json`` with ``auto_map``, whose Python files would run, unless the caller trusts it.
 
 
 ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-code)."
@@ -133,7 +130,7 @@ def own_code(stated: Mapping[str, Any]) -> str:
     named = stated.get("auto_map")
     if not isinstance(named, Mapping):
         return ""
-    # and not those of a tokenizer or a processor
+    # code of a tokenizer or a processor is not needed
     classes = [str(named[key]) for key in sorted(named) if key.startswith(("AutoConfig", "AutoModel"))]
     wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
     is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
@@ -141,7 +138,7 @@ def own_code(stated: Mapping[str, Any]) -> str:
 
 
 def own_auto_class(config: Any) -> Any:
-    """Return the Auto class of transformers that loads a model with the code in its folder."""
+    """Return the transformers auto class that loads a model with the code in its folder; ``None`` if there is none."""
     import transformers
 
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}

@@ -29,9 +29,9 @@ MODEL_NAMES = (
 
 _FIX = 'In adapter_config.json, set "base_model_name_or_path" to a folder with weights.'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# of other frameworks and tools, which transformers reads in part, or with its own argument
+# suffixes of other frameworks and tools, whose weights are not read
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
-# what stands next to the weights and is not code
+# files to download, without code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
@@ -47,17 +47,16 @@ def require_transformers(what: str) -> Any:
 class FoundModel:
     """A model that was found by its name, and is not loaded yet."""
 
-    name: str  # what the user called it
+    name: str  # the name that the user wrote
     config: Any  # a configuration of transformers
-    folder: pathlib.Path | None = None  # folder of its weights and tokenizer; `None` without one
-    has_weights: bool = False  # whether the folder holds weights; else they are random
+    folder: pathlib.Path | None = None  # folder of the weights and the tokenizer
+    has_weights: bool = False  # whether there are stored weights; otherwise, weights are random
     is_small: bool = False  # whether the name is a model type, which gives a tiny random model
     unmatched_weights: UnmatchedWeights = "refuse"  # how weights that do not match the class are handled
-    # the folder of an adapter that is merged into the model of `folder`; `None` without one
-    adapter: pathlib.Path | None = None
-    runs_code: bool = False  # whether its class is one of Python files in the folder
-    gguf: pathlib.Path | None = None  # a GGUF file that it is in; `None` for a model of a folder
-    trained_as: tuple[str, ...] = ()  # its classes with a head, where the base is asked for; empty for others
+    adapter: pathlib.Path | None = None  # the folder of an adapter that is merged into the model of `folder`
+    runs_code: bool = False  # whether the model's class is in Python files in the folder
+    gguf: pathlib.Path | None = None  # a GGUF file that contains the model
+    trained_as: tuple[str, ...] = ()  # classes with a head that the folder states, if the base model is requested
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
@@ -72,7 +71,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return the found model with the class of a task, which often differs from the class of the training."""
+        """Return the found model with the class of a task, which may differ from the class in ``config.json``."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:
@@ -99,7 +98,7 @@ class FoundModel:
         if packing is not None and self.folder is not None:
             return self._load_packed(packing, dtype)
         if self.gguf is not None:
-            gguf_tokenizer(self.gguf)  # which an export needs in its end
+            gguf_tokenizer(self.gguf)  # raises early for a file without a readable tokenizer
             with bounded_weights(self.name, failure=ModelSourceError, stored=4 * self.stored_bytes()):
                 kind, wanted = class_for(self.config), getattr(torch, dtype)
                 made = gguf_weights(kind, self.config, self.gguf, wanted, choice=self.unmatched_weights)
@@ -121,7 +120,7 @@ class FoundModel:
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
 
     def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-        """Return the model with its adapter merged, if there is one, and the notes on both."""
+        """Return the model, with its adapter merged, and the notes on both."""
         if self.adapter is None:
             return model.eval(), remarks
         model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
@@ -133,7 +132,7 @@ class FoundModel:
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """The model of a checkpoint of integers, with its weights in full."""
+        """Return a model whose quantized weights are unpacked to floats, and notes."""
         import torch
 
         assert self.folder is not None
@@ -143,7 +142,7 @@ class FoundModel:
                 f"quantization and save the full model, or pass {self.folder} to export the model alone."
             )
         config = copy.deepcopy(self.config)
-        del config.quantization_config  # what is loaded is in full
+        del config.quantization_config  # the loaded weights are not quantized
         with bounded_weights(self.name, failure=ModelSourceError, stored=8 * self.stored_bytes()):
             weights = unpacked_weights(self.folder, packing, self.name)
             how: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config, "state_dict": weights}
@@ -159,7 +158,7 @@ class FoundModel:
         plain = dataclasses.replace(self, trained_as=())
         try:
             return plain.load_with_remarks(dtype=dtype)
-        except ModelSourceError:  # the head's class may have left out a layer of the base, such as a pooler
+        except ModelSourceError:  # a class with a head may lack a layer of the base model, such as a pooler
             config = copy.deepcopy(self.config)
             config.architectures = list(self.trained_as)
             whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
@@ -169,7 +168,7 @@ class FoundModel:
             return base, remarks
 
     def _check_without_weights(self) -> None:
-        """Refuse a folder with weights in a form that is not read: they would be random instead."""
+        """Raise ModelSourceError if a folder has weights only in a format that is not read."""
         if self.folder is None or self.unmatched_weights == "random":
             return
         files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
@@ -191,10 +190,8 @@ class FoundModel:
 
 def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
     """Resolve the name of a model, without reading weights."""
-    # source: a folder that `save_pretrained` wrote, also that of PEFT, whose adapter is merged into the model that it
-    # names; a GGUF file; an id of the hub, `"owner/name"`; for random weights a `config.json`, a folder without
-    # weights, or a type of model such as `"llama"`, for a small one
-    # trust_remote_code: whether classes of Python files in the folder may run; `False` by default
+    # source: see `MODEL_NAMES`; the adapter in a PEFT folder is merged into its base model
+    # trust_remote_code: whether Python files in the folder may run
     require_transformers("a model")
     return _find(source, weights=weights, trust=trust_remote_code)
 
@@ -213,7 +210,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
         import huggingface_hub
 
         wanted = [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])]
-        # of the network, of the hub, of the cache on disk
+        # errors of the network, of the hub, or of the cache on disk
         with raised_as(lambda error: ModelSourceError(f"There is no folder {source}, and {_why_not(error)}")):
             folder = pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
     elif "/" in source or "\\" in source or source in (".", ".."):
@@ -233,13 +230,13 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
         raise ModelSourceError(f"{source} contains no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     if folder is not None:
-        own_files(folder, TEXTS, ModelSourceError)  # transformers reads more of them than config.json
+        own_files(folder, TEXTS, ModelSourceError)  # transformers also reads other files than config.json
     config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
     runs_code = trust and own_auto_class(config) is not None
     found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)
     if runs_code or not pools(folder):
         return found
-    # sentence-transformers reads the base of the model, without the head that it was trained with
+    # sentence-transformers runs the base model without its head
     base, trained = base_class_for(config).__name__, tuple(config.architectures or ())
     config.architectures = [base]
     of_head = () if trained in ((), (base,)) else trained
@@ -247,7 +244,6 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
 
 
 def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:
-    """The model that an adapter is of, with the adapter."""
     base = base_of(folder, source)
     try:
         found = _find(base, weights=weights, trust=trust, of_adapter=source)
@@ -259,7 +255,7 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
 
 
 def _why_not(error: BaseException) -> str:
-    """Return the result of a download in one line."""
+    """Return the reason of a failed download in one line."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
@@ -286,8 +282,8 @@ def reader_of(folder: pathlib.Path) -> str:
 def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     """Return the folder that a model was loaded from, as its configuration states in ``name_or_path``.
 
-    An id of the hub is looked up among what was downloaded. A folder of another kind of model or of another vocabulary
-    is none: a relative path may lead elsewhere by now, and words that were added later are not in its tokenizer.
+    A hub id is searched in the local cache. A folder with another model type or vocabulary is not returned: a relative
+    path may now name another folder, and the folder's tokenizer lacks words that were added to the model later.
     """
     name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     if not name:

@@ -26,15 +26,15 @@ GGUF = ".gguf"
 
 _MAGIC = b"GGUF"
 
-# Of the format's documentation: the numbers by type, texts, and lists.
+# struct formats of numbers by type code, and the type codes of texts and lists, from the documentation of the format
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _ARRAY = 8, 9
 _COUNTS = re.compile(r"\.(block_count|expert_count|head_count|head_count_kv|expert_used_count)$")
-_MOST_EXPERTS = 10_000  # experts and heads share a tensor
+_MOST_EXPERTS = 10_000  # counts up to this number are accepted, because experts and heads share a tensor
 
 
 def is_gguf(path: pathlib.Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its name or its first bytes."""
+    """Return whether a file is a GGUF file, by its suffix or its first bytes."""
     if path.suffix == GGUF:
         return True
     try:
@@ -56,8 +56,8 @@ def gguf_config(path: pathlib.Path) -> Any:
         _check_counts(path)
         config = transformers.AutoConfig.from_pretrained(**given)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the file; the weights are loaded in full
-    config.name_or_path = str(path)  # which an adapter of the model states; not where it was read alone
+        del config.quantization_config  # the loaded weights are not quantized
+    config.name_or_path = str(path)  # instead of the temporary folder
     return config
 
 
@@ -65,15 +65,15 @@ def gguf_weights(
     kind: Any, config: Any, path: pathlib.Path, dtype: Any, *, choice: UnmatchedWeights = "refuse"
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model of a GGUF file with dequantized weights, and notes on weights that its class does not have."""
-    # choice: what is done where the weights are not those of the class; what it does not have is left out and noted
+    # choice: what to do if weights do not match the class; by default, unused weights are left out with a note
     with _alone(path) as given:
         folder = given.pop("pretrained_model_name_or_path")
         how: dict[str, Any] = {"choice": "unused" if choice == "refuse" else choice, "dtype": dtype}
         loaded, differences = load_stored(kind, folder, str(path), failure=ModelSourceError, **how, **given)
-    with torch.device("meta"):  # a second model with weights would take as much memory, and the time to draw them
+    with torch.device("meta"):  # without memory for weights
         plain = kind(config)
     _reader.cache_clear()
-    for name in vars(loaded).keys() - vars(plain).keys():  # what transformers keeps for a quantised model
+    for name in vars(loaded).keys() - vars(plain).keys():  # attributes that transformers sets on quantized models
         delattr(loaded, name)
     loaded.config, loaded.name_or_path = config, config.name_or_path
     return loaded, differences.remarks()
@@ -84,7 +84,7 @@ def gguf_tokenizer(path: pathlib.Path) -> Any:
     return _tokenizer(path, path.stat().st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=1)  # read for each text; of 50,000 words that takes seconds
+@functools.lru_cache(maxsize=1)  # an export opens the tokenizer several times, which takes seconds for 50,000 words
 def _tokenizer(path: pathlib.Path, changed: int) -> Any:
     import transformers
 
@@ -93,11 +93,11 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 
 
 def _check_counts(path: pathlib.Path) -> None:
-    """Refuse a file that states more layers than it holds tensors, before an object is made for each of them."""
+    """Raise ValueError if a file states more layers than it has tensors, before transformers allocates all layers."""
     with open_regular(path, failure=ModelSourceError) as file:
         size = path.stat().st_size
         version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
-        if not 2 <= version <= 3:  # big-endian files, whose version is another number, are left to the library
+        if not 2 <= version <= 3:  # a big-endian file, which the gguf library reads or refuses
             return
         if max(tensors, entries) > size:
             raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
@@ -108,7 +108,7 @@ def _check_counts(path: pathlib.Path) -> None:
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
-    """Return the value of an entry that is one number."""
+    """Read an entry; return its value if the entry is a number or a text, and ``None`` for a list."""
     kind = struct.unpack("<I", file.read(4))[0] if kind is None else kind
     if kind in _NUMBERS:
         return struct.unpack(_NUMBERS[kind], file.read(struct.calcsize(_NUMBERS[kind])))[0]
@@ -136,9 +136,9 @@ def _text(file: BinaryIO, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Read an untrusted file silently; errors of libraries become one error.
+    """Give the arguments to read an untrusted GGUF file from a temporary folder, and convert errors of libraries.
 
-    It is read where nothing else is: transformers also reads what stands next to a GGUF file, and code there runs.
+    The folder has no other file, because transformers also reads, and may run, the files next to a GGUF file.
     """
 
     def failure(error: BaseException) -> ModelSourceError:
@@ -150,7 +150,7 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             f"{path} cannot be read as a model ({type(error).__name__}: {first_line(error).rstrip('.')})."
         )
 
-    # bars that no option of transformers turns off
+    # stderr is redirected, because transformers has no option to hide these progress bars
     with raised_as(failure), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / path.name).symlink_to(path.resolve())
         with _read_once():
@@ -159,7 +159,7 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Make transformers read the entries of a file once, and not three times."""
+    """In a ``with`` block, make transformers read the entries of a file once instead of three times."""
     import gguf
 
     def read(path: Any) -> Any:
@@ -167,7 +167,7 @@ def _read_once() -> Iterator[None]:
 
     found = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader = read  # type: ignore[misc,assignment]
-    gguf.get_tensor_name_map = functools.cache(found[1])  # which it makes anew for each module
+    gguf.get_tensor_name_map = functools.cache(found[1])  # transformers calls the function for each module
     try:
         yield
     finally:

@@ -38,13 +38,13 @@ class OpenedModel:
     """A model to export, with the folder that the model is from and notes."""
 
     model: Any  # a Hugging Face model, in evaluation mode
-    folder: pathlib.Path | None = None  # the folder or the GGUF file that it is from; `None` where there is none
-    is_streamed: bool = False  # whether the weights of a layer are read when it is called
+    folder: pathlib.Path | None = None  # the folder or the GGUF file of the model
+    is_streamed: bool = False  # whether the weights of a layer are read when the layer is called
     remarks: tuple[str, ...] = ()  # notes for the report
-    found: FoundModel | None = None  # what a streamed model was opened from; `None` for others
-    reads_bytes: bool = False  # whether its weights are random, and there is no folder with another tokenizer
-    no_folder: str = ""  # why its folder is not known; empty where it is, and where weights are random
-    has_integers: bool = False  # whether its file stores integers, which weights were computed from
+    found: FoundModel | None = None  # for a streamed model, the source from which it can be loaded as a whole
+    reads_bytes: bool = False  # whether the weights are random, and there is no folder with a tokenizer
+    no_folder: str = ""  # why the folder of a loaded model is unknown
+    has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
         """Load a streamed model as a whole, and return the result."""
@@ -59,8 +59,7 @@ class OpenedModel:
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
-    """Open the model that :func:`find_model` found."""
-    # weights: a `WeightsIn`; `"auto"` streams weights of more than a quarter of the free memory to ONNX files
+    """Open the model that :func:`find_model` found; ``weights="auto"`` streams large weights to ONNX files."""
     if weights not in get_args(WeightsIn):
         raise InvalidArgumentError(
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
@@ -116,20 +115,20 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Read the weights of a layer from its safetensors file when the layer is called.
 #
 #     config.json ──> model on meta           names of the model ──> names in the files (transformers renames some)
-#     *.safetensors ── mapped, one weight ──> cast ──> layer, or file to be
+#     *.safetensors ── memory-mapped, one weight ──> cast ──> layer, or exported file
 
 
 class NotStreamableError(Exception):
-    """The model cannot be streamed, for the reason in the text, and has to be loaded as a whole."""
+    """The model cannot be streamed, for the reason in the message, and has to be loaded as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """The weights of a model, in safetensors files."""
 
-    files: Mapping[str, pathlib.Path]  # the file of each weight, by its name there
+    files: Mapping[str, pathlib.Path]  # the file of each weight, by the weight's name in the file
     shapes: Mapping[str, Sequence[int]]  # the shape of each weight
-    types: Mapping[str, str]  # the type of each weight, as safetensors writes them (`"F16"`)
+    types: Mapping[str, str]  # the type of each weight, as safetensors names types (`"F16"`)
 
     def bytes_as(self, dtype: torch.dtype) -> int:
         """Return how many bytes the weights take in a dtype."""
@@ -216,7 +215,7 @@ def unread_model(
 def _differences(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], tied: Sequence[tuple[list[str], torch.nn.Parameter]]
 ) -> KeyDifferences:
-    """The report of `from_pretrained` about the files, including the names that it leaves out."""
+    """Return the differences between the files and the model as ``from_pretrained`` reports them."""
     missing, reshaped = [], []
     for names, parameter in tied:
         held = [sources[name] for name in names if name in sources]
@@ -228,7 +227,7 @@ def _differences(
     state = model.state_dict(keep_vars=True)
     left = sorted(checkpoint.files.keys() - {key for name, key in sources.items() if name in state})
     buffers = [name for name, _ in model.named_buffers()]
-    # buffers that older versions stored, and that are computed now
+    # buffers that older versions of transformers stored, and that are computed now
     old = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
     known = [pattern for pattern, ending in old.items() if any(name.endswith(ending) for name in buffers)]
     known += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -240,7 +239,7 @@ def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = class_for(config)._from_config(config, dtype=dtype)
     model.config.name_or_path = model.name_or_path = str(folder)
-    model.config.dtype = dtype  # transformers 4 leaves it as it stands in the folder
+    model.config.dtype = dtype  # transformers 4 keeps the dtype of config.json
     if model.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
@@ -249,7 +248,7 @@ def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
 
 
 def _parameters_on_meta() -> AttributePatch:
-    """Make the parameters of modules without memory, in this thread; buffers are computed, and have theirs."""
+    """In a ``with`` block, put the parameters of new modules of this thread on the meta device; buffers stay real."""
     register, here = torch.nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -261,7 +260,6 @@ def _parameters_on_meta() -> AttributePatch:
 
 
 def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:
-    """The parameters, each with all of its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -269,7 +267,7 @@ def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Names in the files, by those of the model."""
+    """Return the names of weights in the files by their names in the model."""
     state = dict(model.state_dict(keep_vars=True))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -4,8 +4,8 @@
 
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales  ──>  model.layers.0.mlp.up_proj.weight, in float32
 
-The libraries that transformers needs for these do not install everywhere, and run on a GPU. What they compute is a
-difference and a product, in float32 exact but for one rounding; :mod:`..export.weight_grid` finds the integers again.
+transformers needs other libraries for these formats, which do not install on every machine and need a GPU. A weight is
+``(integer - zero point) * scale``, here in float32; :mod:`..export.weight_grid` finds the integers again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class Packing(NamedTuple):
     """How a checkpoint stores quantized matrices, and the function that computes a weight from them."""
 
     bits: int  # bits of an integer
-    names: tuple[str, ...]  # endings of the tensors that stand for a weight; the first names it
-    unpack: Callable[[Tensors, int], torch.Tensor]  # computes a weight of them
+    names: tuple[str, ...]  # name endings of the tensors of one weight; every weight has the first tensor
+    unpack: Callable[[Tensors, int], torch.Tensor]  # computes a weight from these tensors and the bits
 
 
 def packing_of(config: Any, name: str) -> Packing | None:
-    """Return how a checkpoint stores its matrices according to its configuration."""
-    # `None` where transformers reads it itself
+    """Return how a checkpoint stores its matrices; ``None`` if the configuration states no such format."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -82,7 +81,7 @@ def _stored(folder: pathlib.Path, name: str) -> Tensors:
 
 
 def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack integers, the lowest bits first, to a last axis of as many fields."""
+    """Unpack int32 numbers into fields of ``bits`` bits on a new last axis, the lowest bits first."""
     if packed.dtype is not torch.int32:
         raise TypeError(f"expected packed integers of int32, found {packed.dtype}")
     shifts = torch.arange(0, _INT32, bits, dtype=torch.int32)
@@ -94,12 +93,12 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
     bits, form = stated.get("bits"), stated.get("checkpoint_format") or "gptq"
     if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
         return f" in {bits} bits ({form})"
-    added = 1 if form == "gptq" else 0  # zero points were stored less one
+    added = 1 if form == "gptq" else 0  # this format stores zero points minus one
 
     def unpack(parts: Tensors, bits: int) -> torch.Tensor:
         numbers = _fields(parts["qweight"], bits).transpose(1, 2).flatten(0, 1)  # packed along the inputs
         zeros, scales = _fields(parts["qzeros"], bits).flatten(1), parts["scales"].float()
-        if added and bool((zeros == 2**bits - 1).any()):  # one more has another meaning in each library
+        if added and bool((zeros == 2**bits - 1).any()):  # libraries disagree on the overflow
             raise ValueError("a zero point is out of range")
         groups = len(scales)
         each = parts.get("g_idx", torch.arange(len(numbers)) // -(-len(numbers) // groups)).long()
@@ -186,11 +185,11 @@ UnmatchedWeights = Literal["refuse", "unused", "random"]
 """If the weights of a folder do not match the model class, ``"refuse"`` raises an error that names the weights,
 ``"unused"`` ignores weights that the class lacks, and ``"random"`` also draws weights that the folder lacks."""
 
-_NAMED = 5  # of many weights, so many are named
+_NAMED = 5  # largest number of weights that a message names
 
 
 def check_unmatched(choice: str) -> None:
-    """Refuse a value of ``unmatched_weights`` that does not exist."""
+    """Raise InvalidArgumentError for an unknown value of ``unmatched_weights``."""
     if choice not in get_args(UnmatchedWeights):
         choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
         raise InvalidArgumentError(f"unmatched_weights must be one of {choices}, found {choice!r}.")
@@ -217,8 +216,8 @@ class KeyDifferences:
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
         """Raise an error if weights differ in a way that ``choice`` does not allow."""
-        # option: how the choice is typed, as `"--unmatched-weights {}"`; that of Python and of the command line where
-        # it is empty
+        # option: how the user writes the choice, such as `"--unmatched-weights {}"`; by default in Python and on the
+        # command line
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
         own = f"Pass a folder with {kind} weights, or set architectures in config.json to the class of the weights."
         on_purpose = f"To use random weights on purpose: {typed.format('random')}"
@@ -256,11 +255,10 @@ def load_stored(
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
     """Load a model from a folder; return the model, and how the stored weights differ from the expected ones."""
-    # choice: what is done where the weights are not those of the class
-    # options: further arguments of `from_pretrained`
+    # choice: what to do if weights do not match the class; options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        # with sizes that differ it also lists them, and does not only raise
+        # ignore_mismatched_sizes: weights with other shapes are listed in `found` instead of an error
         loaded, found = kind.from_pretrained(folder, **options, ignore_mismatched_sizes=True, output_loading_info=True)
     differences = KeyDifferences.of_loading(found)
     differences.check(name, type(loaded).__qualname__, choice, failure, option=option)

@@ -25,12 +25,12 @@ TOKENIZER_FILES = (
 """Names of files, of which a folder with a tokenizer contains at least one."""
 
 _CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
-_MOST_GROWTH = 1000  # times as long as a text may be after all replacements in it
+_MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stated:
-    """Entries of a configuration that are read late, and would then fail with an error of Python."""
+    """Types of entries that transformers reads late, where a wrong type would raise an unclear error."""
 
     tokenizer_class: str | None = None
     model_max_length: float | None = None
@@ -40,10 +40,10 @@ class _Stated:
 
 
 def _growth(part: Any) -> float:
-    """The largest factor by which a part of a tokenizer can lengthen a text."""
+    """Return the largest factor by which a part of a tokenizer can lengthen a text."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     found = math.prod(map(_growth, inner))
-    if isinstance(part, dict) and part.get("type") == "Replace":  # a pattern may be an expression for one letter
+    if isinstance(part, dict) and part.get("type") == "Replace":  # a regular expression may match a single letter
         found *= max(1.0, len(part["content"]) / len(part["pattern"].get("String", "a")))
     return found
 
@@ -63,7 +63,7 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
             parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
             if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
                 raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
-    # for some models transformers looks for their own class where the folder names that of bytes
+    # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
     is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
     kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
     with readable(folder, failure):

@@ -4,7 +4,7 @@
 
     bounds={"batch": 4, "length": 512, "new": 64}
 
-    input_ids               (batch <= 4, new <= 64)                 an axis that turns out to be fixed has no bound:
+    input_ids               (batch <= 4, new <= 64)                 an axis that the trace fixes has no bound:
     attention_mask          (batch <= 4, length <= 512)             frames of a spectrogram, heads, the width of a layer
     past_key_values.0.key   (batch <= 4, heads, length <= 512, 64)
 """
@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,6 @@ class Bounds:
     @classmethod
     def of(cls, given: Mapping[str, int] | None) -> Bounds | None:
         """Return the bounds that a dict such as ``{"batch": 4, "length": 512}`` requests."""
-        # given: `{"batch": 4, "length": 512}`, and `"new"` if it is less than the length
         if given is None:
             return None
         known = [field.name for field in dataclasses.fields(cls)]
@@ -61,8 +60,7 @@ class Bounds:
 
     def check_positions(self, module: object) -> None:
         """Refuse a length bound that exceeds the largest number of positions of a model."""
-        # module: what is exported; only a Hugging Face model states its positions
-        config: Any = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)  # only a Hugging Face model states its number of positions
         if self.length is None or not hasattr(config, "get_text_config"):
             return
         text: Any = config.get_text_config(decoder=True)
@@ -80,16 +78,12 @@ class Bounds:
         """Return dynamic shapes in which every dynamic size has its bound."""
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
-    def check_program(
-        self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram, names: Sequence[str]
-    ) -> None:
+    def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
         """Refuse a program with a varying size whose value in the example is above its bound."""
-        # names: names of all leaves of the inputs, in order
-        found = dict(zip(names, traced_inputs(program), strict=True))
-        leaves = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
-        for name, leaf, dims in leaves:
+        dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
+        leaves = zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True)
+        for name, leaf, dims, value in leaves:
             for axis, dim in (dims or {}).items():
-                value = found.get(name)
                 if getattr(dim, "max", None) is not None or not isinstance(value, torch.Tensor):
                     continue
                 most, meaning = self._most((name.split(".")[0],), None, axis)
@@ -98,7 +92,6 @@ class Bounds:
 
     def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
         """Return whether the sizes of ``steps`` calls that extend the same cache stay within the bounds."""
-        # steps: number of calls, each of which adds its tokens to the cache
         leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
         new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)
         for (name, leaf), dims in zip(leaves, shapes_of_leaves(inputs, shapes), strict=True):
@@ -148,7 +141,7 @@ class Bounds:
         return entries
 
     def _most(self, path: tuple[str, ...], axes: Mapping[int, str] | None, axis: int) -> tuple[int | None, str]:
-        """The bound of an axis, and its name."""
+        """Return the bound of an axis, and the name of the bound."""
         meaning = ("length" if axis else "batch") if axes is None else axes.get(axis, "")
         meaning = "new" if meaning == "length" and path[0] in _NEW else meaning
         return getattr(self, meaning, None), meaning
@@ -157,7 +150,7 @@ class Bounds:
 def _varies(size: object, program: ExportedProgram) -> bool:
     if not isinstance(size, torch.SymInt):
         return False
-    # a trace may keep a symbol for a size with one possible value
+    # torch.export may keep a symbol for a size with one possible value
     found = program.range_constraints.get(size.node.expr)
     return found is None or found.lower != found.upper
 

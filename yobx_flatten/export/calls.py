@@ -1,4 +1,4 @@
-"""The three calls: a module to an ONNX file or to a program, and a program of other code, each with its proof."""
+"""Export a module to an ONNX file or to a program, or take an existing program, and compare each with the module."""
 
 from __future__ import annotations
 
@@ -64,17 +64,18 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 ) -> ExportedModel:
     """Export a module to an ONNX file, and compare the file in onnxruntime with the module over several calls.
 
-    Inputs have the names that tools for generation know. The guide lists :ref:`each option <options-of-export-onnx>`.
+    Inputs have the names that generation tools expect. The guide lists :ref:`each option <options-of-export-onnx>`.
 
     Args:
         module, args, kwargs: the module, in the mode to export, and example arguments; see :func:`export_program`.
-        path, keep_failed: the file to write, once the replay has passed, and a folder for a file that failed.
+        path, keep_failed: the file to write when the replay has passed, and a folder for a file that failed the replay.
         dynamic_shapes, cases, steps, tolerance, proof, loop: see :func:`export_program`.
         opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
-        counter_input: whether a cache whose layers all slide has an input ``past_key_values.length``; not by default.
+        counter_input: whether a model with only sliding-window layers has the input ``past_key_values.length``;
+            ``False`` by default.
         quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
-        optimize: ``"onnxruntime"`` for its own attention, which does not copy the cache; ``None`` by default.
-        translations: functions of onnxscript for your own operators, by operator; none by default.
+        optimize: ``"onnxruntime"`` for onnxruntime's attention, which does not copy the cache; ``None`` by default.
+        translations: onnxscript functions for your own operators, by operator; none by default.
         adapters: what :func:`export_folder` proves in addition, see :class:`.room.Adapter`; none by default.
 
     Returns:
@@ -115,7 +116,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
                 traced.check_cache_outputs(asked.facts.name)
             if traced.readers and asked.proof == "full":
                 report.remark("the file was checked; the program has no weights and was not checked.")
-            # of a larger model the file is replayed alone: it holds what the program does
+            # of a larger model only the file is replayed, since the file does what the program does
             runs = asked.proof == "full" and not traced.readers
             source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
             write_file(dataclasses.replace(source, adapters=options.adapters), options, file, report)
@@ -149,21 +150,23 @@ def export_program(
         kwargs: example keyword arguments, with caches among them; none by default. For a Hugging Face model, sizes 0
             and 1, which ``torch.export`` would fix, are replaced by larger sizes; the report lists them.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them; ``None`` keeps every size fixed.
-        bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
-            of one call, where these are fewer. ``to_executorch`` needs them; larger inputs are refused.
+        bounds: the largest sizes, such as ``{"batch": 4, "length": 512}``: the number of rows, and the number of tokens
+            in the cache; ``"new"`` limits the tokens of one call. ``to_executorch`` needs bounds; the program refuses
+            larger inputs.
         strict: as for ``torch.export.export``; ``False`` by default.
         cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding,
-            and for any other module other sizes and values that it accepts.
-        steps: calls per case, 3 by default; each gets the cache that the call before returned.
+            and for any other module other sizes and values that the module accepts.
+        steps: calls per case, 3 by default; each call gets the cache that the previous call returned.
         tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
-            precision five times what the type costs the model itself on that case.
-        proof: what is replayed: ``"full"``, the example and all cases; ``"standard"``, the same, of a file without its
-            program; ``"sample"``, the example and the largest case, two calls each; ``"none"``, nothing, which the
-            report states as unchecked. ``"auto"``, the default, is ``"full"`` for weights of less than 100 MB,
-            ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
-        loop: whether calls follow each other, the default: what ``forward`` leaves in its arguments and does not
-            return, as a cache that it extends, is returned in addition, and calling the result leaves it there.
-            ``False`` for a module that no call follows, as one that reads a cache for a score.
+            precision five times the rounding error of the model itself on that case.
+        proof: ``"full"`` replays the example and all cases; ``"standard"`` replays the same cases with a file, but not
+            with its program; ``"sample"`` replays the example and the largest case, two calls each; ``"none"`` replays
+            nothing, and the report states that nothing was checked. ``"auto"``, the default, is ``"full"`` for weights
+            of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
+        loop: whether each call gets the cache of the previous call; ``True`` by default. The program then also returns
+            the changes that ``forward`` makes to its arguments and does not return, such as an extended cache, and
+            calling the result changes the arguments in the same way. ``False`` for a module that is called once, such
+            as one that reads a cache to compute a score.
 
     Returns:
         The program with a report. It can also be called outside ``register_flattening_functions``.
@@ -215,25 +218,24 @@ def prove_program(
     ``register_flattening_functions``, where every cache has this package's registration.
 
     Args:
-        program: what ``torch.export.export`` returned. Its example is the first case. Buffers that it writes to are
-            replaced in it by copies, so that the module's stay as they are.
-        module: the module that it was exported from, in the mode (``eval()``) of the export.
+        program: what ``torch.export.export`` returned. Its example is the first case. Buffers that the program writes
+            to are replaced in the program by copies, so that the buffers of the module do not change.
+        module: the module that the program was exported from, in the mode (``eval()``) of the export.
         cases: what to replay in addition; by default, for a transformers model, the cases of
             :func:`~yobx_flatten.export_program` whose sizes the program has not fixed. The report names the others.
-        steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
-            returned. A program of fixed sizes is called once.
-        tolerance: see :func:`~yobx_flatten.export_program`; by default 1e-4, and for weights in half precision what the
-            type costs.
+        steps: number of calls per case, 3 by default; after the first call, each call gets the cache that the previous
+            call returned. A program with fixed sizes is called once.
+        tolerance: see :func:`~yobx_flatten.export_program`.
         proof: what is replayed, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
 
     Returns:
-        The program with a report. Its ``to_onnx``, ``to_openvino``, ``to_executorch`` and ``to_aotinductor`` write the
-        files of runtimes from it, as it is.
+        The program with a report. Its ``to_onnx``, ``to_openvino``, ``to_executorch`` and ``to_aotinductor`` write
+        files of runtimes from this program, without a new trace.
 
     Raises:
-        InvalidArgumentError: when it is not a program, or has no example inputs.
-        SpecMismatchError: when it was made under another registration.
-        StaticDataError: when a size of the trace is part of an output's static data.
+        InvalidArgumentError: when ``program`` is not a program, or has no example inputs.
+        SpecMismatchError: when the program was exported under another registration.
+        StaticDataError: when a dynamic size is part of the static data of an output.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> linear = torch.nn.Linear(3, 2)
@@ -262,7 +264,7 @@ def prove_program(
 
 
 def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
-    """The example that a program was made from. The block must be open."""
+    """Return the example inputs of a program as an ``Example``. Call it in the registration ``with`` block."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
             "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
@@ -283,7 +285,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     args, kwargs = with_members(args, kwargs, getattr(program, "enum_members", {}))
     no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
     if not no_data:
-        # a program keeps the counter of all layers of a cache as one tensor; rebuilt, each layer has its own number
+        # a program keeps the counters of all layers of a cache as one tensor; in a copy, each layer has its own counter
         args, kwargs = clone((args, kwargs))
     why_not, remarks = sizes_of(module, args, kwargs)
     varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
@@ -305,8 +307,8 @@ _T = TypeVar("_T")
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
     """Export an example; if torch fails, try again with fewer varying sizes. The report names the fixed sizes."""
-    # export: takes an example, and whether sizes of it were fixed here
-    # stated: dynamic shapes of the caller, which are never changed
+    # export: takes an example, and whether this function has fixed sizes of the example
+    # stated: the dynamic shapes that the caller passed; sizes are fixed only if the caller passed "auto"
     first = _result(export, example, False)
     if not isinstance(first, Exception):
         return first
@@ -318,7 +320,7 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
             if not isinstance(found, Exception):
                 return found
             if fewer.shapes is None and isinstance(first, ConversionRefusedError) and type(found) is type(first):
-                first = found  # whose advice is not to fix sizes
+                first = found  # this error does not advise to fix sizes, which are fixed already
     raise _in_our_words(first, example)
 
 
@@ -353,19 +355,19 @@ def _in_our_words(error: Exception, example: Example) -> Exception:
 
 
 def _result(export: Callable[[Example, bool], _T], example: Example, is_fixed: bool) -> _T | Exception:
-    # whatever torch raises for sizes of this kind; the first error is raised in the end
+    # torch raises errors of many classes for sizes that it cannot trace; the caller raises the first error again
     return result_or(functools.partial(export, example, is_fixed), lambda error: error)
 
 
 def _is_of_torch(error: Exception) -> bool:
-    """Whether fewer sizes may help: an error of ours, but for that of a conversion, names another remedy."""
+    """Return whether fewer dynamic sizes may avoid an error; most errors of this package name another remedy."""
     if isinstance(error, ConversionRefusedError):
         return error.axes is not None
     return not isinstance(error, (FlattenError, OSError, MemoryError))
 
 
 def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
-    """Yield examples with fewer and fewer dynamic sizes."""
+    """Yield the example with fewer and fewer dynamic sizes."""
     varying = varying_axes(example)
     batch = rows_of(example) & varying
     without_named = varying - (_named(error) - batch)
@@ -385,7 +387,7 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
 
 
 def _named(error: Exception) -> set[Axis]:
-    """The axes that an error names: of a trace in its text, of a conversion by the symbols of the program."""
+    """Return the axes that an error names: a conversion error as ``axes``, any other error in its text."""
     if isinstance(error, ConversionRefusedError):
         return set(error.axes or ())
     found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))

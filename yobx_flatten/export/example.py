@@ -1,4 +1,4 @@
-"""Build the example of an export: named arguments, dynamic axes, and cases of other sizes."""
+"""Build the example of an export: arguments by name, dynamic axes, and test cases with other sizes."""
 
 from __future__ import annotations
 
@@ -88,10 +88,6 @@ class Example:
         """Return the example's own arguments as a test case of ``steps`` calls."""
         return Case("the example", self.args, self.kwargs, steps)
 
-    def of_case(self, case: Case) -> dict[str, Any]:
-        """Return all inputs of a case by parameter name."""
-        return self.of_call(case.args, case.kwargs)
-
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by parameter name."""
         return _by_name(self.module, args, named_for(forward_of(self.module), kwargs))
@@ -100,7 +96,7 @@ class Example:
         """Return whether ``steps`` calls of a test case stay within the bounds."""
         if self.shapes is None or self.bounds is None:
             return True
-        return self.bounds.holds(self.of_case(case), self.shapes, steps)
+        return self.bounds.holds(self.of_call(case.args, case.kwargs), self.shapes, steps)
 
     def named(self, sizes: DecodeSizes) -> str:
         """Return the sizes of a call as text, without a number of cached tokens if the example has no cache."""
@@ -108,7 +104,7 @@ class Example:
 
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make test cases with other sizes than those of the example."""
-        # only_largest: whether to make the one of most tokens only; `False` by default
+        # only_largest: whether to make only the case with the most tokens
         if self.shapes is None or self.why_not:
             return [], []
         from ..huggingface.cases import default_sizes
@@ -117,7 +113,7 @@ class Example:
         if only_largest:
             sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
         cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs
-        if cache is not None and not pytree.tree_leaves(cache):  # a program for an empty cache takes no other
+        if cache is not None and not pytree.tree_leaves(cache):  # a program for an empty cache takes no filled cache
             kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
             sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
         made = [{**self.kwargs, **resized(self.module, kwargs, s, seed)} for seed, s in enumerate(sizes)]
@@ -136,12 +132,7 @@ def make_example(
 ) -> Example:
     """Return the checked arguments of an export as an ``Example``. Call it in the registration ``with`` block."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
-    # bounds: largest sizes, which are added to the shapes; `None`, the default, for none
-    # loop: whether calls follow each other; `True` by default
-    # returns: the example. For a transformers model, one that `torch.export` would fix at a size of 0 or 1 is replaced
-    # by a larger one.
-    # the cache may be given under the word of another version of transformers
-    kwargs = named_for(forward_of(module), kwargs)
+    kwargs = named_for(forward_of(module), kwargs)  # the name of the cache depends on the version of transformers
     shapes, assumptions = by_parameter(forward_of(module), _chosen(module, shapes))
     if isinstance(shapes, Mapping):
         shapes = named_for(forward_of(module), shapes)
@@ -179,8 +170,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return why inputs of other sizes cannot be made for a module, and notes on settings that affect the results."""
-    # returns: why they cannot, empty if they can; and notes on settings that results may depend on
+    """Return why inputs of other sizes cannot be made (``""`` if they can), and notes on settings to be aware of."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -193,7 +183,7 @@ def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """The example in sizes that torch does not fix, if the model accepts them; else the reason."""
+    """Replace the inputs by inputs without sizes 0 and 1; if the model refuses them, ``why_not`` has the reason."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -208,7 +198,7 @@ def _replaced(
         lines = str(error).splitlines() or [""]
         return f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
 
-    larger: dict[str, Any] | str = result_or(called, refused)  # some take one token at a time (ProphetNet)
+    larger: dict[str, Any] | str = result_or(called, refused)  # some models accept one token at a time (ProphetNet)
     if isinstance(larger, str):
         return dataclasses.replace(example, why_not=larger)
     found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
@@ -232,7 +222,7 @@ class _Completed(NamedTuple):
 
 
 def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
-    """The shapes that were passed, or those that the decorator of torch 2.15 attached to ``forward``."""
+    """Return the passed shapes, or the shapes that the decorator of torch 2.15 attached to ``forward``."""
     attached = attached_spec(forward_of(module))
     if attached is None or shapes is None:
         return shapes
@@ -253,7 +243,7 @@ def _complete(
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
 ) -> _Completed:
-    """Return dynamic shapes for all inputs, the names in them, and their relations of sizes."""
+    """Return the dynamic shapes of all inputs, the names of axes, and the relations between sizes."""
     if shapes is None:
         return _Completed(None, {})
     check_spelling(module, swallowed_names(module, kwargs))
@@ -271,18 +261,18 @@ def _complete(
 
 
 def _fixed_axes(example: Example, given: bool) -> list[str]:
-    """Axes that may vary, but that torch fixes because their size is 0 or 1 in the example."""
+    """Return the dynamic axes that torch.export fixes because their size in the example is 0 or 1."""
     if example.shapes is None:
         return []
     cache = example.kwargs.get(example.cache_is)
-    # who writes shapes for an empty cache means a program for the prefill
+    # a caller who passes shapes for an empty cache wants a program for the prefill
     if cache is not None and not leaf_names(cache) and not given:
         return [f"{example.cache_is} is empty"]
     return [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
 
 
 def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], str]:
-    """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
+    """Return the names that dynamic shapes give to axes, by input and axis: names of ``Dim`` objects, or strings."""
     names: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
     rows = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
@@ -301,15 +291,14 @@ def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], 
     return names
 
 
-# Name the arguments that `forward` takes in its `**kwargs`, during a trace.
+# Give `forward` a parameter for each argument that it takes in its `**kwargs`, during a trace.
 #
-# `torch.export` takes dynamic shapes by the parameters of `forward` and has none for what ends in `**kwargs`
+# `torch.export` takes dynamic shapes by the parameters of `forward`, and accepts none for arguments in `**kwargs`
 # (https://github.com/pytorch/pytorch/issues/150371). Hugging Face models take half of their arguments there.
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """List the arguments that ``forward`` receives through ``**kwargs``."""
-    # returns: argument names received through `**kwargs`; none if `forward` has no such parameter
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
@@ -319,7 +308,6 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     """In a ``with`` block, replace the ``**kwargs`` of ``forward`` by keyword parameters with these names."""
-    # names: see `swallowed_names`; nothing changes without any
     if not names:
         yield
         return
@@ -352,7 +340,7 @@ def check_all_read(
     module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
 ) -> None:
     """Refuse tensors that were passed through ``**kwargs`` and that ``forward`` did not read."""
-    # inputs: for each argument, the inputs of the graph that its tensors are
+    # inputs: for each argument, the graph inputs of its tensors
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     unread = [name for name in names if inputs.get(name) and not used.intersection(inputs[name])]
     if unread:
@@ -368,7 +356,7 @@ def check_all_read(
 def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # of a scripted module nothing is known
+    except (TypeError, ValueError):  # the parameters of a scripted module are unknown
         return {}
 
 

@@ -1,4 +1,4 @@
-"""An exported program: it is called, stored, and written for runtimes."""
+"""An exported program that can be called, saved, and written for runtimes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from .source import Source
 
 
 def _about_arrays(inputs: Mapping[str, Any]) -> NotRegisteredError | None:
-    """An error that converts an array among the arguments of a call that failed; ``None`` without an array."""
+    """Return an error that shows how to convert an array among the arguments; ``None`` without an array."""
     classes = {type(leaf) for leaf in pytree.tree_leaves(inputs)}
     return explain_leaf(inputs, "".join(str(cls) for cls in classes if cls.__module__.partition(".")[0] in CONVERSIONS))
 
 
 def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidArgumentError | None:
-    """An error that names the arguments that are not of the example's kind; ``None`` where they are."""
+    """Return an error about an argument that is missing, unknown or of the wrong type; ``None`` if all fit."""
     held = {} if example is None else example.inputs
     for name in {**held, **given} if held else ():
         if name not in given or name not in held:
@@ -56,7 +56,7 @@ def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidAr
         if _kinds(given[name]) != _kinds(held[name]):
             wanted = string_type(held[name], with_shape=True)
             found = f"expected {wanted} as in the example, found {describe_class(given[name])}"
-            # a ragged list, a text and nothing at all are no tensor
+            # torch.tensor cannot convert a ragged list, a text or None
             made = result_or(functools.partial(torch.tensor, given[name]), lambda error: None)
             is_tensor = isinstance(held[name], torch.Tensor) and made is not None
             return InvalidArgumentError(f"{name}: {found}." + f" Convert it:\n    torch.tensor({name})" * is_tensor)
@@ -127,7 +127,7 @@ class ExportedModel:
         registered before that.
 
         Args:
-            path: the file to write, usually with the suffix ``.pt2``. It appears when it is complete.
+            path: the file to write, usually with the suffix ``.pt2``. The file appears when it is complete.
         """
         target = pathlib.Path(path)
         with register_flattening_functions(**self._patches), scratch_for(target) as folder:
@@ -138,18 +138,35 @@ class ExportedModel:
     def to_transformers(self) -> Any:
         """Return the program as an object of ``transformers.exporters``, which can call, save and load programs.
 
-        Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
-        it finds, and registers its own permanently where there is none.
+        Use the object inside ``register_flattening_functions``: transformers writes and reads caches with the
+        registered functions, and registers its own functions permanently if none are registered.
 
         Returns:
             A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
             configuration of the model.
 
         Raises:
-            InvalidArgumentError: when this was made by hand, or the program takes positional arguments.
-            MissingDependencyError: when the installed transformers has no such class: 5.23 has.
+            InvalidArgumentError: when no export function made this object, or the program takes positional arguments.
+            MissingDependencyError: when the installed transformers is older than 5.23.
         """
-        return to_hf_exporter(self.program, source_of(self).example)
+        example = source_of(self).example
+        if example.args:
+            raise InvalidArgumentError(
+                "to_transformers: transformers' exporters call a program by keyword, but this program takes positional "
+                'arguments. Export again with kwargs:\n    export_program(module, (), {"input_ids": input_ids})'
+            )
+        try:
+            from transformers.exporters import base, metadata
+            from transformers.exporters.configs import ExportFormat
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_transformers needs the exporters of transformers 5.23 or later, which the installed transformers "
+                "lacks:\n    pip install 'transformers>=5.23'"
+            ) from error
+        with register_flattening_functions(**options_in_use()):
+            facts = metadata.build_export_metadata(example.module, example.kwargs, self.program, ["torch"])
+        component, config = base.ExportedComponent(self.program, facts), getattr(example.module, "config", None)
+        return base.ExportedModel({"model": component}, ExportFormat.DYNAMO, config=config)
 
     def to_onnx(
         self,
@@ -163,7 +180,7 @@ class ExportedModel:
         """Write the program as an ONNX file, and check the file in onnxruntime on the test inputs of this export.
 
         Args:
-            path: the file to write, with the suffix ``.onnx``. It takes its name when the replay has passed.
+            path: the file to write, with the suffix ``.onnx``. The file appears when the replay has passed.
             opset_version: see :func:`export_onnx`.
             quantize: see :func:`export_onnx`; ``None``, the default, stores all weights as they are.
             optimize: see :func:`export_onnx`; ``None``, the default, for the operators of ONNX.
@@ -191,12 +208,12 @@ class ExportedModel:
     def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
         """Compile the program with AOTInductor for this machine, and check the result on this export's test inputs.
 
-        The file holds machine code, which runs when it is loaded: load only what you know the author of.
+        The file contains machine code, which runs when the file is loaded: load only files from authors you trust.
 
         Args:
-            path: the file to write, with the suffix ``.pt2``. It takes its name when the replay has passed.
-            cache: ``"in_place"``, the default, for keys and values that the code writes into buffers, where the replay
-                passes; ``"returned"`` for a package that takes and returns them.
+            path: the file to write, with the suffix ``.pt2``. The file appears when the replay has passed.
+            cache: ``"in_place"``, the default, for code that writes keys and values into buffers, or, if the replay of
+                this code fails, for ``"returned"``: a package that takes and returns keys and values.
 
         Returns:
             The report: one result per case.
@@ -223,16 +240,16 @@ class ExportedModel:
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
 
         Args:
-            path: the file to write, with the suffix ``.pte``. It takes its name when the replay has passed.
-            backend: ``"xnnpack"`` for the kernels of XNNPACK where it has them; ``"portable"`` for ExecuTorch's own,
-                which are slower. ``"auto"``, the default, takes XNNPACK's where their replay passes; its GELU is an
-                approximation, off by 1e-3 in a small Gemma 3.
+            path: the file to write, with the suffix ``.pte``. The file appears when the replay has passed.
+            backend: ``"xnnpack"`` for the kernels of XNNPACK, for all operators that XNNPACK has; ``"portable"`` for
+                ExecuTorch's own kernels, which are slower. ``"auto"``, the default, is ``"xnnpack"`` if the replay
+                passes, else ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
             quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao, for
                 kernels of XNNPACK that also round activations to 8 bits; measured as :func:`export_onnx` does it.
-                ``None``, the default, stores them as they are.
-            cache: ``"in_place"``, the default, for keys and values that the file writes into buffers of its caller, row
-                by row, where its attention takes them and the replay passes; ``"returned"`` for a file that takes and
-                returns them, for all rows at once.
+                ``None``, the default, does not quantize weights.
+            cache: ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one
+                row per call, or, if that is impossible or the replay fails, for ``"returned"``: a file that takes and
+                returns keys and values, for all rows at once.
 
         Returns:
             The report: one result per case, and the memory that is planned.
@@ -259,12 +276,12 @@ class ExportedModel:
         ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.
 
         Args:
-            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both take their name
+            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both files appear
                 when the replay has passed.
             quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
-                :func:`export_onnx` does it. ``None``, the default, stores them as they are.
-            cache: ``"in_place"``, the default, for keys and values that are the state of the model, where OpenVINO
-                writes them in place and the replay passes; ``"returned"`` for a file that takes and returns them.
+                :func:`export_onnx` does it. ``None``, the default, does not quantize weights.
+            cache: ``"in_place"``, the default, for keys and values that are the state of the model, or, if OpenVINO
+                would copy the state or the replay fails, for ``"returned"``: a file that takes and returns them.
 
         Returns:
             The report: one result per case.
@@ -303,28 +320,3 @@ def finish(source: Source, report: ExportReport, path: pathlib.Path | None = Non
     exported = ExportedModel(source.traced.program, report, path, options_in_use())
     exported._source = source
     return exported
-
-
-# Return a program as the class that ``transformers.exporters`` returns.
-
-
-def to_hf_exporter(program: ExportedProgram, example: Example) -> Any:
-    """Return a program as a ``transformers.exporters.ExportedModel``."""
-    if example.args:
-        raise InvalidArgumentError(
-            "to_transformers: transformers' exporters call a program by keyword, but this program takes "
-            'positional arguments. Export again with kwargs:\n    export_program(module, (), {"input_ids": input_ids})'
-        )
-    try:
-        from transformers.exporters.base import ExportedComponent, ExportedModel
-        from transformers.exporters.configs import ExportFormat
-        from transformers.exporters.metadata import build_export_metadata
-    except ImportError as error:
-        raise MissingDependencyError(
-            "to_transformers needs the exporters of transformers 5.23 or later, which the installed transformers "
-            "lacks:\n    pip install 'transformers>=5.23'"
-        ) from error
-    with register_flattening_functions(**options_in_use()):
-        metadata = build_export_metadata(example.module, example.kwargs, program, ["torch"])
-    component = ExportedComponent(program, metadata)
-    return ExportedModel({"model": component}, ExportFormat.DYNAMO, config=getattr(example.module, "config", None))

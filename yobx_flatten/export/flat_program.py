@@ -1,14 +1,12 @@
-"""Convert a program to one that takes and returns a flat list of tensors, for other runtimes.
+"""Convert a program to a program that takes and returns a flat list of tensors, without a new trace of the module.
 
-Operators that other runtimes lack are decomposed.
-Constants among the leaves (``None``, a fixed number) are part of the graph already; the module is not traced again.
+Constants among the inputs and outputs (``None``, a fixed number) are part of the graph already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import importlib.metadata
 import logging
 import operator
@@ -35,13 +33,12 @@ _MADE_BY = ("torch", "transformers")
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
     """Return a program with the same graph whose inputs are all tensors. Call it in the registration ``with`` block."""
-    # program: what `torch.export` returned; it is not changed
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
     for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
         if entry.kind is InputKind.USER_INPUT and isinstance(entry.arg, ConstantArgument):
             module.graph.erase_node(node)
-        else:  # a copy gives nodes that are called as a function of Python (`input`) another name
+        else:  # a copied graph renames nodes whose name is a Python builtin (`input`)
             inputs.append(replace(entry, arg=replace(entry.arg, name=node.name)))
     _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
     last = module.graph.output_node()
@@ -68,20 +65,15 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
     return changed_program(program, module, **parts)
 
 
-_PARTS = ("state_dict", "range_constraints", "module_call_graph", "example_inputs", "constants", "verifiers")
-
-
 def changed_program(program: ExportedProgram, module: torch.fx.GraphModule, **parts: Any) -> ExportedProgram:
-    """Return a program with another graph, or other parts of the given names."""
-    kept = {name: getattr(program, name) for name in ("graph_signature", *_PARTS)}
+    """Return a copy of a program with another graph, and with ``parts`` instead of its attributes of these names."""
+    names = ("graph_signature", "state_dict", "range_constraints", "module_call_graph")
+    kept = {name: getattr(program, name) for name in (*names, "example_inputs", "constants", "verifiers")}
     return ExportedProgram(root=module, graph=module.graph, **{**kept, **parts})
 
 
 def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
-    """Make a graph write to copies of its inputs, since the tensors belong to the caller; a file returns the changes.
-
-    States of transformers are changed in place, and code of AOTInductor would write them back.
-    """
+    """Make a graph write to copies of its inputs, since the inputs belong to the caller; a file returns the changes."""
     for node in module.graph.find_nodes(op="placeholder"):
         reached, written = {node}, False
         for user in module.graph.nodes:  # in order: views of views come after their base
@@ -91,7 +83,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
                 if argument.alias_info is not None and value in reached:
                     reached.add(user)
                     written |= argument.alias_info.is_write
-        # states of the program are its own, and may be written to
+        # a program may write to its own buffers
         if written and node.name in inputs:
             with module.graph.inserting_after(node):
                 copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -115,7 +107,7 @@ def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     """Return the names, dtypes and sizes of the inputs and outputs that the file of a program has."""
-    # versions: libraries, in addition to torch and transformers, whose versions are stored; none by default
+    # versions: libraries, in addition to torch and transformers, whose versions are stored
     program = traced.program
     by_argument = names_by_argument(traced)
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
@@ -142,7 +134,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
 
 
 def names_by_argument(traced: Traced) -> dict[str, str]:
-    """The names of the inputs, by those of the arguments of the graph."""
+    """Return the names of the inputs by the names of the graph's arguments."""
     arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return dict(zip(arguments, traced.input_names, strict=True))
 
@@ -151,7 +143,7 @@ _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "sl
 
 
 def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of rows of the table in which an input is looked up, by name of the input."""
+    """Return the number of rows of the embedding table that an input indexes, by name of the input."""
     found: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
         table, given = node.args[:2]
@@ -169,10 +161,8 @@ _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 
 def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
-    """The sizes of axes that are read entry by entry, by name of the input and axis, as many as another input has.
-
-    A mask is read at the numbers of the rows of tokens. torch refuses one of fewer rows, and OpenVINO returns numbers.
-    """
+    """Return the size ``n`` of each input axis that the graph indexes with ``arange(n)``, by input and axis."""
+    # A mask is indexed with the row numbers of the tokens. With too few rows torch fails, but OpenVINO returns values.
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
         read, places = node.all_input_nodes[0], node.args[1]
@@ -181,14 +171,14 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
             count = _length_of_range(place)
             for origin in inputs if count is not None else ():
                 own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
-                # a size that is a single symbol: for expressions it is not known which input is too short
+                # only a size that is a single symbol: of an expression it is unknown which input is too short
                 if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
                     found[names[origin.name], axis] = _size(count)
     return found
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The producers that determine a tensor's axes; most have the same length, since a mask may cover an image."""
+    """Yield the nodes that a tensor was made of by operators that keep its axes; a concatenation has several."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node
@@ -198,7 +188,7 @@ def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _name(node: torch.fx.Node) -> str:
-    """Return the name of a node's operator without its overload; empty if it is not an operator."""
+    """Return the name of a node's operator without its overload; ``""`` if the node calls no operator."""
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
 
@@ -208,7 +198,7 @@ def _length_of_range(place: Any) -> Any:
     if not isinstance(place, torch.fx.Node):
         return None
     entries = place.meta["val"].numel()
-    # a range is given axes to meet those of other indices; its entries stay
+    # a reshaped range still has the same entries
     while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
         place = place.args[0]
     if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
@@ -217,7 +207,7 @@ def _length_of_range(place: Any) -> Any:
 
 
 def _size(size: Any) -> Size:
-    """Return a size as a sum of multiples of other sizes; empty for any other expression."""
+    """Return a size as a sum of multiples of other sizes; ``None`` for any other expression."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
@@ -241,7 +231,7 @@ _ASSERTIONS = {
     _ATEN._assert_scalar.default,
     _ATEN._assert_tensor_metadata.default,
 }
-# a trace of a program writes these by its sizes, and torch.vmap, torch.func by what they do
+# a new trace of the program replaces these operators, and functions of torch.vmap and torch.func, by others
 _GONE_WHEN_TRACED = {_ATEN.sym_numel.default, _ATEN.sym_stride.int, _ATEN.sym_storage_offset.default}
 _TRANSFORMS = "torch._functorch."
 _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
@@ -249,25 +239,24 @@ _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other
 
 # Decompose only the operators that have no translation, one by one.
 #
-# `ExportedProgram.run_decompositions` traces the whole program again, whatever is to be decomposed, which takes as long
-# as the first trace. In a program that writes to nothing each node stands for itself: a node that has to be decomposed
-# is traced alone, and all others are taken over.
+# `ExportedProgram.run_decompositions` always traces the whole program again, which takes as long as the first trace.
+# In a program that writes to no tensor, each node depends only on its arguments: a node that has to be decomposed is
+# traced alone, and all other nodes are copied.
 
 
 def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
     """Return the result of ``program.run_decompositions(table)``, without assertions and redundant copies."""
-    # program: the program; it stays as it is, and its weights are shared
-    # returns: `None` for a program that has to be traced again as a whole: one with branches, or that writes to its
-    # inputs or to its state
+    # returns: `None` for a program that has to be traced again as a whole, because it has branches, or writes to its
+    # inputs or state
     try:
         from ..private_names.of_torch import check_valid_to_preserve, is_composite
-    except ImportError:  # of another torch
+    except ImportError:  # the installed torch lacks these private functions
         return None
 
     def is_kept(target: Any) -> bool:
         if target in table:
             return False
-        # torch decomposes what may return its own argument even if it is translated: those translations are untested
+        # torch decomposes operators that may return their argument, even translated ones: the translations are untested
         return target is _ATEN.contiguous.default or not is_composite(target) or bool(check_valid_to_preserve(target))
 
     signature = program.graph_signature
@@ -288,7 +277,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
             if done is None:
                 return None
             if node.op == "placeholder":
-                done.name = node.name  # the signature's name, which a copy does not keep if it is one of Python's own
+                done.name = node.name  # a copy renames a node whose name is a Python builtin
             copied[node] = done
     graph.eliminate_dead_code()
     result = copy.copy(program)
@@ -301,7 +290,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
 
 
 def _stands_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is a function of its arguments, and no later node writes to its result."""
+    """Return whether a node depends only on its arguments, and writes to no tensor."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -313,11 +302,10 @@ def _stands_alone(node: torch.fx.Node) -> bool:
 
 
 def _renamed(spec: OutputSpec, named: Mapping[str, str]) -> OutputSpec:
-    """An output that is now computed by another node."""
     name = getattr(spec.arg, "name", None)
     if name is None or isinstance(spec.arg, ConstantArgument) or name not in named:
         return spec
-    return dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=named[name]))
+    return replace(spec, arg=replace(spec.arg, name=named[name]))
 
 
 def _converted(
@@ -327,12 +315,12 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Return the corresponding node of the new graph; ``None`` if there is none."""
+    """Return the node of the new graph that replaces a node; ``None`` if the node cannot be converted alone."""
     target = node.target
     if target in _CASTS and _same_type(node):
         return copied[node.args[0]]  # type: ignore[index] # the tensor, a node
     if target is _ATEN.reshape.default:
-        # a view that may copy; of the two, only the translation of a view takes sizes of 0
+        # only the ONNX translation of `view` accepts sizes of 0
         copy_of = graph.node_copy(node, copied.__getitem__)
         copy_of.target = _ATEN.view.default
         return copy_of
@@ -378,7 +366,7 @@ def _traced_alone(
         elif part.op == "output":
             return torch.fx.node.map_arg(part.args[0], inner.__getitem__)
         elif part.op != "call_function" or not _stands_alone(part):
-            return None  # a constant, or an operator that writes
+            return None  # a constant, or an operator that writes to a tensor
         elif part.target not in _ASSERTIONS:
             inner[part] = graph.node_copy(part, inner.__getitem__)
             inner[part].meta = {**node.meta, **part.meta}

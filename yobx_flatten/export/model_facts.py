@@ -18,13 +18,13 @@ class ModelFacts:
     """Facts about a module for the checks before an export."""
 
     name: str  # of its class
-    weight_bytes: int  # of parameters and buffers, what is tied counted once
+    weight_bytes: int  # of parameters and buffers; tied weights count once
     layer_bytes: int  # largest layer whose weights are read when it is called; 0 if all are in memory
     types: tuple[str, ...]  # of parameters and buffers, such as `"float32"`
     kernel_types: tuple[str, ...]  # of floating-point parameters, which a runtime needs kernels for
-    matrix_types: tuple[str, ...]  # of parameters that may be stored in fewer bits
-    projected: int  # number of weights in projections
-    projected_bytes: int  # bytes of those of them that are not also tables of embeddings
+    matrix_types: tuple[str, ...]  # of parameters that can be quantized
+    projected: int  # number of weights in linear layers
+    projected_bytes: int  # bytes of the weights of linear layers that are not also embedding tables
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModelFacts:
@@ -40,7 +40,7 @@ class ModelFacts:
             layer_bytes=largest_layer(module),
             types=_types((*module.parameters(), *module.buffers())),
             kernel_types=_types(weight for weight in module.parameters() if weight.is_floating_point()),
-            # those that products may use: all that are not only embeddings
+            # all matrices that a product may use, so all that are not only embedding tables
             matrix_types=_types(one for one in matrices if id(one) not in tables or id(one) in projections),
             projected=sum(weight.numel() for weight in stored),
             projected_bytes=sum(weight.numel() * weight.element_size() for weight in alone),
@@ -49,11 +49,6 @@ class ModelFacts:
     def bytes_in(self, bits: int) -> int:
         """Return how many bytes the weights take if the linear layers are quantized to ``bits`` bits."""
         return self.weight_bytes - self.projected_bytes + self.projected * bits // 8
-
-    @property
-    def is_in_half(self) -> bool:
-        """Whether some weights have half precision."""
-        return not {"float16", "bfloat16"}.isdisjoint(self.types)
 
 
 def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[str, ...]:
@@ -72,7 +67,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
     for tensor in (*module.parameters(), *module.buffers()):
         place, size = id(tensor), tensor.numel() * tensor.element_size()
         if not (isinstance(tensor, FakeTensor) or tensor.is_meta):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # of a tensor without plain memory
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # some tensor subclasses have no storage
                 storage = tensor.untyped_storage()
                 place, size = storage.data_ptr() or place, storage.nbytes()
         found[place] = size
@@ -102,4 +97,4 @@ def memory_available() -> int:
         held = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
     except (OSError, ValueError):  # no such file, or "max"
         return available
-    return min(available, most - now + int(held.get("file", 0)))  # the page cache of files can be freed
+    return min(available, most - now + int(held.get("file", 0)))  # Linux frees the page cache of files if needed

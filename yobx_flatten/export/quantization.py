@@ -1,4 +1,4 @@
-"""Options of quantisation, checked before anything is traced."""
+"""The options of quantization, which are checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors.failures import first_line
 from .model_facts import ModelFacts
 
 WeightBits = Literal["int8", "int4", "keep"]
-"""``"keep"`` rounds nothing: weights made of integers with scales are stored as these integers, others unchanged."""
+"""``"keep"`` rounds nothing: weights that are integers times scales are stored as integers, all others unchanged."""
 
 Activations = Literal["auto", "float", "int8", "split", "token"]
 """Precision of activations that are multiplied with quantized weights."""
@@ -48,27 +48,26 @@ class Quantization:
     """How weights of linear layers are quantized, and how far the outputs may then be from the model's.
 
     Attributes:
-        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are made of integers
-            with scales already, as those of a GGUF, are stored as these, without rounding them again, where they have
-            as many bits or fewer; ``"keep"`` stores them so, and all others as they are.
-        block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. Larger
-            blocks are further from the model, the file is smaller, and a token takes less time. ExecuTorch has no
-            blocks of 16; OpenVINO and ExecuTorch store int8 with one scale for each output.
+        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are integers times
+            scales already, such as the weights of a GGUF file, are not rounded again if their integers have at most as
+            many bits. ``"keep"`` stores only such weights as integers, and all others unchanged.
+        block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
+            larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
+            16; OpenVINO and ExecuTorch store int8 with one scale for each output.
         perplexity_ratio: largest perplexity of the file, relative to the model's; ``None``, the default, for 1.01 with
             int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
             the text that the model itself would write, see :class:`.quality.Quality`.
-        calibration: a text that matrices are rounded by, int64 of shape (texts, length), without padding:
-            each weight compensates the errors of those before it, as far as the text shows their inputs going
-            together. ``None``, the default, for ``tokens``; without either, weights are rounded to nearest.
-        activations: precision of what is multiplied with these weights. ``"int8"`` rounds it to 8 bits, in blocks;
-            ``"split"`` rounds small numbers, and multiplies channels that are large for all tokens in float;
-            ``"float"`` rounds nothing, and a token takes up to twice as long. ``"auto"``, the default, does not round
-            where that costs a language model more than the rounding of its weights; it splits where that is near
-            enough. ``"token"``, with int8 and weights in
-            float32, rounds what is multiplied with one scale for each token, and weights with one for each output:
-            the fastest for encoders, which read many tokens at once, and what ``"auto"`` takes for those whose text is
-            known (``calibration``), where it is near enough.
+        calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
+            each weight compensates the rounding errors of earlier weights whose inputs are correlated in this text.
+            ``None``, the default, for ``tokens``; without both texts, weights are rounded to nearest.
+        activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes them
+            in blocks. ``"split"`` quantizes small values, and multiplies large values separately, in float or in a
+            second 8-bit part. ``"float"`` does not quantize them, and a token takes up to twice as long. ``"token"``,
+            for int8 and float32 weights, has one scale for each token and one for each output of a matrix, which is
+            the fastest for encoders. ``"auto"``, the default, is ``"int8"``, unless the error of a language model would
+            then be larger than the error from its weights; then ``"split"`` if that is accurate enough, else
+            ``"float"``. For an encoder with a ``calibration`` text, it is ``"token"`` if that is accurate enough.
 
     Raises:
         InvalidArgumentError: when a value is not one of these.
@@ -134,7 +133,7 @@ class Quantization:
 
         Args:
             bits: bits of the matrix, 4 or 8.
-            rows: number of its inputs.
+            rows: number of inputs of the matrix.
         """
         is_wide = bits == 8 and self.bits == 4 and rows % _WIDE_BLOCK == 0
         return max(_WIDE_BLOCK, self.block_size) if is_wide else self.block_size
@@ -160,7 +159,6 @@ def choose_quantization(
     quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
     """Return the requested quantization after a check; ``None`` if the weights are not quantized."""
-    # runtime: the library that runs the file, `"onnxruntime"` by default
     if quantize is None:
         return None
     given: Any = quantize

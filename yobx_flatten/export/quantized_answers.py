@@ -1,4 +1,4 @@
-"""Measure how far a quantised file is from the model: on the replayed cases, and on a text."""
+"""Measure how far a quantized file is from the model, and choose the bits of each matrix by this measurement."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
     """Return how far the outputs of a file are from the module's. Call it in the registration ``with`` block."""
-    # block_size: number of weights that share a scale, as the quality states it
-    # known: what the model makes of the text, filled by a first call for others; `None`, the default, for one call
+    # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
     for case in source.cases:
@@ -52,21 +51,20 @@ def measure(
         if expected_scores is not None:
             distance.add_text_scores(expected_scores, found)
         distance.add_text(losses, text_losses(found, kwargs["input_ids"]))
-        del found  # before the next call makes its own
+        del found  # frees the logits before the next call allocates new ones
     return distance.quality(quantization.weights, block_size, quantization.allowed)
 
 
 def read_by_model(
     module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor, written: Collection[str] = ()
 ) -> list[Texts]:
-    """Return losses and scores of the model on a text."""
-    # kwargs: its example; each call has as many rows
+    """Return losses and scores of the model on a text, read in calls with as many rows as the example ``kwargs``."""
     found: list[Texts] = []
     kept, texts = 0, tokens.split(len(kwargs["input_ids"]))
     for case, read in zip(text_cases(module, kwargs, tokens), texts, strict=True):
         ((kwargs, eager, _),) = eager_steps(module, case, written)
         scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
-        fits = kept + scores.numel() <= _SCORES  # those of a long text are larger than the model
+        fits = kept + scores.numel() <= _SCORES  # the logits of a long text are larger than the model
         kept += scores.numel() if fits else 0
         found.append((dict(kwargs), read, text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
     return found
@@ -77,7 +75,6 @@ def from_the_start(
 ) -> dict[str, torch.Tensor] | None:
     """Return the inputs of one call with all tokens; ``None`` if the file has other inputs than tokens, mask, cache."""
     # feeds: inputs by name, with the first token in the cache
-    # tokens: the text, int64 of shape (rows, length)
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
     found = {slot.port.name: slot.port for slot in slots}
@@ -104,10 +101,10 @@ def from_the_start(
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
     """Return a file's logits for all tokens of a text except the first, which the file also reads if it can."""
-    # feeds: inputs by name, with the first token in the cache, as the model has read it
+    # feeds: inputs by name, with the first token in the cache
     given = {name: feeds[name] for name in runner.ports}
     whole = None
-    if tokens is not None and runner.runtime == "onnxruntime":  # files of others do not take an empty cache
+    if tokens is not None and runner.runtime == "onnxruntime":  # files of other runtimes do not accept an empty cache
         whole = from_the_start(given, runner.slots, tokens)
     found: torch.Tensor
     if whole is not None:
@@ -140,7 +137,7 @@ def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> RoundingCalls | None:
     """Return the model calls that calibrate the rounding of matrices; ``None`` without a calibration text."""
-    # at_most: so many texts and tokens of each; `None`, the default, for all
+    # at_most: the largest number of texts, and of tokens of each text; `None` for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
         return None
@@ -182,8 +179,7 @@ def check_text(example: Example, quantization: Quantization | None) -> None:
 
 def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
     """Return calls that read a text: the first token of the text is in the cache, and all others are new."""
-    # kwargs: its example; each call has as many rows
-    # tokens: the text, int64 of shape (texts, length)
+    # kwargs: the example inputs; each call has as many rows
     decoder = module if isinstance(module, SlidingDecoder) else None
     like = None if decoder else kwargs
     rows = kwargs["input_ids"].shape[0]
@@ -201,29 +197,28 @@ Bits = Mapping[str, int]
 _WIDER = {4: 8, 8: 32}
 
 
-# Choose how many bits each matrix gets, so that a quantised file predicts a text nearly as well as the model.
+# Choose how many bits each matrix gets, so that a quantized file predicts a text nearly as well as the model.
 #
 #     all in 4 bits ── within the ratio? ── yes ──> done
-#           │ no, or less than 19 of 20 greedy tokens are the model's: the head in 8 bits
-#     one role after the other in 8 bits: what does each bring, for each byte?
+#           │ no, or less than 19 of 20 greedy tokens equal the model's: the head in 8 bits
+#     measure each role alone in 8 bits: how much closer is the file to the model, for each byte?
 #           │
 #     the head, then the best role, then the next ... ── within the ratio? ── yes ──> done
 #           │ all are in 8 bits
 #     the same from 8 bits to float, for less than half of the weights
 #
-# A role is what all layers have once: `model.layers.*.mlp.down_proj`.
+# A role is a matrix that each layer has once, such as `model.layers.*.mlp.down_proj`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
     """Matrices with the same function in each layer, such as all query projections."""
 
-    name: str  # their common name
-    count: int  # how many there are
-    size: int  # number of their weights
-    is_last: bool  # whether the last product of the graph is among them: the head
-    # bits of the integers that they are made of, with which nothing is lost; 32, the default, without any
-    exact: int = 32
+    name: str  # the common name of the matrices
+    count: int  # number of matrices
+    size: int  # number of weights in all matrices
+    is_last: bool  # whether the last product of the graph, the head, is one of them
+    exact: int = 32  # with this number of bits the matrices lose nothing; 32 if they are not integers times scales
 
 
 class Budget:
@@ -233,7 +228,7 @@ class Budget:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Return the first choice of bits within the allowed ratio, and its measurement; if there is none, the last."""
+        """Return the first choice of bits within the allowed ratio, else the last choice, and its measurement."""
         bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
@@ -247,7 +242,7 @@ class Budget:
                 if bits[name] >= _WIDER[width]:
                     continue
                 wider = {**bits, name: _WIDER[width]}
-                if self._full(wider) > 0.5:  # such a file is not a quantised one
+                if self._full(wider) > 0.5:  # a file with most weights in float is not a quantized file
                     continue
                 bits = wider
                 quality = self._measure(bits)
@@ -270,7 +265,7 @@ class Budget:
 
     @staticmethod
     def is_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
-        """Return whether every matrix consists of integers of at most these bits, so that nothing is lost."""
+        """Return whether every matrix consists of integers of at most these bits, so that no weight is rounded."""
         return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
     @staticmethod
@@ -279,12 +274,12 @@ class Budget:
         return quality.is_close if width == 4 else quality.ok
 
     def _full(self, bits: Bits) -> float:
-        """The share of weights that stay in float."""
+        """Return the share of weights that stay in float."""
         sizes = {name: role.size for name, role in self._roles.items()}
         return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """Return the head first, then the roles by the improvement that more bits bring per byte."""
+        """Yield the head first, then the other roles, those with the largest improvement per byte first."""
         lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
         rest = [role for role in lossy if not role.is_last]
         yield from (role.name for role in lossy if role.is_last)

@@ -1,4 +1,4 @@
-"""A checked program: next to its module, with the cases that it passed; all files are written from it.
+"""Check a program on test cases; the files of all runtimes are written from the result, a ``Source``.
 
 .. code-block:: text
 
@@ -43,10 +43,9 @@ logger = logging.getLogger("yobx_flatten")
 class Allowed:
     """Allowed differences of outputs, for a program and the files of all runtimes."""
 
-    tolerance: float  # largest absolute difference of an output that is not measured
-    measures: bool = False  # whether the cost of the type of the weights is measured
-    # whether it is measured where a case differs by more than the tolerance, which float32 seldom does
-    measures_failures: bool = False
+    tolerance: float  # largest absolute difference of an output whose rounding error was not measured
+    measures: bool = False  # whether the rounding error of the weights' dtype is measured for each case
+    measures_failures: bool = False  # whether it is measured for cases that differ by more than the tolerance
 
     @staticmethod
     def of(facts: ModelFacts, asked: object) -> Allowed:
@@ -55,11 +54,12 @@ class Allowed:
             if not isinstance(asked, int | float) or not asked >= 0:
                 raise InvalidArgumentError(f"tolerance must be None or a number of 0 or more, found {asked!r}.")
             return Allowed(asked)
-        return Allowed(tolerance("file", *facts.types), facts.is_in_half, {*facts.kernel_types} <= {"float32"})
+        has_half = not {"float16", "bfloat16"}.isdisjoint(facts.types)
+        return Allowed(tolerance("file", *facts.types), has_half, {*facts.kernel_types} <= {"float32"})
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
         """Add the error of the weights' dtype to the allowed difference, or note why it cannot be measured."""
-        # known: a yardstick of the same module, whose measurements are taken; `None`, the default, for none
+        # known: earlier measurements, which are reused if they are of the same module
         if report.proof == "none" or example.no_data:
             return
         module = example.module
@@ -83,10 +83,10 @@ class Asked:
     """The checks that a caller asked for."""
 
     facts: ModelFacts  # the module
-    cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for other sizes of it
-    steps: int  # calls of each case that is made here
+    cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for generated cases
+    steps: int  # number of calls of each generated case
     proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
-    allowed: Allowed  # what outputs may differ by
+    allowed: Allowed
 
     @classmethod
     def of(
@@ -106,23 +106,20 @@ class Asked:
 class Source:
     """A traced program and the module that its files are compared with."""
 
-    facts: ModelFacts  # the module
-    example: Example  # the module with its arguments
-    traced: Traced  # the program
-    cases: Sequence[Case]  # what is replayed
-    allowed: Allowed  # what outputs may differ by from the module
-    proof: str  # what is replayed, for the report
-    # whether the program was handed over, so that files are made of it as it is; `False` by default
-    is_given: bool = False
-    yardstick: Yardstick | None = None  # earlier measurements of the program; `None`, the default, for none
-    adapters: Sequence[Adapter] = ()  # additional cases for the file; none by default
-    # further cases, of other sizes and values; quantized files are measured without them. None by default
-    varied: Sequence[Case] = ()
+    facts: ModelFacts
+    example: Example
+    traced: Traced
+    cases: Sequence[Case]
+    allowed: Allowed
+    proof: str  # how much is replayed, for the report
+    is_given: bool = False  # whether the caller passed the program, so that files are made of it without a new trace
+    yardstick: Yardstick | None = None  # measured rounding errors of the module
+    adapters: Sequence[Adapter] = ()  # adapters that the file is also replayed with
+    varied: Sequence[Case] = ()  # cases of other sizes and values; quantized files are measured without these cases
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
     """Trace an example, and add facts about the program to the report."""
-    # strict: as for `torch.export.export`; `False` by default
     with report.timed("trace"):
         traced = trace(example, strict=strict)
     noted(example, traced, report)
@@ -149,10 +146,10 @@ def prove(
     runs: bool = True,
 ) -> Source:
     """Choose the test cases of a program and run them, if checks are on. Call it in the registration ``with`` block."""
-    # only_fitting: whether cases of other sizes than the program takes are left out; those of the caller never are
-    # runs: whether the program is replayed, and not a file of it alone; `True` by default
+    # only_fitting: whether generated cases whose sizes the program refuses are left out
+    # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs
-    # before anything is replayed, since the cost of half precision is what a result is judged by
+    # before the replay, which compares differences with the measured error of half precision
     asked.allowed.measure(report, example, traced)
     with report.timed("replay"), calm():
         cases = _cases_of(example, asked, report)
@@ -168,7 +165,7 @@ def prove(
 
 
 def _varied_of(example: Example, traced: Traced, asked: Asked, report: ExportReport) -> list[Case]:
-    """Return cases of other sizes and values, for modules without given cases that are not language models."""
+    """Return cases of other sizes and values, if the caller passed no cases and the module is no language model."""
     if asked.cases is not None or not example.why_not:
         return []
     is_free = asked.allowed.measures_failures or asked.allowed.measures
@@ -187,7 +184,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
         if found.error is None:
             kept.append(case)
             _add(found, report)
-        elif case.name != INFINITIES:  # the call itself ends in an error
+        elif case.name != INFINITIES:
             reason = " ".join(found.error.split())[:200]
             report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
     return kept
@@ -202,7 +199,7 @@ def replay_cases(
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
-    """Add a result to the report: as a case, or as a note if it may differ."""
+    """Add a result to the report: as a case, or as a note if only infinite inputs cause the difference."""
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
         return
@@ -214,8 +211,7 @@ def _add(found: CaseResult, report: ExportReport) -> None:
 def _result(
     side: Side, example: Example, traced: Traced, case: Case, report: ExportReport, *, is_varied: bool
 ) -> CaseResult:
-    """Replay one case."""
-    # is_varied: whether it was made here of the example, and may be where the module rounds
+    # is_varied: whether the case was generated from the example, so that rounding of its inputs may explain differences
     logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
     with report.timed("replay"):
         allowed = report.explained(case)
@@ -254,7 +250,7 @@ def replay_file(
     why_not: Callable[[FlattenError], str] = first_line,
 ) -> None:
     """Load a file and run the test cases with it; if it cannot be loaded, one result has the reason."""
-    # why_not: returns what the report states of an error of `load`; its first line by default
+    # why_not: returns the text for the report if `load` raises an error
     if not source.cases:
         return
     try:
@@ -267,7 +263,7 @@ def replay_file(
     refused: dict[str, str] = {}
     for case, side in itertools.product([] if report.failed() else source.varied, sides):
         found = _result(side, source.example, source.traced, case, report, is_varied=True)
-        if MISFIT in (found.error or ""):  # a conversion fixed sizes that the program takes
+        if MISFIT in (found.error or ""):  # the conversion fixed sizes that vary in the program
             refused[case.name] = str(found.error).partition(f"{MISFIT}: ")[2]
         else:
             _add(found, report)
@@ -280,14 +276,14 @@ def replay_file(
 
 
 def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case]:
-    """The example, and the requested cases, or those of other sizes."""
+    """Return the example as a case, and the cases of the caller, or generated cases of other sizes."""
     if asked.proof == "none":
         return []
     if example.no_data:
         report.remark(f"nothing was replayed, since {example.no_data}.")
         return []
     is_sample = asked.proof == "sample"
-    steps = min(asked.steps, 2) if is_sample else asked.steps  # the second call gets the cache of the first
+    steps = min(asked.steps, 2) if is_sample else asked.steps  # the second call gets the cache of the first call
     if asked.cases is None:
         others, remarks = example.other_cases(steps, only_largest=is_sample)
         report.remark(*remarks)
@@ -311,13 +307,13 @@ def left_out(count: int) -> list[str]:
 
 
 def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
-    """Return a note on sizes that the trace fixed; none if the model needs a fixed size."""
+    """Return a note on sizes that the trace fixed although the model accepts other sizes."""
     if example.shapes is None:
         return []
-    fixed: dict[int, dict[str, list[int]]] = {}  # by size: sizes that belong together change together
+    fixed: dict[int, dict[str, list[int]]] = {}  # by size, since axes of the same size have to change together
     for name, axis, size in _left_to_the_trace(example, traced.program):
         fixed.setdefault(size, {}).setdefault(name, []).append(axis)
-    # a mask may vary in the program, and the model still needs it to be as long as its tokens
+    # a mask may vary in the program although the model needs as many entries as there are tokens
     every = _of_each_size(example)
     taken = [
         (size, axes)
@@ -332,17 +328,17 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
 
 
 def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:
-    """Yield leaf, axis and size where the trace was to decide, and decided for the size of the example."""
+    """Yield name, axis and size of each axis with ``Dim.AUTO`` that the trace fixed."""
     inputs = dict(zip(example.names, traced_inputs(program), strict=True))
     for name, leaf, axis, dim in example.axes():
         value = inputs[name]
         is_fixed = isinstance(value, torch.Tensor) and not isinstance(value.shape[axis], torch.SymInt)
-        if is_fixed and dim == Dim.AUTO and leaf.shape[axis] > 1:  # sizes of 0 and 1 have their own note
+        if is_fixed and dim == Dim.AUTO and leaf.shape[axis] > 1:  # `make_example` notes sizes of 0 and 1
             yield name, axis, leaf.shape[axis]
 
 
 def _of_each_size(example: Example) -> dict[int, dict[str, list[int]]]:
-    """All axes that may vary, by their size."""
+    """Return the axes that may vary, by size and name of the input."""
     found: dict[int, dict[str, list[int]]] = {}
     for name, leaf, axis, _ in example.axes():
         found.setdefault(leaf.shape[axis], {}).setdefault(name, []).append(axis)

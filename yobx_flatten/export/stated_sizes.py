@@ -1,4 +1,4 @@
-"""Assert in the trace what the caller stated about sizes, so that programs and files check it.
+"""Assert in the trace the relations between sizes that the caller stated, so that programs and files check them.
 
 .. code-block:: text
 
@@ -16,7 +16,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -28,9 +28,6 @@ from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
 from ..trees.dynamic_specs import Stated
 from ..trees.naming import leaf_names
-
-if TYPE_CHECKING:
-    import sympy
 
 Place = tuple[str, int | None]
 """An axis of an input, as (name of the input, axis); the axis is ``None`` if the input itself is a number."""
@@ -48,7 +45,7 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
         if size.axis is None or size.variable is None or size.variable.name == "anon":
             continue
         name = size.variable.name
-        # two variables may have one name, and axes of one name are equal
+        # two variables may have the same name, but two axes with the same name have the same size
         same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
         found[leaves[size.leaf], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
     return found
@@ -66,7 +63,7 @@ def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, .
     leaves = leaf_names(inputs)
     places: dict[str, Place] = {}
     found: list[Expression] = []
-    # the first place of a variable is what its name stands for; all others are compared with it
+    # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size
     for size in stated.sizes:
         if size.variable is not None and str(size.expression) not in places:
             places[str(size.expression)] = (leaves[size.leaf], size.axis)
@@ -106,7 +103,6 @@ def asserted_in_forward(
     relations: Sequence[Relation],
 ) -> Iterator[None]:
     """In a ``with`` block, make ``forward`` first assert relations between sizes."""
-    # relations: what to assert; nothing changes without any, and without shapes that torch would find at `forward`
     original = module.forward
     if not relations and attached_spec(original) is None:
         yield
@@ -121,8 +117,8 @@ def asserted_in_forward(
             torch._check(check(leaves))
         return original(*given, **named)
 
-    forget_attached(forward)  # these are in dynamic_shapes now, and torch takes only one of the two
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # what inspect reads first
+    forget_attached(forward)  # torch refuses attached shapes next to dynamic_shapes, which contains them already
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # inspect reads it first
     with replaced_forward(module, forward):
         yield
 
@@ -141,7 +137,7 @@ _FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[str, int]) -> _Value:
-    """A function of the leaves that computes an expression."""
+    """Return a function that computes an expression from the leaves of the inputs."""
     if isinstance(found, tuple):
         function, parts = _FUNCTIONS[found[0]], [_check_of(part, places, numbers) for part in found[1:]]
         return lambda leaves: functools.reduce(function, [part(leaves) for part in parts])
@@ -155,7 +151,7 @@ def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[s
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of a module during a ``with`` block."""
-    held = module.__dict__  # past torch's __setattr__, which a class may have replaced
+    held = module.__dict__  # avoids `Module.__setattr__`, which a class may override
     before = {"forward": held["forward"]} if "forward" in held else {}
     held["forward"] = forward
     try:
@@ -165,7 +161,7 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
         held.update(before)
 
 
-_OPERATORS = {  # classes of sympy, and of torch for it
+_OPERATORS = {  # by the name of the class in sympy, or in torch.utils._sympy
     "Add": "+",
     "Mul": "*",
     "Max": "max",
@@ -185,7 +181,7 @@ _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
     """Return the size constraints of a program, including its guards."""
-    # sizes: the names of the sizes that a call shows; what depends on others is left out
+    # sizes: names of sizes that are the size of an input axis; constraints with other sizes are left out
     found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
     return tuple(
         one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
@@ -193,7 +189,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Yield the comparisons of an *and*, and of an *or* the one without symbols, all of which must hold."""
+    """Yield comparisons that all hold if an expression holds; an *or* becomes one equation."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
@@ -205,7 +201,7 @@ def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
 
 
 def _violation(expression: sympy.Basic) -> sympy.Expr:
-    """An expression that is 0 if a comparison holds, and positive otherwise."""
+    """Return an expression that is 0 if a comparison holds, and positive otherwise."""
     kind = type(expression).__name__
     if kind in ("And", "Or"):
         joined = sympy.Add if kind == "And" else sympy.Mul
@@ -224,9 +220,8 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     """Return sizes that the trace fixed without an assertion in the program.
 
-    torch cannot write a comparison with a rounded number into a graph, and leaves it out silently: of
-    ``int(x.shape[1] * 0.5)`` the program has the value of its example, and takes all other sizes. A comparison that
-    other sizes do not meet fixes those in it.
+    torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
+    ``int(x.shape[1] * 0.5)`` the program has the value of its example, but accepts all other sizes.
     """
     environment, sizes = environment_of(program), _sizes(program)
     examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
@@ -240,21 +235,21 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
 
 
 def _is_of_sizes(expression: sympy.Basic) -> bool:
-    """Whether a comparison, or several joined by *or*, *and*, *not*, are of sizes only: torch asserts those."""
+    """Return whether comparisons, joined by *or*, *and* or *not*, contain only sizes, so that torch asserts them."""
     if type(expression).__name__ in ("Or", "And", "Not"):
         return all(map(_is_of_sizes, expression.args))
     return as_expression(expression) is not None
 
 
 def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
-    """Whether a comparison that holds for the example does not hold for other sizes."""
+    """Return whether a comparison that holds for the example does not hold for some other sizes."""
     kind = type(expression).__name__
-    if kind == "Unequality":  # what torch asks of sizes of one, which are right
+    if kind == "Unequality":  # torch only excludes sizes of 1, which the program handles correctly
         return False
     for symbol in expression.free_symbols:
         size = examples[symbol]
         larger = [size + 1, size + 2, size + 3, 2 * size, 3 * size + 1, 10 * size]
-        # that something is large enough also decides on sizes of one
+        # smaller sizes are tried only for equations: an inequality may only exclude small sizes such as 1
         smaller = [size // 2, size - 2, size - 1] if kind == "Equality" else []
         for other in (*larger, *(one for one in smaller if one > 1)):
             sizes = {**examples, symbol: other}
@@ -265,10 +260,11 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
 
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
     """Return upper bounds of sizes, above which the model's code takes another branch."""
+    ranges = {place: program.range_constraints.get(size.node.expr) for place, size in _sizes(program).items()}
     return {
         place: int(known.upper)
-        for place, known in _ranges(program)
-        if isinstance(known.upper, sympy.Integer) and known.upper < _NO_LIMIT
+        for place, known in ranges.items()
+        if known is not None and isinstance(known.upper, sympy.Integer) and known.upper < _NO_LIMIT
     }
 
 
@@ -279,7 +275,7 @@ def asserts_values(program: ExportedProgram) -> bool:
 
 
 def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
-    """The sizes that are a symbol, by name of an input of the graph and axis."""
+    """Return the sizes that are a symbol, by graph input and axis."""
     found: dict[tuple[str, int], Any] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         value: Any = node.meta.get("val")
@@ -290,23 +286,15 @@ def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
     return found
 
 
-def _ranges(program: ExportedProgram) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Return the range of each size that has one."""
-    for place, size in _sizes(program).items():
-        known = program.range_constraints.get(size.node.expr)
-        if known is not None:
-            yield place, known
-
-
 def environment_of(program: ExportedProgram) -> Any:
-    """The symbolic sizes of a program in torch; ``None`` if all sizes are fixed."""
+    """Return the ``ShapeEnv`` of a program; ``None`` if all sizes are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in getattr(value, "shape", (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _in_graph(program: ExportedProgram) -> Iterator[Any]:
-    """The expressions that operators of a program assert."""
+    """Yield the expressions that operators of a program assert."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         asserted = getattr(node.args[0], "meta", {}).get("val")
         if isinstance(asserted, torch.SymBool):
@@ -316,7 +304,7 @@ def _in_graph(program: ExportedProgram) -> Iterator[Any]:
 def _asserted(program: ExportedProgram) -> Iterator[Any]:
     yield from _in_graph(program)
     environment = environment_of(program)
-    if environment is not None:  # of a trace that was not asked to assert them, and of decompositions for a file
+    if environment is not None:  # of a trace that defers no assertions, and of decompositions
         for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
             yield environment.replace(one.expr)
 

@@ -1,4 +1,4 @@
-"""Trace an example to a program with named inputs and outputs, and record what it does to its state."""
+"""Trace an example to a program with named inputs and outputs, and record the state that the program writes to."""
 
 from __future__ import annotations
 
@@ -47,30 +47,29 @@ logger = logging.getLogger("yobx_flatten")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A program."""
+    """A traced program, with facts about its inputs, outputs and state."""
 
-    program: ExportedProgram  # the `torch.export.ExportedProgram`
-    input_names: list[str]  # names of the inputs of its graph, in order
-    output_names: list[str]  # names of the outputs of its graph, in order
-    output_types: list[torch.dtype | None]  # dtypes of the inputs; `None` for inputs that are not tensors
-    written: Sequence[str]  # buffers and parameters that it writes to, of which it has its own
+    program: ExportedProgram
+    input_names: list[str]  # names of the inputs of the graph, in order
+    output_names: list[str]  # names of the outputs of the graph, in order
+    output_types: list[torch.dtype | None]  # dtypes of the outputs; `None` for outputs that are not tensors
+    written: Sequence[str]  # buffers and parameters that the program writes to; the program has its own copies
     drawing: Sequence[str]  # operators that draw random numbers
-    # what reads the weights that have no data in the program, by name
+    # functions that read the weights without data in the program, by name of the weight
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
-    left: Left | None = None  # outputs in addition to those of the module; `None`, the default, for none
-    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `.signature.Signature`; none by default
-    # the example's sizes, by name of the input and axis, that it was traced for and does not assert; see
-    # `.stated_sizes.unasserted_sizes`
+    left: Left | None = None  # changed arguments that the program returns in addition to the module's outputs
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `Signature.kept`
+    # sizes that the trace fixed without an assertion, by input and axis: see `stated_sizes.unasserted_sizes`
     unasserted: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
-    # such sizes that a second trace has fixed
+    # sizes that the first trace did not assert, and that a second trace has fixed
     fixed: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
-    # sizes that the model's code bounds, and the caller does not
+    # upper bounds that the model's code sets, and not the caller
     largest: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
-    # numbers, texts and enums of the inputs that it holds, and of the static parts of their classes; as text, by name
+    # numbers, texts and enums among the inputs that are fixed in the program, as text by name
     constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # the same among the outputs, as they are
+    # numbers, texts and enums among the outputs, by name
     constant_outputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    # whether it asserts equalities of numbers that values decide, which files have no assertions for
+    # whether the program asserts equalities of numbers that depend on tensor values, which files cannot assert
     asserts_values: bool = False
 
     @property
@@ -81,12 +80,12 @@ class Traced:
 
     @property
     def presents(self) -> dict[str, str]:
-        """The output that takes the place of each input of the cache in the next call."""
+        """The output that becomes a cache input of the next call, by name of this input."""
         pairs = {name: present_of(name) for name in self.input_names}
         return {name: present for name, present in pairs.items() if present in self.output_names}
 
     def check_cache_outputs(self, name: str) -> None:
-        """Refuse to make a file of a module that takes a cache and does not return it."""
+        """Refuse a file of a module that takes a cache and does not return the cache."""
         remedy = f"Return the cache as {CACHE!r}, or declare that no further call follows:\n    loop=False"
         check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
@@ -142,7 +141,7 @@ class Traced:
 
 
 def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
-    """The devices and types of the blocks of ``torch.autocast`` that change types in a program."""
+    """Return device and dtype of each enabled ``torch.autocast`` block in a program."""
     blocks = [node.args for node in program.graph.nodes if str(node.target) == "wrap_with_autocast"]
     found = [(str(device), dtype) for device, dtype, enabled, *_ in blocks if enabled]
     return list(dict.fromkeys(found))
@@ -150,38 +149,34 @@ def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
     """Trace the module of an example with ``torch.export``. Call it in the registration ``with`` block."""
-    # strict: as for `torch.export.export`; `False` by default
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)
     fixed: dict[Axis, int] = {}
     others = {place: size for place, size in unasserted.items() if place not in rows_of(example)}
-    if others and others != unasserted:  # where these are fixed, the batch may vary
+    if others and others != unasserted:  # if these sizes are fixed, the batch size may still vary
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         fewer = dataclasses.replace(example, shapes=narrowed(example, varying_axes(example) - others.keys()))
         program, left = _traced(fewer, strict)
         if not _unasserted(program, example.names):
             example, fixed, unasserted = fewer, others, {}
-    if unasserted:  # then the program has to: those sizes are fixed
+    if unasserted:  # a new trace asserts the sizes, which fixes them
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
         program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
         fixed = unasserted
     if example.bounds is not None:
-        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
+        example.bounds.check_program(example.inputs, example.shapes, program)
     return dataclasses.replace(described(program, example, left), fixed=fixed)
 
 
 def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
-    """The sizes that a program does not assert, by name of a leaf of its inputs."""
     return _by_leaf(unasserted_sizes(program), program, names)
 
 
 def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
-    """Return the largest sizes by name of an input leaf, except sizes that dynamic shapes or tables bound.
-
-    A model itself stops where its table of positions has no row.
-    """
+    """Return upper bounds of sizes by input and axis, except bounds from dynamic shapes, embeddings and buffers."""
+    # a model itself refuses positions that its table lacks
     tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
     stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
     stated |= {table.num_embeddings for table in tables}
@@ -193,7 +188,6 @@ def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int]
 def _by_leaf(
     found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
 ) -> dict[tuple[str, int], int]:
-    """Map facts about graph inputs to names of leaves."""
     leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
     by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
     return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
@@ -202,13 +196,13 @@ def _by_leaf(
 def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | None]:
     module = example.module
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
-    with raised_as(functools.partial(_explain, example)):  # of the model, or of torch
+    with raised_as(functools.partial(_explain, example)):
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
         asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
-        # a trace writes to tensors that are plain attributes, and leaves symbols in attributes
+        # a trace writes to tensors that are plain attributes, and stores symbols in attributes
         untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
-        # a strict trace reads no hooks
+        # a strict trace ignores forward hooks
         is_returned = example.loop and not strict
         left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
@@ -227,27 +221,31 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
     return program, None if watch is None else watch.left
 
 
-# torch's recurrent layers list their parameters in an attribute, which a trace replaces and puts back
+# torch's recurrent layers list their parameters in an attribute, which a trace replaces and restores
 _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
-    """Return a program as ``Traced``: name its inputs and outputs, and copy the state that it writes to."""
-    # program: the program; tensors of its state may be replaced
+    """Name the inputs and outputs of a program, and replace the state that the program writes to by copies."""
     module, signature = example.module, with_relative_origins(program).graph_signature
     check_static_parts(program)
     fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)
     own_written_state(program, written)
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    names, fixed_outputs = _in_graph(output_names(_returned(program), example.names), outputs)
+    values = _output_values(program, outputs)
+    returned = pytree.tree_unflatten(values, program.call_spec.out_spec)
+    names, fixed_outputs = _in_graph(output_names(returned, example.names), outputs)
+    of_graph = [
+        value for value, spec in zip(values, outputs, strict=True) if not isinstance(spec.arg, ConstantArgument)
+    ]
+    types = [getattr(value, "dtype", None) for value in of_graph]
     inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
     given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
     constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
     constants |= {name: text_of(value) for name, value in static_constants(example.inputs)}
     readers = streamed_readers(module)
     unasserted = _unasserted(program, example.names)
-    types = _types(program, outputs)
     largest = {} if example.bounds is not None else _largest(program, example)
     sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
     fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
@@ -256,7 +254,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """In a ``with`` block, hide torch's log of failing calls, since an error or a note here has the same content."""
+    """In a ``with`` block, hide torch's log of failed calls, which this package reports as an error or a note."""
     unwanted = {
         "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
         "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
@@ -268,19 +266,19 @@ def calm() -> Iterator[None]:
 
 
 class _WithoutGraphs(io.TextIOBase):
-    """A stream that drops the graph of a failed trace, which torch prints twice."""
+    """A stream that drops the graph of a failed trace, which torch prints."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._dropped = stream, False
 
     def write(self, text: str) -> int:
-        # print writes the end of the line by itself
+        # `print` writes the end of the line in a separate call
         is_end = self._dropped and text == "\n"
         self._dropped = text.lstrip().startswith(("def forward(self", "class GraphModule("))
         return len(text) if self._dropped or is_end else self._stream.write(text)
 
     def flush(self) -> None:
-        if not self._stream.closed:  # Python 3.13 flushes what it collects
+        if not self._stream.closed:  # Python 3.13 flushes objects that the garbage collector frees
             self._stream.flush()
 
 
@@ -289,8 +287,7 @@ def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
-    """Load the weights of a program that its module loads only when a layer is called; tied weights once."""
-    # program: the program; its state is changed in place
+    """Load, in place, the weights of a program that its module loads only when a layer is called."""
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():
         tensor = readers[name]()
@@ -299,7 +296,7 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
 
 
 def _explain(example: Example, error: BaseException) -> FlattenError | None:
-    """Return an explained error for an error of the trace that names neither place nor remedy."""
+    """Return an error with an explanation for a known error of a trace; ``None`` for all other errors."""
     module, inputs, message = example.module, example.inputs, str(error)
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
         text = explain_error(error, module).text.removesuffix(":")
@@ -328,16 +325,15 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
     return None
 
 
-def _returned(program: ExportedProgram) -> Any:
-    """Outputs of the module in the trace, as fake tensors: only their names are read."""
+def _output_values(program: ExportedProgram, specs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of the trace: fake tensors, symbols and constants."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    leaves = [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in outputs]
-    return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+    arguments = [spec.arg for spec in specs]
+    return [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in arguments]
 
 
 def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """The names of the leaves that are inputs or outputs of the graph, and the constants of the program by name."""
+    """Return the names of the leaves that are inputs or outputs of the graph, and the constant leaves by name."""
     if len(names) != len(specs):
         raise FlattenError(f"The program's signature has {len(specs)} entries for {len(names)} leaves: {names}.")
     rows = list(zip(names, specs, strict=True))
@@ -346,7 +342,7 @@ def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], di
 
 
 def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:
-    """For each argument, the inputs of the graph that its leaves are."""
+    """Return, for each argument, the names of the graph inputs of its leaves."""
     names = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
     found: dict[str, list[str]] = {}
     for name, spec in zip(names, specs, strict=True):
@@ -355,25 +351,15 @@ def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, l
     return found
 
 
-def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype | None]:
-    """The type of the elements of every output of the graph."""
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    names = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
-    return [getattr(values.get(name), "dtype", None) for name in names]
-
-
-# Trace a module with placeholders for weights that a trace cannot use directly.
-
-
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     """In a ``with`` block, use placeholders for the weights of a module that a trace cannot use directly."""
-    # leaves: those of the inputs. Where they are also on `meta`, weights on `meta` stay as they are.
+    # leaves: leaves of the inputs; if they are on `meta`, weights on `meta` are not replaced
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    made: dict[int, torch.Tensor | None] = {}  # what is tied stays tied
+    made: dict[int, torch.Tensor | None] = {}  # by id, so that tied weights have the same placeholder
     for owner in module.modules():
         tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for held in tables:
@@ -394,7 +380,7 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
     """Return the tensor to use in the trace; ``None`` to keep the original."""
-    # device: that of the inputs; `None` where they are on `meta`
+    # device: the device of the inputs; `None` if the inputs are on `meta`
     learns = tensor.requires_grad
     if device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
         with mode:
@@ -409,22 +395,21 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
 
 
 def _is_of_integers(tensor: torch.Tensor) -> bool:
-    """Return whether torchao dequantizes a weight, and multiplies it with inputs that are not rounded."""
+    """Return whether a weight is a torchao tensor of integers whose activations are not quantized."""
     kind: Any = type(tensor)
     wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
     rounds = ("activation_quantization", "act_quant_kwargs")
     return wraps and all(getattr(tensor, name, None) is None for name in rounds)
 
 
-# Name lines of code in a program relative to their package: a file is published, and its author's folders are not.
-
+# Write paths in a program relative to their package: a published file must not show the folders of its author.
 
 _FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
 _ORIGIN = "stack_trace"
 
 
 def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
-    """Shorten the paths in the metadata of a program's nodes, in place."""
+    """Shorten the source paths in the metadata of a program's nodes, in place."""
     for part in program.graph_module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
@@ -436,15 +421,12 @@ def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
 
 @functools.lru_cache(maxsize=4096)
 def _relative(name: str) -> str:
-    """The path of a file from the folder in which its package is."""
+    """Return the path of a source file relative to the folder that contains its package."""
     path = pathlib.Path(name)
     root = path.parent
     while (root / "__init__.py").is_file() and root.parent != root:
         root = root.parent
     return path.relative_to(root).as_posix()
-
-
-# Keep ``int(size)`` symbolic in a trace, which Python would fix to the size of the example.
 
 
 class _OfSizes(type):
@@ -476,23 +458,20 @@ class _Int(builtins.int, metaclass=_OfSizes):
 def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
     """In a ``with`` block, let ``int(size)`` in the code of the module keep a dynamic size dynamic in a trace.
 
-    The name is put next to that code, in the files of its classes; ``int`` of anything else is what it was, also for
-    other threads. Several traces may hold it at once.
+    Python would return the size of the example. The block defines a global name ``int`` in the Python modules that
+    define the classes of the module. This ``int`` treats all other arguments as Python's ``int`` does.
     """
     with contextlib.ExitStack() as stack:
         for name in sorted({type(owner).__module__ for owner in module.modules()}):
             found = vars(sys.modules.get(name, builtins))
             if name.startswith("torch.") or found.get("int", _Int) is not _Int:
-                continue  # a name of the file's own
+                continue  # the Python module defines its own `int`
             patch = _PATCHES.setdefault(id(found), AttributePatch(found, "int", _Int))
             stack.enter_context(patch)
         yield
 
 
 _PATCHES: dict[int, AttributePatch] = {}
-
-
-# The static parts of inputs and outputs: a program always has those of its example.
 
 
 def check_static_parts(program: ExportedProgram) -> None:
@@ -527,7 +506,7 @@ def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object]]:
     """Yield the numbers, texts and enums that objects of registered classes among the inputs hold as static data."""
-    node = None if is_cache(tree) else node_of(tree)  # what is static in a cache is how it is made
+    node = None if is_cache(tree) else node_of(tree)  # the static data of a cache is the configuration of its layers
     if node is None:
         return
     names = [f"{name}.{key_name(key)}" if name else key_name(key) for key in node.keys]
@@ -545,21 +524,20 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
 #     torch.cat([key_0, keys])            asserts key_0.shape[1] == 2
 #     scaled_dot_product_attention(...)   had s88 heads of keys, with 2 <= s88 <= 2; now it has 2
 #
-# `torch.export` narrows the range of such a symbol, and keeps the symbol. Translations to ONNX need the number: that of
-# attention divides by heads, that of an LSTM has the hidden size as an attribute.
+# `torch.export` narrows the range of such a symbol, but keeps the symbol. Translations to ONNX need the number: the
+# translation of attention divides by the number of heads, and an LSTM has the hidden size as an attribute.
 
 
 def write_single_values(program: ExportedProgram) -> None:
-    """Replace each symbolic size that can have only one value by that value. The program still checks the size."""
-    # program: changed in place
+    """Replace, in place, each symbolic size that has only one possible value. The program still checks the size."""
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
     environment = environment_of(program) if single else None
     if environment is None:
         return
-    # torch does so itself, but not while it defers assertions
+    # torch replaces such symbols itself, but not while it defers assertions
     environment.replacements.update({symbol: sympy.Integer(value) for symbol, value in single.items()})
     environment._update_version_counter()
-    if hasattr(environment, "_replacements_version_counter"):  # of torch 2.13, in addition
+    if hasattr(environment, "_replacements_version_counter"):  # since torch 2.13
         environment._replacements_version_counter += 1
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
@@ -577,7 +555,7 @@ def _with_numbers(value: PyTree) -> PyTree:
     if isinstance(value, torch.SymInt):
         return _number(value)
     if type(value) is not FakeTensor or value.layout is not torch.strided:
-        return value  # also what torch.vmap wraps, which takes no symbols
+        return value  # a tensor inside torch.vmap is also returned here; such tensors accept no symbols
     shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
     if all(new is old for new, old in zip((*shape, *stride), (*value.shape, *value.stride()), strict=True)):
         return value

@@ -1,12 +1,12 @@
-"""Cases with different sizes and values, for any module; the module itself decides which of them it accepts.
+"""Make test cases with other sizes and values, for any module; a call of the module shows which it accepts.
 
 .. code-block:: text
 
-    sizes that vary ──> larger ones, that meet what the program asserts ──┐
-                                                                          v
-    values ──> other signs         ──> accepted by the module? ──> a case, else a milder one, else a remark
-           ──> zeros, False, lowest integers, rows that see nothing
-           ──> large and small, highest integers
+    dynamic sizes ──> larger sizes that meet the assertions of the program ──┐
+                                                                             v
+    values ──> other signs         ──> does the module accept them? ──> a case, else milder values, else a remark
+           ──> zeros, False, lowest integers, rows with an empty mask
+           ──> large and small values, highest integers
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Varied:
 
 def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True) -> Varied:
     """Make test cases of other sizes and values that the module accepts. Call it in the registration ``with`` block."""
-    # only_largest: whether to make the first one only; `False` by default
-    # magnitudes: whether numbers may be larger than the example's, which costs digits; `True` by default
+    # only_largest: whether to make only the first case
+    # magnitudes: whether values may be larger than the example's, which increases rounding errors
     if example.no_data or traced.drawing:
         return Varied()
     try:
         signature = signature_of(traced)
-    except InvalidArgumentError:  # a number varies, and not a tensor
+    except InvalidArgumentError:  # an input that varies is a number
         return Varied(remarks=["other sizes and values were not tested, since an input that varies is a number."])
     found = tensors_of(example, signature)
     if not found or len(found) != len(signature.inputs):
@@ -76,11 +76,11 @@ def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False
 
 
 def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: float) -> dict[str, float]:
-    """Return for each output how much the module changes if the last digits of the inputs change.
+    """Return for each output how much the module's output changes if the last digits of the inputs change.
 
-    It is the tolerance at least, to the size of the output, which grows with the inputs.
-    Of what is rounded, sorted, or chosen of equals, no comparison shows more. Zeros stay zeros, since a module may have
-    one value there alone; but where it chooses of equals, each is another smallest number of its sign.
+    The result is at least the tolerance times the largest value of the output. Zeros among the inputs stay zeros, since
+    a module may treat zero specially. If the module chooses among equal values (``topk``, ``sort``), zeros become
+    different tiny numbers with the sign of the zero.
     """
     found: dict[str, float] = {}
     chooses = any(str(node.target).startswith(_OF_EQUALS) for node in traced.program.graph.nodes)
@@ -94,7 +94,7 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
             names = output_names(step.outputs, example.names)
             try:
                 apart = compare_outputs(step.outputs, other.outputs, names)
-            except ReplayError:  # of another size: nothing is allowed for that
+            except ReplayError:  # an output has another size, which rounding does not excuse
                 continue
             for name, leaf in zip(names, pytree.tree_leaves(step.outputs), strict=True):
                 rounding = _range_of(leaf, apart.get(name, 0.0))
@@ -103,7 +103,7 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
 
 
 def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
-    """An input with changed last digits; and with other zeros, if the module chooses among equals."""
+    """Return an input with changed last digits, and with tiny numbers for zeros if the module chooses among equals."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
         return leaf
     digit = 4 * torch.finfo(leaf.dtype).eps
@@ -117,7 +117,7 @@ def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
 
 
 def _largest(leaf: object) -> float:
-    """The largest finite number of an output of floating point."""
+    """Return the largest finite absolute value of a floating-point output; 0 for other outputs."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return 0.0
     finite = leaf[leaf.isfinite()]
@@ -125,7 +125,7 @@ def _largest(leaf: object) -> float:
 
 
 def _range_of(leaf: object, difference: float) -> float:
-    """The allowed difference of an unstable output; for indices and counts, any value."""
+    """Return the allowed difference of an output; for indices and counts that differ, the range of their values."""
     if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
         return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
     return difference
@@ -138,7 +138,7 @@ class _Maker:
         self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
         kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
         self._structured = any(isinstance(part, kind) for part in example.module.modules())
-        # which reads rows that are not there, without an error
+        # embedding_bag reads rows that do not exist without an error
         self._reads_anything = any("embedding_bag" in str(node.target) for node in traced.program.graph.nodes)
         self._refusal = ""
         start = time.perf_counter()
@@ -152,7 +152,7 @@ class _Maker:
         first, base, remarks = self._resized()
         kinds: list[tuple[str, Callable[..., torch.Tensor]]] = []
         if not only_largest and not self._structured:
-            # the inputs of a Hugging Face model depend on each other: tokens, masks, positions, a cache
+            # for Hugging Face models no kinds are tried, since their inputs depend on each other
             kinds = [("zeros, False and lowest values", _edge)]
             kinds += [("large, small and highest values", _end)] * magnitudes
             kinds += [(INFINITIES, _infinite)]
@@ -171,7 +171,7 @@ class _Maker:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
-        """The case of other sizes and signs, the inputs in these sizes, and remarks."""
+        """Return a case with other sizes and signs, the inputs in these sizes, and remarks."""
         if self._example.shapes is None or not place_of_sizes(self._signature):
             case, _ = self._accepted("other values", self._leaves, _signed)
             return case, self._leaves, []
@@ -193,7 +193,7 @@ class _Maker:
         return case, self._leaves, [remark]
 
     def _larger(self) -> Iterator[dict[str, int]]:
-        """Yield sizes to try: all larger, then each alone, if they meet the program's assertions."""
+        """Yield sizes that meet the program's assertions: first all sizes larger, then each size alone."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
         grows = {
@@ -220,7 +220,7 @@ class _Maker:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
-        """A case with other values for as many inputs as the module accepts, and the original other inputs."""
+        """Return a case with other values for as many inputs as possible, and the inputs that keep their values."""
         self._refusal = ""
         made = {leaf: self._value(value, leaf, tensor, 0) for leaf, tensor in base.items()}
         changed = [leaf for leaf in made if made[leaf] is not base[leaf]]
@@ -229,7 +229,7 @@ class _Maker:
         case = self._case(name, made)
         if self._accepts(case):
             return case, []
-        # which input it is: each by itself, milder and milder
+        # the module refuses some input: try each input alone, with milder and milder values
         kept = dict(base)
         left: list[str] = []
         if self._seconds > _SECONDS[1] / len(changed):
@@ -253,7 +253,7 @@ class _Maker:
         rows = self._signature.rows.get(leaf)
         number = list(self._leaves).index(leaf)
         made = value(base, number, mildness, rows=rows, structured=self._structured)
-        # offsets, positions, borders of intervals: PyTorch computes with others, and what comes out is nothing
+        # ordered inputs, such as offsets and positions, stay ordered: of others, PyTorch returns meaningless results
         return made if made is base or not _is_ordered(self._leaves[leaf]) else made.sort(-1)[0]
 
     def _case(self, name: str, leaves: _Leaves) -> Case:
@@ -261,7 +261,7 @@ class _Maker:
         return Case(name, args, kwargs)
 
     def _accepts(self, case: Case) -> bool:
-        """Whether the module runs, with numbers where the example gives numbers."""
+        """Return whether the module runs without an error and returns no more NaN than with the example."""
         share = self._share_of_nan(case)
         if share is None:
             return False
@@ -280,7 +280,7 @@ class _Maker:
         return max(shares, default=0.0)
 
 
-# -- kinds of values: functions of a tensor, the number of the input, and how mild they have to be ---------------------
+# -- kinds of values: functions of a tensor, the number of the input, and the required mildness -----------------------
 
 
 def _places(like: torch.Tensor) -> torch.Tensor:
@@ -288,19 +288,19 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Values in turn; those of another input change more slowly, so that each meets each."""
+    """Repeat values in turn; the values of later inputs change more slowly, so that all combinations occur."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 
 
 def _distinct(base: torch.Tensor) -> torch.Tensor:
-    """Numbers of which no two are alike where sizes were made larger by repetition: equals have no order."""
+    """Make repeated values distinct, because the order of equal values after a sort is undefined."""
     golden = 0.6180339887
     return base * (0.75 + 0.5 * (_places(base) * golden).frac()).to(base.dtype)
 
 
 def _is_ordered(example: torch.Tensor) -> bool:
-    """Whether numbers rise along the last axis."""
+    """Return whether values never fall, and sometimes rise, along the last axis."""
     if not example.ndim or example.shape[-1] < 2 or _is_switch(example):
         return False
     numbers = example if example.is_floating_point() else example.to(torch.int64)
@@ -309,14 +309,14 @@ def _is_ordered(example: torch.Tensor) -> bool:
 
 
 def _is_switch(base: torch.Tensor) -> bool:
-    """Whether an input is a mask: truth values, or integers that are 0 and 1."""
+    """Return whether an input is a mask: booleans, or integers that are all 0 or 1."""
     if base.dtype == torch.bool:
         return True
     return not base.is_floating_point() and base.ndim > 1 and bool(((base == 0) | (base == 1)).all())
 
 
 def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A mask whose last axis has these rows, in turn."""
+    """Return a mask that repeats these rows along its last axis."""
     table = torch.stack(list(rows)).to(base.dtype)
     count = base.numel() // base.shape[-1] if base.ndim else 1
     return table[torch.arange(count, device=base.device) % len(rows)].reshape(base.shape)
@@ -351,15 +351,13 @@ def _edge(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, s
         return _as_mask(base, ((whole, none, part), (part, whole))[mildness])
     kinds = _cycled((0.0, -0.0, 1.0, -1.0), base, number)
     size = _distinct(torch.where(base == 0, torch.ones_like(base), base))
-    # -0.0 times a number has the sign of both
-    value = (
-        torch.where(kinds == 0, kinds, kinds * size) if mildness == 0 else torch.where(kinds == 0, kinds.abs(), size)
-    )
-    return value
+    if mildness == 0:
+        return torch.where(kinds == 0, kinds, kinds * size)  # `kinds * size` would change the sign of -0.0
+    return torch.where(kinds == 0, kinds.abs(), size)
 
 
 def _is_open_mask(base: torch.Tensor) -> bool:
-    """Whether an input is added to scores: zeros, and minus infinity or nearly so."""
+    """Return whether an input is an additive mask: zeros, and values close to minus infinity."""
     hidden = base <= torch.finfo(base.dtype).min / 4
     return base.ndim > 1 and bool(((base == 0) | hidden).all())
 
@@ -388,17 +386,13 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
     return torch.where(kinds.isinf(), kinds, base)
 
 
-# Find out whether a model itself answers a row differently when another row of its batch is padded.
-
-
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
     """Return a sentence if a row of the outputs depends on the padding of other rows; ``""`` if none does."""
-    # case: one that failed; two more calls of the module are made where it takes a mask
     whole, padded = _masked(module, case, padded=False), _masked(module, case, padded=True)
     if whole is None or padded is None:
         return ""
     cases = whole, padded
-    # a mask of ones may be one that the module stops at
+    # the module may refuse a mask of ones
     found = result_or(lambda: [eager_steps(module, one, written)[0].outputs for one in cases], lambda error: None)
     if found is None:
         return ""
@@ -433,7 +427,7 @@ def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None
 
 
 def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
-    """The masks of a call over its tokens, of two rows or more."""
+    """Yield the token masks of a call that have at least two rows."""
     named: dict[str, Any] = {**inspect.signature(module.forward).bind_partial(*case.args).arguments, **case.kwargs}
     for name, value in named.items():
         if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) < 2 or value.is_floating_point():

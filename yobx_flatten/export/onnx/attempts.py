@@ -1,4 +1,4 @@
-"""Convert a program with the fastest operators that pass the replay in onnxruntime, or state what cannot be."""
+"""Convert a program to ONNX with the fastest operators that pass the replay in onnxruntime."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.relations import Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
-from ...runners.signature import KEY, Signature, place_of_sizes
-from ...trees.naming import leaf_names, leaves_of
+from ...runners.signature import KEY
 from ..example import Example
 from ..flat_program import names_by_argument, signature_of
-from ..proof.eager_runs import Case
 from ..proof.exported_call import ByName, InSharedMemory
 from ..proof.replay import Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
@@ -36,7 +34,7 @@ from ..traced import Traced
 from .file import UnprovenFile, convert
 from .quantize import quantize_model, remark_quantized
 from .rewrite.attention import count_operators
-from .sizes import OtherSizes, fix_sizes, refuse_sizes
+from .sizes import OtherSizes, fix_sizes, refuse_sizes, sizes_in
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -77,10 +75,10 @@ def write_proven(
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
     """Convert and check a program; if that fails, use simpler operators. Needs the registration ``with`` block."""
-    # report: gets the results of the last attempt, the opset and the operators, and a note on what was left out
-    # opset_version: the opset to write; `None` for the newest that onnxruntime computes right
-    # share: whether to try onnxruntime's attention first, which keeps the cache in one piece of memory
-    # quantization: how the weights are quantized, if nothing is checked; `None` for no quantization
+    # report: gets the results of the last attempt, the opset and the operators, and a note on each failed attempt
+    # opset_version: the opset to write; `None` for the newest that passes the replay
+    # share: whether to try onnxruntime's attention first, which updates the cache in place
+    # quantization: how to quantize the weights if nothing is checked
     example = source.example
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:
@@ -91,7 +89,7 @@ def write_proven(
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
         logger.info("converting %s to ONNX", source.facts.name, extra=STEP)
-        # whatever torch's exporter raises for an operator of that opset
+        # torch's exporter raises errors of many classes for operators that it cannot convert
         converted = result_or(
             functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error
         )
@@ -113,7 +111,7 @@ def write_proven(
         failed = [case for case in report.cases[done:] if not case.within(report.tolerance)]
         if failed and last and failed[0].error is None and decomposed is not None:
             for case in (*source.cases, *source.varied):
-                if case.name == failed[0].case:  # none is of this name where it is that of an adapter
+                if case.name == failed[0].case:  # a case of an adapter has a name that no other case has
                     report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
@@ -153,12 +151,11 @@ def _written(
     with report.timed("save"):
         if quantization is not None:
             remark_quantized(quantize_model(converted.model, quantization, report), quantization, report)
-        report.onnx_bytes = file.save(converted)
+        report.onnx_bytes = file.save(converted.model)
     return converted
 
 
 def _attempts(opset_version: int | None) -> list[_Attempt]:
-    """The attempts, the fastest first."""
     if opset_version is not None:
         fused = [_Attempt(opset_version, True)] if opset_version >= ATTENTION_OPSET else []
         return [*fused, _Attempt(opset_version, False)]
@@ -168,10 +165,10 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes.
 
-    Bounds of the caller are left out, since such a file takes any length. Of inequalities those are stated by which the
-    model's own code goes another way: of quotients and remainders, single sizes, the least and the largest ones. Others
-    are about sizes of one, which the file takes. What a case does not meet is left out, since its replay shows the
-    numbers, and so is what the program computes right without it.
+    The upper bounds of the caller are left out, since the ONNX file accepts any length. An inequality is kept only if
+    it decides which branch the model's code takes: one about a quotient or a remainder, or about a single size. Others
+    only exclude sizes of 1, which the file accepts. An inequality is also left out if a test case violates it, or if
+    the program computes correct results for sizes that violate it.
     """
     example, traced = source.example, source.traced
     fix_sizes(model, traced.unasserted)
@@ -179,13 +176,13 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input is a number, which has no size
         return []
-    if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
+    if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # the file has another axis for these
         return []
-    replayed = [_sizes_in(case, example, signature) for case in source.cases]
+    replayed = [sizes_in(case, example, signature) for case in source.cases]
     others = OtherSizes(example, traced, signature)
 
     def decides(one: Expression) -> bool:
-        # calls without known sizes are skipped
+        # cases whose sizes are unknown are skipped
         known = (sizes for sizes in replayed if names_in(one) <= sizes.keys())
         return all(holds(one, sizes) for sizes in known) and not others.are_right_without(one)
 
@@ -197,34 +194,19 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     ]
     asked = {getattr(leaf, "min", None) for leaf in pytree.tree_leaves(example.shapes)}
     least = {name: size for name, size in signature.smallest.items() if size not in asked}
-    # torch's least length of a mask over past and new tokens is 2 + 2: each of them may be 1 here
+    # for a mask over past and new tokens, torch requires at least 2 + 2 columns, but one token of each is also correct
     least = {name: size for name, size in least.items() if size > bound_by_sums(name, signature.relations)}
     least = {name: size for name, size in least.items() if decides(("<=", size, name))}
     stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
-    if not shared:  # such a cache has room for more tokens than it holds
+    if not shared:  # a shared cache has room for more tokens than it contains
         model.metadata_props[KEY] = stated.to_json()
     return _notes(refuse_sizes(model, stated, traced.largest))
-
-
-def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
-    """The sizes of a case, by the names that the signature gives them."""
-    inputs = example.of_case(case)
-    leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
-    places = place_of_sizes(signature)
-    return {
-        name: leaves[given].shape[axis]
-        for name, (given, axis) in places.items()
-        if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
-    }
 
 
 def _notes(refused: Sequence[str]) -> list[str]:
     shortest = sorted(refused, key=len)
     found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
     return [f"the model's code fixes sizes; the file refuses other sizes: {', '.join(found)}."] * bool(found)
-
-
-# Replay cases with an ONNX file in onnxruntime, and report sizes that the file cannot run.
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
@@ -238,7 +220,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
         return [ByName(one, example.names, traced.complex_outputs, traced.constant_outputs) for one in used]
 
     def load() -> Sequence[Side]:
-        # the module can also be in memory
+        # the module is usually in memory, so weights next to the file are mapped instead of read
         options = mapped_options(path) if has_mapped_weights(path) else None
         session = open_session(path, caller="export_onnx", options=options)
         runner = OnnxRunner(session, path.name)
@@ -248,13 +230,13 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
     replay_file(load, source, report, functools.partial(_why_not_loaded, example.module))
     for adapter in source.adapters if runners else ():
-        with adapter.active():  # new cases: what a type costs is measured of each
+        with adapter.active():  # copies of the cases, since rounding errors and outputs are cached by case
             cases = [dataclasses.replace(case, name=f"{adapter.name}: {case.name}") for case in source.cases]
             replay_cases(sides(adapter), example, traced, cases, report)
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Limits of the file that the module lacks."""
+    """Return notes on limits that the file has, and the module has not."""
     remarks = []
     if traced.written:
         remarks.append(
@@ -278,7 +260,6 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
 
 
 def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
-    """Return the reason why onnxruntime does not load a file, and the remedy."""
     error = failure.__cause__ or failure
     reported = f"{type(error).__name__}: {first_line(error)[:300]}"
     weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
@@ -291,8 +272,8 @@ def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
     return reported
 
 
-# Opset 23 has Attention, RMSNormalization and RotaryEmbedding. Of 24, torch 2.13's exporter writes Attention only: what
-# recognises the other two is bound to 23, and the file is slower.
+# Opset 23 has Attention, RMSNormalization and RotaryEmbedding. With opset 24, torch 2.13's exporter writes only
+# Attention, and the file is slower: the rewrite rules for the other two operators require opset 23.
 ATTENTION_OPSET = 23
 """Opset in which torch's exporter writes the operators ``Attention``, ``RMSNormalization``, ``RotaryEmbedding``."""
 
@@ -305,13 +286,11 @@ class ConversionRefusedError(InvalidArgumentError):
     def __init__(self, message: str, reason: str, axes: Collection[tuple[str, int]] | None) -> None:
         super().__init__(message)
         self.reason = reason
-        # those that vary where it stopped, by name of the input and axis; `None` where no size is the cause
-        self.axes = axes
+        self.axes = axes  # axes that vary in the refused operator, by input and axis; `None` if no size is the cause
 
 
 def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception:
     """Explain an error of torch's exporter; errors of this package are returned unchanged."""
-    # name: name of the class of the module
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return error
     causes: list[BaseException] = [error]
@@ -352,7 +331,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _varying(traced: Traced) -> dict[tuple[str, int], str]:
-    """The symbols of the axes of inputs that vary independently."""
+    """Return the symbols of the input axes whose size is a single symbol."""
     values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
     return {
         (name, axis): str(size)
@@ -363,7 +342,7 @@ def _varying(traced: Traced) -> dict[tuple[str, int], str]:
 
 
 def _place(program: ExportedProgram, operator: str) -> str:
-    """Return the model's line with an operator, or with one that contains it: ``" (model.py:12: x.cummax(1))"``."""
+    """Return the line of the model's code that calls an operator, such as ``" (model.py:12: x.cummax(1))"``."""
     short = operator.split(".")[1]
     for node in program.graph.nodes:
         own = getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]

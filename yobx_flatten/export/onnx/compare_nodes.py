@@ -2,9 +2,9 @@
 
 .. code-block:: text
 
-    right file    MatMul ── Add ── Mul ── ...      both with the values of their nodes as further outputs,
-    other file    MatMul ── Add ── Mul ── ...      some at a time, on the same inputs
-                             ^ the first that differs; and what goes into it: its weights, its operator
+    right file    MatMul ── Add ── Mul ── ...      both files return the values of their nodes as further outputs,
+    other file    MatMul ── Add ── Mul ── ...      some values at a time, for the same inputs
+                             ^ the first node that differs; its weights and its operator are compared
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _AT_A_TIME = 200
 """Number of intermediate values that one run of the ONNX file returns; all of them are in memory at once."""
 
-_NOT_OF_MODEL = re.compile(r"(?:^|/)(?:torch|yobx_flatten)/")  # files written before have the whole path
+_NOT_OF_MODEL = re.compile(r"(?:^|/)(?:torch|yobx_flatten)/")  # older files have absolute paths
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
 
@@ -40,15 +40,15 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 class NodeDifference:
     """The first node of an ONNX file whose value differs from that of a correct file."""
 
-    node: str  # its name
+    node: str
     operator: str
     value: str  # name of the value
-    index: tuple[int, ...]  # place of the element that differs most; empty where the shapes differ
-    found: str  # what the file computes there, or the shape
-    expected: str  # what the model computes there, or the shape
-    source: str  # the line of the model that it is of; `""` where the file does not state it
-    causes: tuple[str, ...]  # what differs in the node itself: its operator, its attributes, its weights
-    others: tuple[str, ...]  # nodes before it whose values could not be compared
+    index: tuple[int, ...]  # index of the element that differs most; empty if the shapes differ
+    found: str  # the element in the file, or the shape
+    expected: str  # the element in the correct file, or the shape
+    source: str  # the line of the model's code; `""` if the file does not contain it
+    causes: tuple[str, ...]  # differences of the node itself: its operator, its attributes, its weights
+    others: tuple[str, ...]  # earlier nodes whose values could not be compared
 
     def __str__(self) -> str:
         at = f"[{', '.join(map(str, self.index))}]" if self.index else ""
@@ -65,7 +65,7 @@ class NodeDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The result of :func:`compare_nodes`: how many values were compared, and the first that differs."""
+    """The result of :func:`compare_nodes`: how many values were compared, and the first node that differs."""
 
     values: int
     first: NodeDifference | None  # `None` if no node differs
@@ -88,7 +88,7 @@ def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, 
 
 
 class _Values:
-    """A file whose intermediate values can be read."""
+    """An ONNX file whose intermediate values can be read."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class _Values:
         session = open_session(model.SerializeToString(), caller="explain", options=options, failure=DamagedFileError)
         runner = OnnxRunner(session, self.path.name)
         given = {name: inputs[name] for name in runner.ports}
-        if runner.refuses(given):  # several tokens of several rows: the first row shows as much
+        if runner.refuses(given):  # several tokens in several rows: the first row alone is enough
             given = next(iter(row_by_row(given)))
         return runner.run(given)
 
@@ -130,7 +130,7 @@ class _Values:
 def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
     """Return the place and size of the largest difference; ``None`` if two values differ by rounding only."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        return None  # text, which no node of a model computes
+        return None  # a text, which is an input
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return (), f"{found.dtype} of shape {tuple(found.shape)}", f"{expected.dtype} of shape {tuple(expected.shape)}"
     if compare(expected, found, "kernels"):
@@ -203,7 +203,7 @@ def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str
 
 
 def _source(node: onnx.NodeProto) -> str:
-    """The model's source line of a node, as stored by the trace."""
+    """Return the line of the model's code that a node comes from, as stored by the trace."""
     text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
     frames = _FRAME.findall(text)
     own = [frame for frame in frames if not _NOT_OF_MODEL.search(frame[0])]

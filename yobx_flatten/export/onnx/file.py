@@ -80,14 +80,12 @@ def convert(
     translations: Mapping[Any, Callable[..., Any]] | None = None,
     rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
-    """Convert a program."""
-    # program: the program; its classes must be registered
-    # fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before opset
-    # 23
-    # by_torch: whether torch decomposes the program as a whole, and not the operators that need it alone
-    # readers: what reads weights that have no data in the program, by name; none by default
-    # translations: functions of onnxscript by operator of torch; none by default
-    # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`; none by default
+    """Convert a program to ONNX. Call it in the registration ``with`` block."""
+    # fuse: whether attention becomes one operator with the cache as its input, which needs opset 23
+    # share: whether attention becomes onnxruntime's operator, which updates the cache in place
+    # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
+    # readers: functions that read the weights without data in the program, by name of the weight
+    # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`
     with _without_noise():
         converted = torch.onnx.export(
             program if by_torch else _decomposed_where_needed(program),
@@ -97,7 +95,7 @@ def convert(
             optimize=False,
             custom_translation_table=dict(translations or {}),
         )
-    if converted is None:  # typed as optional, for the other exporter
+    if converted is None:  # only the TorchScript exporter returns None
         raise FlattenError("torch.onnx.export returned nothing.")
     found = converted.model.opset_imports.get("")
     if opset_version is not None and found != opset_version:
@@ -109,10 +107,9 @@ def convert(
     graph = converted.model.graph
     own = len(graph.inputs)
     open_rooms(converted.model, rooms or {})
-    # once for each input that has its own value
     with without_records({"onnx_ir.passes.common.initializer_deduplication": "Skipped deduplication of initializer"}):
         optimize_graph(converted.model)
-    # after the passes, one of which separates outputs from inputs
+    # after the passes, one of which makes values that are input and output two values
     for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
@@ -130,7 +127,7 @@ def convert(
 
 
 def _example_sizes(program: ExportedProgram) -> dict[str, int]:
-    """The size that each symbol of the inputs has in the example."""
+    """Return the size in the example of each symbol in the shapes of the inputs."""
     sizes: dict[str, int] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
@@ -140,13 +137,13 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
-    """The program with a shortcut for its decompositions, which the exporter requests."""
+    """Return a program whose ``run_decompositions``, which the exporter calls, decomposes nodes one by one."""
     given = (spec.arg for spec in program.graph_signature.output_specs)
     if any(arg.value is not None for arg in given if isinstance(arg, ConstantArgument)):
-        program = flat_program(program)  # the exporter takes no numbers and texts among the outputs
+        program = flat_program(program)  # the exporter refuses numbers and texts among the outputs
     kind = type(program)
 
-    class Shortened(kind):  # type: ignore[valid-type, misc] # the class that the hook gave the program
+    class Shortened(kind):  # type: ignore[valid-type, misc] # a class that is known at run time
         def run_decompositions(self, decomp_table: dict[Any, Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             found = None if decomp_table is None or args or kwargs else decompose_untranslated(self, decomp_table)
             return super().run_decompositions(decomp_table, *args, **kwargs) if found is None else found
@@ -161,24 +158,16 @@ class UnprovenFile:
 
     def __init__(self, target: pathlib.Path, folder: pathlib.Path) -> None:
         self.target, self.folder = target, folder
-        # other files refer to it, and it to its weights, by their final names
-        self.path = folder / target.name
+        self.path = folder / target.name  # the file refers to its weights by their final name
 
-    def save(self, converted: torch.onnx.ONNXProgram) -> int:
-        """Write the file; see :meth:`save_model`."""
-        return self.save_model(converted.model)
-
-    def save_model(self, model: ir.Model) -> int:
-        """Write an ``onnx_ir.Model``; return the number of bytes written, including weights in a second file.
-
-        A second file is written tensor by tensor from the memory of the module, and read where it lies; what is in the
-        first goes through protobuf, which holds it twice.
-        """
+    def save(self, model: ir.Model) -> int:
+        """Write an ``onnx_ir.Model``; return the number of bytes written, including weights in a second file."""
+        # protobuf copies the weights in the first file; weights in the second file are written one by one
         import onnx_ir
 
         weights = model.graph.initializers.values()
         if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
-            onnx_ir.external_data.load_to_model(model)  # of a file whose weights were in a second file
+            onnx_ir.external_data.load_to_model(model)  # if the model was loaded from two files
             onnx_ir.save(model, self.path)
         else:
             write_weights(model, data_path(self.path, self.target))
@@ -190,7 +179,7 @@ class UnprovenFile:
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
-        size = other.save_model(model)
+        size = other.save(model)
         for file in old:
             file.unlink()
         move_in(other.folder, self.folder)
@@ -210,28 +199,23 @@ class UnprovenFile:
 @contextlib.contextmanager
 def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
     """Yield a file that is removed after the ``with`` block unless it was published or kept."""
-    # target: the path it is to have. Its folder is made if it is not there.
     with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
 
 
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hide messages about torch internals, and messages that this package repeats; show all others."""
-    # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
-    # also for models that use none. What cannot be converted to an opset is one line of ours instead of a traceback.
+    # The ONNX exporter logs for four operators of torchvision that torchvision is not installed, also for models that
+    # do not use these operators. This package reports a failed conversion of the opset instead of a logged traceback.
     unwanted = {
         "torch.onnx._internal.exporter._registration": "torchvision is not installed",
         "torch.onnx._internal.exporter._compat": "Setting ONNX exporter to use operator set version",
         "onnxscript.version_converter": "",
     }
     with without_records(unwanted), warnings.catch_warnings():
-        # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
+        # torch 2.13 uses its own deprecated class LeafSpec when it copies a TreeSpec
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         yield
-
-
-# Name the axes of an ONNX file as optimum does; equal axes share one name.
 
 
 _SUM = re.compile(r"(\w+) \+ (past_\w+)")
@@ -243,9 +227,9 @@ _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask
 def name_axes(
     model: ir.Model, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
 ) -> None:
-    """Give the dynamic axes of an ONNX graph readable names, in place."""
-    # model: an `onnx_ir.Model` whose inputs and outputs have their names already
-    # sizes: the size of each symbol in the example, as far as it is known
+    """Give the dynamic axes of an ONNX graph the names that optimum uses, in place; equal axes share one name."""
+    # chosen: names that the caller gave to axes, by input and axis
+    # sizes: the size of each symbol in the example, if it is known
     import onnx_ir as ir
 
     graph = model.graph
@@ -265,13 +249,13 @@ def name_axes(
 
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Names of symbols: those chosen by the user, or the names of the axes."""
+    """Return the names of symbols: names that the caller chose, or names of the axes of Hugging Face models."""
     inputs, outputs = (
         {one.name: [text_of_size(dim) for dim in one.shape] for one in values if one.name and one.shape is not None}
         for values in (graph.inputs, graph.outputs)
     )
     parts = _parts(inputs, outputs)
-    # a user's name applies to its symbol everywhere, including the mask, if only the tokens were named
+    # a name for an axis of the tokens also applies to the same axis of the mask
     own = {parts[place]: name for place, name in chosen.items() if place in parts}
     names: dict[str, str] = {}
     for place, name in (*chosen.items(), *((place, own.get(part, part)) for place, part in parts.items())):
@@ -286,7 +270,7 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
 
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """The meaning of an axis, by input and axis, for the inputs of Hugging Face models."""
+    """Return the meaning of each axis of the inputs of a Hugging Face model, by input and axis."""
     has_encoder = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
     cached = any(_CACHE.fullmatch(name) for name in inputs)
     own, past = ("decoder_sequence_length", "past_decoder_") if has_encoder else ("sequence_length", "past_")
@@ -296,7 +280,8 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
         read |= dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), "encoder_sequence_length")
         parts_of_cache = [match for match in map(_CACHE.fullmatch, inputs) if match]
         if "input_ids" in inputs and cached and all(match[2] is None for match in parts_of_cache):
-            # a cache without sides holds the tokens of `input_ids`, and the mask covers both, as in DiffusionGemma
+            # a cache without encoder and decoder parts holds tokens of `input_ids`, and the mask covers the cache and
+            # the new tokens (DiffusionGemma)
             past, read["attention_mask"] = "past_encoder_", "total_encoder_sequence_length"
     else:
         read |= {"input_ids": own, "inputs_embeds": own, "position_ids": own, "token_type_ids": own}
@@ -322,7 +307,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
             grown = outputs.get(f"{PRESENT}.{layer}.{side + '.' if side else ''}{part}")
             slides = grown is not None and "Min(" in str(grown[2])
             parts[name, 2] = past + ("window_length" if slides else "sequence_length")
-    if len(inputs.get("pixel_values", ())) == 4:  # after the texts, as there may be as many pictures by the same symbol
+    if len(inputs.get("pixel_values", ())) == 4:  # after the texts, since texts and images may share a symbol
         axes = "images" if "input_ids" in inputs else "batch_size", "channels", "height", "width"
         parts |= {("pixel_values", axis): part for axis, part in enumerate(axes)}
         both = {inputs[name][0] for name in ("input_ids", "pixel_values") if isinstance(inputs.get(name, [0])[0], str)}
@@ -332,7 +317,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
 
 
 def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Windows of different sizes have different names: layers with another symbol get a number."""
+    """Add a number to the name of a window length if layers have windows with different symbols."""
     seen: dict[str, list[Any]] = {}
     named = {}
     for (name, axis), part in parts.items():
@@ -349,7 +334,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """The sum of past and new tokens is the length of the mask, if the mask's length has its own name."""
+    """Return the name of the mask's length for each text of a sum of past and new tokens, such as ``"past + new"``."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
     for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
@@ -373,19 +358,16 @@ def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[
     return whole.get(text, text)
 
 
-# Make matrices of adapters optional inputs of a graph, with a rank of 0 where they are not given.
-
-
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
     """Make the LoRA matrices of a converted graph optional inputs, which have rank 0 by default."""
-    # rooms: name of the input by name of the matrix, see `room.rooms_in`
+    # rooms: name of the input by name of the matrix
     import numpy
     import onnx_ir as ir
 
     graph = model.graph
     for name, given in rooms.items():
         value = graph.initializers.get(name)
-        if value is None or value.const_value is None:  # of another file of the model
+        if value is None or value.const_value is None:  # the matrix belongs to another file of the model
             continue
         rank = f"{given.rpartition('.')[0]}.rank"
         rows, columns = sizes_of(value.const_value)

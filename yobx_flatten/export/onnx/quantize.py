@@ -1,4 +1,4 @@
-"""Store the weights of projections in 8 or 4 bits: blocks of integers with a scale and a zero point each.
+"""Store the weights of linear layers in 8 or 4 bits: blocks of integers with a scale and a zero point each.
 
 .. code-block:: text
 
@@ -44,22 +44,22 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """The number of quantized weights of a file, and their size before and after."""
+    """The number of quantized matrices of a file, and their size before and after."""
 
-    count: int = 0  # number of weights, each of which is one matrix
-    float_bytes: int = 0  # their size before
-    bytes: int = 0  # their size with scales and zero points
-    # names of those that the file also stores unquantized, since other nodes read them
+    count: int = 0  # number of matrices
+    float_bytes: int = 0  # size of the matrices before
+    bytes: int = 0  # size of the matrices with scales and zero points
+    # names of matrices that the file also stores unquantized, since other nodes read them
     tied: list[str] = dataclasses.field(default_factory=list)
-    # names of those that an embedding also reads in these bits
+    # names of quantized matrices that an embedding also reads
     shared: list[str] = dataclasses.field(default_factory=list)
-    roles: dict[str, Role] = dataclasses.field(default_factory=dict)  # the weights by role, see `.bit_budget`
-    # number of weights, by their bits, that are the integers and scales which they were made of
+    roles: dict[str, Role] = dataclasses.field(default_factory=dict)
+    # number of weights that were integers with scales already, by their bits
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
-    by_text: int = 0  # number of matrices that were rounded by a text
-    tables: int = 0  # number of tables of embeddings that were rounded to 8 bits
-    by_token: int = 0  # number of matrices with a scale for each output, and one for each token they multiply
-    # number of weights of projections, by how many share a scale; 0 where all of an output do
+    by_text: int = 0  # number of matrices that were rounded with a calibration text
+    tables: int = 0  # number of embedding tables that were rounded to 8 bits
+    by_token: int = 0  # number of matrices with one scale per output, and activations with one scale per token
+    # number of weights by block size; 0 is one scale per output
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -68,9 +68,9 @@ class QuantizedWeights:
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
-        """Add one quantized weight to the counts."""
-        # nbytes: its size with scales and zero points
-        # kept_bits: bits of its original integers, if it is stored as these; `None`, the default, if not
+        """Add one quantized matrix to the counts."""
+        # nbytes: size with scales and zero points
+        # kept_bits: bits of the original integers, if the matrix is stored as these
         self.count += 1
         self.float_bytes += value.const_value.nbytes
         self.bytes += nbytes
@@ -78,7 +78,7 @@ class QuantizedWeights:
             self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
     def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
-        """Count a weight of a role; ``exact``: bits of the integers that the weight was made of, 32 without any."""
+        """Count a matrix of a role; see :class:`.Role`."""
         before = self.roles.get(name, Role(name, 0, 0, False, 0))
         last, most = before.is_last or is_last, max(before.exact, exact)
         self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
@@ -95,16 +95,16 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Replace the weights of all projections in a graph by quantized weights, each computed when it is written.
+    """Replace the weights of all linear layers in a graph by quantized weights, each computed when it is written.
 
-    Weights that are integers with scales already, and tables of such, are stored as these if they have no more bits.
+    Matrices that are integers with scales already are stored as these integers if they have at most as many bits.
     """
-    # bits: bits by role, where these are others than those of the quantization; `None`, the default, for nowhere
-    # grids: such integers, as far as they were searched for in this graph; `None`, the default, for not yet
-    # rounded: matrices that were rounded already; `None`, the default, for none
-    # rounds_inputs: whether the inputs of these products are rounded to 8 bits
-    # splits: how inputs are split into two parts; `None`, the default, for no split
-    # found: weights that were quantized already, to which these are added; `None`, the default, for none
+    # bits: bits by role; the bits of the quantization for all other roles
+    # grids: caches the search for matrices that are integers with scales already
+    # rounded: matrices that were rounded with a calibration text
+    # rounds_inputs: whether the activations are quantized to 8 bits
+    # splits: how activations are split into two parts
+    # found: gets the counts; may contain matrices that were quantized earlier
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
     found = QuantizedWeights() if found is None else found
@@ -147,7 +147,7 @@ def quantize_graph(
         matrix = stored[name, transposed]
         if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
             found.shared.append(name)
-        if value.uses() or value.is_graph_output():  # something else reads it in full
+        if value.uses() or value.is_graph_output():  # another node reads the unquantized matrix
             found.tied.append(value.name)
         else:
             del model.graph.initializers[value.name]
@@ -177,9 +177,9 @@ def _quantized_table(
 
 
 def _role_of(node: Any, value: Any) -> str:
-    """The name of a product's layer, without layer numbers; else the shape of its weight."""
+    """Return the name of a product's layer without layer numbers, or the shape of its weight."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-    names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last one is the operator
+    names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last name is the operator
     if not names:
         return " x ".join(map(str, value.const_value.shape))
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[-1])
@@ -198,7 +198,6 @@ def quantize_model(
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
     """Quantize the weights of an ONNX model as they are written; raise an error if no weight can be quantized."""
-    # model: an `onnx_ir.Model`; it is changed in place
     how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits, "found": found}
     found = quantize_graph(model, quantization, bits, grids, rounded, **how)
     if not found.roles and not found.by_token:
@@ -274,7 +273,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
     tensor = value.const_value
     if not value.is_initializer() or tensor is None or len(tensor.shape) != 2:
         return None
-    # of less than a block there is nothing to gain: gates and heads of few classes
+    # quantizing less than one block, such as a gate or a classification head, saves nothing
     if min(tensor.shape) < block_size or tensor.dtype.name not in ("FLOAT", "FLOAT16"):
         return None
     return value, transposed
@@ -290,7 +289,6 @@ class _Parts:
 
     def part(self, tensor: Any, transposed: bool, index: int) -> Any:
         """Return part ``index`` of a quantized weight: the packed bits, the scales or the zero points."""
-        import numpy
         import onnx_ir as ir
 
         if self._weight != (id(tensor), transposed):
@@ -305,7 +303,7 @@ class _Parts:
 def _rounded(
     graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization, bits: int
 ) -> StoredMatrix:
-    """Quantize a weight when it is read, to 4 bits with onnxruntime's own kernel."""
+    """Add a weight to a graph that is quantized when the file is written."""
     import onnx_ir as ir
 
     if bits == 8:
@@ -325,9 +323,6 @@ def _rounded(
     return StoredMatrix(bits, size, rows, columns, values, nbytes)
 
 
-# Put products with quantized matrices into a graph, instead of products in float.
-
-
 _FLOATS, _INTEGERS = 1, 4
 """The ``accuracy_level`` of onnxruntime: 1 multiplies floats; 4 rounds inputs to 8 bits and multiplies integers. Level
 1 takes a third longer than 4 with 4-bit weights, and 15 times as long with 8-bit weights (no kernel)."""
@@ -337,8 +332,7 @@ class Products:
     """Replaces matrix products of a graph; products with the same inputs share the sums over each input block."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
-        # graph: the one of the file, which stores the matrices
-        self._graph = graph
+        self._graph = graph  # the main graph, which stores the matrices
         self._sums: dict[tuple[Any, int, bool], Any] = {}
         self._terms: dict[tuple[Any, Any], Any] = {}
         self._large: dict[tuple[str, bool, Sequence[int]], Any] = {}
@@ -346,7 +340,7 @@ class Products:
 
     def replace(self, node: Any, stored: StoredMatrix, weight: tuple[Any, bool], *, rounds_inputs: bool) -> None:
         """Replace a ``MatMul`` or ``Gemm`` by a product with a quantized matrix."""
-        # weight: the matrix in float, and whether it is transposed
+        # weight: the unquantized matrix, and whether it is transposed
         import onnx_ir as ir
 
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
@@ -356,7 +350,7 @@ class Products:
         sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs and split is None else _INTEGERS
         made: list[Any] = []
         rows = small = x
-        terms: list[tuple[Any, Any]] = []  # products in float that are added: inputs and matrix
+        terms: list[tuple[Any, Any]] = []  # inputs and matrices of float products to add
         in_two = not rounds_inputs and (stored.bits == 8 if split is None else split.limit < math.inf)
         if split is not None and split.channels:
             made, small, large = self._inputs.large(node.graph, x, stored.rows)
@@ -377,10 +371,10 @@ class Products:
         replace_product(node, product, made)
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-        """Store the rows of a matrix (inputs, outputs) that meet these channels, in float."""
+        """Store the rows of a matrix (inputs, outputs) for these input channels, in float."""
         import onnx_ir as ir
 
-        key = value.name, transposed, channels  # layers may share a matrix, and have other large channels
+        key = value.name, transposed, channels  # layers may share a matrix, and have different large channels
         if key not in self._large:
             array = value.const_value.numpy()
             rows = numpy.ascontiguousarray((array.T if transposed else array)[list(channels)])
@@ -390,7 +384,7 @@ class Products:
         return self._large[key]
 
     def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
-        """Return nodes that multiply one or two inputs with their matrices, and add the products."""
+        """Return nodes that compute the sum of one or two products."""
         import onnx_ir as ir
 
         if len(terms) == 1:
@@ -420,12 +414,9 @@ class Products:
 
 
 def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
-    """Return whether float32 inputs have a multiple of the block size; half precision inputs are rounded."""
+    """Return whether a product can keep its inputs in float: float32 inputs whose size is a multiple of the block."""
     is_float = stored.parts[1].const_value.dtype.name == "FLOAT"
     return is_float and x.shape is not None and len(x.shape) > 1 and stored.rows % stored.block_size == 0
-
-
-# Let the embedding read the quantised table of the tied head, so that the file stores it once.
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
@@ -457,8 +448,7 @@ def _is_gathered(value: Any) -> bool:
     return plain and not value.is_graph_output()
 
 
-# Round matrices to 8 bits: whole steps from -127 to 127 of a scale for each block, and no zero points.
-
+# Round matrices to 8 bits: integers from -127 to 127 times one scale for each block, without zero points.
 
 _MOST = 127
 _MIDDLE = 128
@@ -469,8 +459,8 @@ _TABLE_BLOCKS = (128, 64, 32, 16)
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
     """Add a matrix to a graph in 8 bits; its weights are rounded when the file is written."""
-    # is_table: whether only rows are gathered: the operator for this takes scales of 16 bits that are converted in the
-    # graph. The product computes zeros with these where onnxruntime's optimisation is turned off.
+    # is_table: whether only `Gather` reads the matrix. Only then are scales stored in float16 and cast in the graph:
+    # with cast scales, MatMulNBits returns zeros if onnxruntime's graph optimization is turned off.
     import onnx_ir as ir
 
     tensor = value.const_value
@@ -508,14 +498,14 @@ def _blocks(matrix: Floats, size: int) -> Floats:
 
 
 def _are_short(blocks: Floats) -> bool:
-    """Whether all scales are exact in float16; then nothing is stored in float32."""
+    """Return whether all scales are in the range of float16."""
     scales = numpy.abs(blocks).max(2) / _MOST
     scales = scales[scales > 0]
     return not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)
 
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:
-    """The integers of a matrix, or its scales."""
+    """Return the integers of a matrix (``index`` 0), or its scales (1)."""
     import onnx_ir as ir
 
     blocks = _blocks(_read(tensor, transposed), size).astype(numpy.float32)
@@ -524,9 +514,8 @@ def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> An
 
 
 def _parts(blocks: Floats, kind: Any) -> tuple[Any, ...]:
-    """Integers and scales; the scales are rounded to their type first."""
     scales = (numpy.abs(blocks).max(2) / _MOST).astype(kind)
     wide = scales[..., None].astype(numpy.float32)
-    steps = numpy.where(wide == 0, numpy.float32(1), wide)  # of a block of zeros
+    steps = numpy.where(wide == 0, numpy.float32(1), wide)  # the scale of a block of zeros is 0
     whole = numpy.rint(blocks / steps).clip(-_MOST, _MOST)
     return (whole + _MIDDLE).astype(numpy.uint8), scales

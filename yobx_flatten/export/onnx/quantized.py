@@ -1,9 +1,9 @@
-"""Replace a checked ONNX file by a quantised one, and measure the difference to the model.
+"""Replace a checked ONNX file by a quantized file, and measure the difference to the model.
 
 .. code-block:: text
 
-    file in float ──> replay: the structure is right ──> weight after weight in fewer bits ──> file
-                                                                   model ──> distance <── replay
+    file in float ──> replay: the structure is right ──> quantize one weight after the other ──> file
+                                                                     model ──> distance <── replay
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FLOATS = {
     "split": "the activations are not quantized: there is no text that the file reads from its first token, to find "
     "the large channels. For a file that can: Quantization(calibration=tokens)",
 }
-"""The reason why the activations of a file stay in float, by the value of the option ``activations``."""
+"""Notes on why the activations of a file stay in float, by the value of the option ``activations``."""
 
 
 def quantize_file(
@@ -77,7 +77,7 @@ def quantize_file(
 
     def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
         with report.timed("quantize"):
-            model = ir.load(file.path)  # large weights stay in their file, which is mapped
+            model = ir.load(file.path)  # large weights are memory-mapped
             parts = bits, grids, rounded
             how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
             return model, quantize_model(model, quantization, report, *parts, **how)
@@ -88,9 +88,9 @@ def quantize_file(
 
     bits: Bits = dict.fromkeys(roles, quantization.bits)
     is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
-    rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)  # "auto" rounds them only with the weights
+    rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)
     splits = _splits(file, quantization, source, report) if asked == "split" else {}
-    # rounding inputs costs more than rounding weights to 8 bits, and less than rounding them to 4
+    # quantized activations cause larger errors than 8-bit weights, and smaller errors than 4-bit weights
     inputs_first = quantization.bits == 8 and not is_kept
     if source.cases:
         measured = functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)
@@ -112,7 +112,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Whether a file reads many tokens at once, with float32 weights that are not integers already."""
+    """Return whether a file reads many tokens at once, with float32 weights that are not integers already."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):
@@ -125,9 +125,9 @@ def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
 def _quantize_by_token(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport, grids: Grids
 ) -> tuple[Quality | None, bool]:
-    """Quantize products with a scale for each token and each output, and all others in blocks.
+    """Quantize products with one scale per token and per output, and all other products in blocks.
 
-    Return the quality, and whether it is enough; if not, the file is left as it is.
+    Return the quality, and whether it is good enough; the file is replaced only if it is.
     """
     import onnx_ir as ir
 
@@ -155,16 +155,15 @@ def _measured(
     known: list[Texts],
 ) -> Quality:
     """Write a model to a separate file, and measure that file."""
-    # found: the quantized weights
-    # known: the model's outputs for the text, filled by a first call for later ones
+    # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     trial = UnprovenFile(file.target, file.folder / "trial")
     trial.folder.mkdir()
     try:
         with report.timed("quantize"):
-            trial.save_model(model)
+            trial.save(model)
         with report.timed("measure"):
             options = session_options()
-            options.enable_cpu_mem_arena = False  # an arena keeps twice the memory of the scores of a text
+            options.enable_cpu_mem_arena = False  # an arena would keep twice the memory of the logits of a text
             runner = OnnxRunner(open_session(trial.path, caller="export_onnx", options=options), file.path.name)
             return measure(runner, quantization, source, block_size=found.block_size, known=known)
     finally:
@@ -172,7 +171,6 @@ def _measured(
 
 
 def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
-    """Return how inputs of the file are split, measured with the float file."""
     import onnx_ir as ir
 
     with report.timed("splits"):
@@ -188,11 +186,12 @@ def _choose_inputs(
     *,
     is_fine: bool,
 ) -> tuple[Quality, bool, InputSplits]:
-    """Split inputs in two parts, or keep them in float, if rounding them costs more than rounding the weights."""
-    # find: returns how inputs are split
-    # measured: measures the file with these split inputs, or with unrounded inputs
-    # is_fine: whether the weights cost so little that the parts are measured first
-    # returned: the quality, whether inputs are rounded whole, and how they are split
+    """Choose whether activations are quantized whole, in two parts, or not at all, by the errors that each causes."""
+    # whole: the quality with activations that are quantized whole
+    # find: returns how activations are split in two parts
+    # measured: returns the quality for these splits; without splits, activations stay in float
+    # is_fine: whether the error of the weights is so small that two parts are tried first
+    # returned: the quality, whether activations are quantized whole, and how they are split
     splits = find() if is_fine else {}
     parted = measured(splits=splits) if splits else None
     if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
@@ -226,9 +225,9 @@ _BITS = 7
 _ALPHA = 0.6
 """The exponent alpha of SmoothQuant; values from 0.5 to 0.7 change results of all-MiniLM-L6-v2 by 1e-4."""
 
-_LEAST = 1e-12  # what a token of zeros is divided by
+_LEAST = 1e-12  # divisor for a token whose activations are all zero
 
-_STEPS, _MIDDLE = 127, 128  # of a number, which is stored in 8 bits without a sign
+_STEPS, _MIDDLE = 127, 128  # activations are stored as uint8 with the zero point 128
 
 
 # Multiply in 8 bits with one scale for each token, and one for each output of a matrix.
@@ -237,26 +236,25 @@ _STEPS, _MIDDLE = 127, 128  # of a number, which is stored in 8 bits without a s
 #                       └── Div by it ── QuantizeLinear ── MatMulIntegerToFloat ── Mul ──> y
 #                                                          integers of W * s, scales
 #
-# Blocks with a scale each are summed one by one; a whole row of integers is one sum, and many tokens take half the
-# time. But a few channels are much larger than the others, and decide the scale of their token. So each channel is
-# divided by a number, and its weights are multiplied with it (SmoothQuant, Xiao et al. 2022): large channels become
-# smaller, and their weights larger.
+# With one scale for a whole row of integers, many tokens take half the time, since blocks would be summed one by one.
+# But a few channels are much larger than the others, and decide the scale of their token. Therefore each channel is
+# divided by a number, and its weights are multiplied with this number (SmoothQuant, Xiao et al. 2022).
 #
-# Weights have 7 bits. Without instructions for it (VNNI), x86-64 adds two products in 16 bits, which holds
+# Weights have 7 bits. Without the VNNI instructions, x86-64 adds two products in 16 bits, which can represent
 # 2 * 255 * 64 and not 2 * 255 * 127: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
 
 
 @dataclasses.dataclass
 class _Group:
-    """Matrices that multiply the same inputs, which are divided by the same numbers."""
+    """Matrices that multiply the same inputs; the channels of these inputs get the same divisors."""
 
     nodes: list[Any] = dataclasses.field(default_factory=list)
     weights: dict[tuple[str, bool], Any] = dataclasses.field(default_factory=dict)
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    moments: torch.Tensor | None = None  # of the inputs that were read, summed
+    moments: torch.Tensor | None = None  # sum of the second moments of the inputs on the calibration text
 
     def add(self, other: _Group) -> None:
-        """Add the members of another group."""
+        """Add the matrices of another group."""
         self.nodes += other.nodes
         self.weights |= other.weights
         self.inputs |= other.inputs
@@ -267,9 +265,8 @@ def products_by_token(
 ) -> QuantizedWeights:
     """In the registration ``with`` block, quantize matrix products whose weights no other node reads, in place.
 
-    Channels are divided, and weights rounded, by the text that the quantization has; without one neither is.
+    A calibration text decides the divisors of channels and the rounding; without a text, there are no divisors.
     """
-    # file: the file of the model, in float
     found = QuantizedWeights()
     groups = _grouped(products_of(model, quantization))
     for group in _with_moments(groups, file, model.graph, quantization, source):
@@ -278,7 +275,7 @@ def products_by_token(
 
 
 def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
-    """Group the products with common inputs or weights: layers can share their weights (ALBERT)."""
+    """Group products with common inputs or common weights, since layers may share their weights (ALBERT)."""
     groups: list[_Group] = []
     products = [(node, weight) for node, weight in products if weight[0].uses() and _is_own(weight[0])]
     for node, (value, transposed) in products:
@@ -292,7 +289,7 @@ def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether only products read a weight, transposed or not; the embedding also reads a tied table."""
+    """Return whether only matrix products read a weight; an embedding would also read a tied table."""
     readers = [use.node.op_type for use in value.uses()]
     return set(readers) <= {"MatMul", "Gemm"} or readers == ["Transpose"]
 
@@ -306,7 +303,7 @@ def _with_moments(
     sizes = {
         name: _rows(group)
         for name, group in names.items()
-        # what a product in a loop or a branch reads cannot be shown
+        # values inside a loop or a branch cannot become outputs of the file
         if group.inputs[name].producer() is not None and group.inputs[name].producer().graph is graph
     }
     done: list[_Group] = []
@@ -324,17 +321,15 @@ def _with_moments(
 
 
 def _rows(group: _Group) -> int:
-    """The number of inputs of its matrices."""
     (_, transposed), value = next(iter(group.weights.items()))
     return int(value.const_value.shape[1 if transposed else 0])
 
 
 def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
-    """Replace the products of a group."""
     weights = {key: read_matrix(value, key[1]) for key, value in group.weights.items()}
     channels, moments = torch.ones(_rows(group)), group.moments
     if moments is None:
-        moments = torch.eye(len(channels))  # to nearest
+        moments = torch.eye(len(channels))  # rounds weights to nearest
     else:
         channels = _channels(moments, [one.abs().amax(1) for one in weights.values()])
         moments = moments / channels[:, None] / channels
@@ -368,7 +363,7 @@ def _weight_of(node: Any, group: _Group) -> tuple[Any, bool]:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Divisors of the channels, with geometric mean 1."""
+    """Return divisors of the channels, with geometric mean 1."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]
@@ -385,7 +380,7 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """Return nodes that convert inputs to integers, and the largest value of each token; none if they exist already."""
+    """Return nodes that quantize activations with one scale per token; none if ``known`` has the results already."""
     import onnx_ir as ir
 
     x = node.inputs[0]
@@ -408,13 +403,12 @@ def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any
 
 
 def _steps(graph: ir.Graph) -> list[ir.Value]:
-    """Return the scale of an input, and its zero point."""
+    """Return the scale and the zero point of quantized activations."""
     numbers = {"step_of_a_token": numpy.float32(1 / _STEPS), "zero_of_a_token": numpy.uint8(_MIDDLE)}
     return [_constant(graph, name, number) for name, number in numbers.items()]
 
 
 def _put(node: Any, made: list[ir.Node], inputs: tuple[Any, Any], stored: list[Any], graph: ir.Graph) -> None:
-    """Replace a matrix product by one of integers."""
     import onnx_ir as ir
 
     (whole, largest), (numbers, scales) = inputs, stored

@@ -1,14 +1,13 @@
-"""Quantize a matrix so that its products change least, input by input.
+"""Quantize a matrix with error feedback (GPTQ, Frantar et al. 2022): weights compensate the errors of earlier weights.
 
 .. code-block:: text
 
-    input 0   rounded ── its error, times how far each later input goes along with it ──┐
-    input 1   minus that, rounded ── ...                                                │
-    input 2   minus both, rounded        <──────────────────────────────────────────────┘
+    input 0   rounded ── its error, times its correlation with each later input ──┐
+    input 1   minus this, rounded ── ...                                          │
+    input 2   minus both, rounded        <────────────────────────────────────────┘
 
-What goes along is read from the second moments of the inputs on a text (GPTQ, Frantar et al. 2022). The steps of a
-block are chosen when the block is reached, by least error. onnxruntime's own ``gptq`` returns weights without their
-steps, and rounds them again to others, which gives most of the gain away.
+The correlations are the second moments of the inputs on a calibration text. onnxruntime's own ``gptq`` returns weights
+without their scales, and rounds the weights again to other scales, which loses most of the gain.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ _DAMPING = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How the steps of a block are stored."""
+    """How the integers of a block represent weights."""
 
     bits: int
-    is_lowest: bool  # whether they count from the lowest weight, instead of from a whole number that stands for 0
+    is_lowest: bool  # whether the integer 0 represents the lowest weight of the block; else there is a zero point
     scales: torch.dtype
-    is_even: bool = False  # whether the same whole number stands for 0 in all blocks, in the middle
+    is_even: bool = False  # whether all blocks have the same zero point, the middle of the integers
 
     @property
     def most(self) -> int:
-        """The largest number."""
+        """The largest integer."""
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets of least error for blocks of shape (blocks, weights, outputs), and that error.
+        """Return scales and offsets with the least error for blocks of shape (blocks, weights, outputs), and the error.
 
-        The offset is the whole number that stands for 0, or the weight that number 0 stands for.
+        The offset is the zero point, or the weight that the integer 0 represents.
         """
-        # costs: what an error of a weight costs, for each of the inputs: of shape (blocks, weights, 1)
+        # costs: cost of a squared error for each input, of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
         if self.is_even:
             high = torch.maximum(-low, high)
@@ -112,10 +111,10 @@ def round_with_feedback(
     weights: torch.Tensor, moments: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32, bits: int = 4
 ) -> WeightGrid:
     """Quantize a matrix (inputs, outputs) in blocks; each row compensates the errors of the rows before it."""
-    # weights: in whole blocks of inputs
+    # weights: the number of inputs is a multiple of the block size
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
-    # dtype: the type of the model's weights, which scales are stored in
-    # bits: 4 or 8; with 7, the number 64 stands for 0 in all blocks
+    # dtype: dtype of the scales
+    # bits: 4 or 8; with 7, the zero point of all blocks is 64
     weights, moments = weights.float().clone(), moments.float().clone()
     following = _following(moments)
     costs = following.diagonal().reciprocal().square()
@@ -144,7 +143,7 @@ def round_with_feedback(
 def _following(moments: torch.Tensor) -> torch.Tensor:
     """Return an upper triangular matrix: the share of each input's error that later inputs compensate."""
     if not moments.isfinite().all():
-        return torch.eye(len(moments))  # to nearest
+        return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
     moments.diagonal().add_(damping)
     while True:
@@ -154,12 +153,12 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed and bool(upper.isfinite().all()):
             return upper
-        damping = damping * 10  # inputs that are nearly the same, and float32
+        damping = damping * 10  # nearly equal inputs make the matrix singular in float32
         moments.diagonal().add_(damping)
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """Return the form for 4 bits: a minimum per block if that is worth its bits, else a zero point."""
+    """Return how blocks represent weights; for 4 bits, the lowest weight is stored only if it is worth its bits."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -169,7 +168,7 @@ def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, d
     blocks, each = weights.reshape(-1, size, weights.shape[1]), costs.reshape(-1, size, 1)
     more = (16 - bits) / size  # bits of each weight: a lowest weight has 16, a zero point has 4
     errors = [float(form.fit(blocks, each)[2].sum()) for form in (whole, lowest)]
-    return lowest if errors[0] > errors[1] * 4.0**more else whole  # a bit more of each weight is a quarter of the error
+    return lowest if errors[0] > errors[1] * 4.0**more else whole  # each bit divides the squared error by four
 
 
 def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> WeightGrid:
@@ -179,9 +178,6 @@ def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, to
     if form.is_lowest:
         return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
     return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())
-
-
-# Round the matrices of a file by what they are multiplied with on a text.
 
 
 logger = logging.getLogger("yobx_flatten")
@@ -194,7 +190,7 @@ def round_by_text(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
 ) -> RoundedMatrices:
     """Round the matrices of a file with a calibration text. Needs the registration ``with`` block."""
-    # products: nodes of the graph with their weights, and whether these are transposed
+    # products: see `products_of`
     if not source.cases or quantization.weights == "keep":
         return {}
     calls = rounding_calls(source.example, quantization)
@@ -205,7 +201,7 @@ def round_by_text(
     for node, (value, transposed) in products:
         x = node.inputs[0]
         size = int(value.const_value.shape[1 if transposed else 0])
-        # a product in a loop or a branch cannot be shown, and onnxruntime pads what has no whole blocks with zeros
+        # values inside a loop or a branch cannot become outputs of the file; GPTQ here needs complete blocks
         block_size = quantization.block_size
         if x.producer() is None or x.producer().graph is not graph or size % block_size:
             continue
@@ -234,7 +230,7 @@ def _rounded(
 
 
 def read_matrix(value: Any, transposed: bool) -> torch.Tensor:
-    """A matrix of shape (inputs, outputs)."""
+    """Return a matrix with the shape (inputs, outputs)."""
     array = value.const_value.numpy()
     matrix = torch.from_numpy(numpy.array(array.T if transposed else array))
     del array
@@ -251,22 +247,19 @@ _SMALLEST = 1e-30
 
 # Run a file on a text, and sum the second moments of the inputs of its matrix products.
 #
-#     text ──> file ──> x of some products, as further outputs ──> sum of x[i] * x[j] / mean(x * x) over all tokens
+#     text ──> file ──> inputs x of some products, as outputs ──> sum of x[i] * x[j] / mean(x * x) over all tokens
 #
-# Each token counts the same. The inputs of the first one are a hundred times as large in many models, and would decide
-# alone how the weights are rounded.
+# Every token has the same weight. In many models, the inputs of the first token are a hundred times as large, and would
+# decide alone how the weights are rounded.
 
 
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each named value of a file with the mean products of its channel pairs, each token scaled to equal size.
-
-    None is yielded where the file cannot read the text from its first token.
-    """
-    # sizes: sizes of the last axis of the values of the graph that are wanted
-    # calls: calls that read the text, its first token in the cache
-    # names: names of the inputs' leaves, in order
+    """Yield the second moments of each named value of a file; none if the file cannot read a text from its start."""
+    # sizes: size of the last axis of each value, by name of the value
+    # calls: calls that read the text, with its first token in the cache
+    # names: names of the leaves of the inputs, in order
     # tokens: the text, int64 of shape (texts, length)
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
     for part in _parts(sizes, most):
@@ -287,11 +280,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield, for each call, the named values that the file computes, as float32 of shape (tokens, size).
-
-    None is yielded where the file cannot read the text from its first token.
-    """
-    # the parameters are those of `input_moments`
+    """Yield, for each call, the named values as float32 of shape (tokens, size); see :func:`input_moments`."""
     counts = [len(call.kwargs["input_ids"]) for call in calls]
     with _showing(file, sizes) as runner:
         for call, read in zip(calls, tokens.split(counts), strict=True):
@@ -302,13 +291,13 @@ def read_inputs(
                 return
             try:
                 outputs = runner.run(feeds)
-            except ReplayError:  # the file takes no empty cache
+            except ReplayError:  # the file refuses an empty cache
                 return
             yield {name: outputs[name].reshape(-1, size).float() for name, size in sizes.items()}
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names whose moments are in memory at once."""
+    """Yield lists of names whose moments fit into ``most`` bytes."""
     part: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -330,15 +319,12 @@ def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in names}
     model.graph.outputs.extend(made[name] for name in names if name not in held)
-    path = file.path.with_name(f"shown-{file.path.name}")  # next to its weights, which it reads
+    path = file.path.with_name(f"shown-{file.path.name}")  # in the folder of the weights
     try:
         ir.save(model, path)
         yield OnnxRunner(open_session(path, caller="export_onnx", options=mapped_options(path)), file.path.name)
     finally:
         path.unlink(missing_ok=True)
-
-
-# Find for each input of products how it is split in two parts, by a text: see `split_inputs`.
 
 
 _TEXTS, _LENGTH = 4, 64
@@ -364,14 +350,14 @@ def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
     """Return how inputs of products are split into small and large values; empty if the file cannot read the text."""
-    # products: nodes of the graph with their weights, and whether these are transposed
+    # products: see `products_of`
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
         return {}
     sizes = {}
     for node, (value, transposed) in products:
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
-        # what a product in a loop or a branch reads cannot be shown
+        # values inside a loop or a branch cannot become outputs of the file
         if x.producer() is not None and x.producer().graph is graph and size % quantization.block_size == 0:
             sizes[x.name] = size
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
@@ -391,7 +377,7 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
-    # of each token, since those of the first one are a hundred times as large in many models
+    # relative errors of each token, since the inputs of the first token are a hundred times as large in many models
     whole = (_rounded_as_inputs(rows, block_size) - rows).square().sum(1).clamp(min=1e-30)
 
     def error(large: torch.Tensor, found: torch.Tensor) -> float:
@@ -413,7 +399,7 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
 
 
 def _large(rows: torch.Tensor, block_size: int, count: int) -> list[int]:
-    """Channels without which the largest numbers of blocks are smallest, each token counting the same."""
+    """Return the channels whose removal reduces the largest values of the blocks most; all tokens weigh the same."""
     sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
     blocks, found = sizes.reshape(len(rows), -1, block_size), []
     for _ in range(count):

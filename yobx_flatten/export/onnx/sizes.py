@@ -5,10 +5,10 @@
     asserted: 14 * (x.shape[2] // 14) == 70
 
     size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
-    one = Gather([1], Cast(not))        stops where `not` is 1: there is no second entry
-    x = Reshape(x, Shape(x) * one)      what the graph reads instead of the input
+    one = Gather([1], Cast(not))        fails if `not` is 1: [1] has no second entry
+    x = Reshape(x, Shape(x) * one)      the graph reads this value instead of the input
 
-A relation with an operator that has no counterpart here is met by its example's sizes, which the file states as fixed.
+If a relation has an operator without a counterpart in ONNX, the file declares the sizes of the example as fixed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
+from ...trees.naming import leaf_names, leaves_of
 from ..example import Example, arguments_with, resized_leaves
-from ..proof.eager_runs import REFUSALS, clone
+from ..proof.eager_runs import REFUSALS, Case, clone
 from ..proof.left import written_parameters
 from ..traced import Traced
 from .rewrite.repair import copy_type, text_of_size
@@ -41,11 +42,10 @@ def refuse_sizes(
 ) -> list[str]:
     """Make an ONNX graph fail for input sizes that its exported program refuses.
 
-    Sums of sizes are left out, since the operators that add up tokens meet them. So is what is about a cache: memory
-    that tools share between calls is longer than what it holds.
+    Relations between sums of sizes are left out, since operators that concatenate tokens check these sizes. Relations
+    with the size of a cache are left out, since cache memory that is shared between calls is longer than its contents.
     """
-    # model: an `onnx_ir.Model`, changed in place
-    # largest: largest sizes by name of an input and axis, above which the model's own code goes another way
+    # largest: upper bounds by input and axis, above which the model's code takes another branch
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
     inputs = {value.name: value for value in model.graph.inputs}
     refused = [
@@ -73,8 +73,7 @@ def refuse_sizes(
 
 
 def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
-    """Declare axes of an ONNX graph's inputs as axes of a fixed size."""
-    # model: an `onnx_ir.Model`, changed in place
+    """Declare axes of an ONNX graph's inputs as axes of a fixed size, in place."""
     import onnx_ir as ir
 
     inputs = {value.name: value for value in model.graph.inputs}
@@ -87,7 +86,7 @@ def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
 
 
 def _is_sum(found: Expression) -> bool:
-    """Whether a relation is between sums of sizes: no quotient, product, largest or smallest, and no constant alone."""
+    """Return whether both sides of a relation are single sizes or sums of sizes and numbers."""
     parts: Iterable[Expression] = found[1:] if isinstance(found, tuple) else ()
     return all(
         isinstance(part, str)
@@ -130,7 +129,7 @@ def _guard(
 
 
 class _Numbers:
-    """Expressions as values of a graph, int64 of shape (1,)."""
+    """Adds nodes that compute expressions of sizes to a graph, as int64 values of shape (1,)."""
 
     def __init__(self, add: Callable[..., ir.Value], sizes: Mapping[str, tuple[ir.Value, int]]) -> None:
         self._add, self._sizes = add, sizes
@@ -156,9 +155,6 @@ _COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
 _OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}
 
 
-# Find out whether a program that is called with sizes which it refuses computes what the model does.
-
-
 _TRIES = 3
 
 
@@ -167,11 +163,11 @@ class OtherSizes:
 
     def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
         self.example, self.traced, self.signature = example, traced, signature
-        self.sizes = None if example.no_data else _sizes_of(example, signature)
+        self.sizes = {} if example.no_data else sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
         """Return whether the program is right at sizes that break ``relation``; ``False`` if unknown."""
-        if self.sizes is None or not names_in(relation) <= self.sizes.keys():
+        if not names_in(relation) <= self.sizes.keys():
             return False
         tried = list(_breaking(relation, self.sizes))
         return bool(tried) and all(map(self._same, tried))
@@ -184,7 +180,7 @@ class OtherSizes:
                 made.graph.erase_node(node)
         made.recompile()
         for key, hook in [*made._forward_pre_hooks.items()]:
-            if getattr(hook, "__name__", "") == "_check_input_constraints_pre_hook":  # which checks the sizes once more
+            if getattr(hook, "__name__", "") == "_check_input_constraints_pre_hook":  # this hook also checks the sizes
                 del made._forward_pre_hooks[key]
         return made
 
@@ -208,12 +204,15 @@ class OtherSizes:
         )
 
 
-def _sizes_of(example: Example, signature: Signature) -> dict[str, int] | None:
-    leaves = example.leaves
-    found = {name: leaves.get(given) for name, (given, _) in place_of_sizes(signature).items()}
-    if not all(isinstance(leaf, torch.Tensor) for leaf in found.values()):
-        return None
-    return {name: leaves[given].shape[axis] for name, (given, axis) in place_of_sizes(signature).items()}
+def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
+    """Return the sizes of a case, by their names in the signature."""
+    inputs = example.of_call(case.args, case.kwargs)
+    leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
+    return {
+        name: leaves[given].shape[axis]
+        for name, (given, axis) in place_of_sizes(signature).items()
+        if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
+    }
 
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -1,4 +1,4 @@
-"""A quantized matrix in a graph, the rows that an embedding reads of it, and large inputs in a separate matrix."""
+"""Add quantized matrices to a graph, read their rows as an embedding, and split activations into two parts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class StoredMatrix:
 
     bits: int
     block_size: int  # number of weights that share a scale
-    rows: int  # number of its inputs
-    columns: int  # number of its outputs
-    parts: Sequence[Any]  # values of the graph: bits, scales, and zero points where these are not all `2**bits / 2`
-    nbytes: int  # their size in the file
-    # what is added to the weights of each block, float32 of shape (columns, blocks); `None` for nothing
-    offsets: Any = None
-    is_half: bool = False  # whether it multiplies numbers of float16
+    rows: int  # number of inputs
+    columns: int  # number of outputs
+    parts: Sequence[Any]  # graph values: integers, scales, and zero points unless all of them are `2**bits / 2`
+    nbytes: int  # size in the file
+    offsets: Any = None  # a number to add to the weights of each block, float32 of shape (columns, blocks)
+    is_half: bool = False  # whether its inputs are float16
 
     @property
     def blocks(self) -> int:
@@ -101,11 +100,8 @@ def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
     return [*cast, ir.node("Add", [value, cast[0].outputs[0] if cast else offset])]
 
 
-# Keep the integers and scales that weights of a graph were made of, instead of rounding them again.
-
-
 _ROWS = 16
-"""Number of rows of a matrix that are read to find out whether its weights are integers with scales."""
+"""Number of rows of a matrix that are read to find out whether its weights are integers times scales."""
 
 
 def holds_integers(module: torch.nn.Module) -> bool:
@@ -120,7 +116,7 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 class Grids:
-    """The integers and scales that reproduce weights, searched for once although a file is written several times."""
+    """A cache of the integers and scales that reproduce weights, since a file is written several times."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
@@ -142,13 +138,13 @@ class Grids:
 
 
 def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
-    """Put the integers and scales of a weight into a graph."""
+    """Add the integers and scales of a weight to a graph."""
     import onnx_ir as ir
 
     name, is_half = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype.name == "FLOAT16"
     held = [new_value(graph, f"{name}_Q{grid.bits}", ir.tensor(grid.packed()))]
-    # of the type that is multiplied: with scales that the graph converts the operator computes zeros, and no error,
-    # where onnxruntime's optimisation, which converts them before, is turned off
+    # scales in the dtype of the inputs: with scales that the graph casts, MatMulNBits returns zeros if onnxruntime's
+    # graph optimization is turned off
     held.append(new_value(graph, f"{name}_scales", ir.tensor(grid.scales.astype(value.const_value.dtype.numpy()))))
     parts = list(held)
     if grid.zeros is not None:
@@ -189,55 +185,54 @@ def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
     return plus.outputs[0]
 
 
-# Multiply with a matrix in 8 bits at the precision of float inputs, or near it.
+# Multiply with a matrix in 8 bits at nearly the precision of float inputs.
 #
 #     x ──┬── round to 8 bits in blocks ──┬── high ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
 #         └───────── minus ───────────────┴── low ───┘
 #
-# onnxruntime rounds the inputs of a matrix in 8 bits to 8 bits, in blocks with a scale each. So `high` is what it would
-# round to, and passes as it is; `low` is 254 times smaller than the block, and is rounded at its own size. Both are
-# rows of one product, which reads each weight once, and takes hardly longer than for one row. The nodes before it do.
+# onnxruntime rounds the inputs of an 8-bit matrix to 8 bits, in blocks with a scale each. `high` is already rounded in
+# this way, so onnxruntime does not change it; `low` is 254 times smaller, and has its own scale. Both are rows of one
+# product, which reads each weight once and hardly takes longer than a product of one row.
 #
 #     x ──┬── Clip ──┬────────── small ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
 #         └── minus ─┴── rest of large ──┘
 #
-# With a limit for what is small (`input_splits`), three nodes do: a block whose largest number is ten times as large as
-# the others is rounded at the size of these, and what is left of the large one, alone in its block, is exact.
+# With a limit for small values (`input_splits`), three nodes are enough: the scale of a block no longer depends on its
+# few large values, and the remainder of a large value, which is alone in its block, is exact.
 #
 #     x ──┬── Mul by 0 or 1 ──── small ── MatMulNBits ──┬── Add ──> y
 #         └── Gather ── large channels ── MatMul ───────┘
 #                                           rows of W in float
 #
-# Two rows take twice the time for many tokens. Where the same channels are large for all tokens, as after a norm, their
-# own product in float takes less (LLM.int8(), Dettmers et al. 2022). It is a part of the product with the offsets of
-# blocks, where a matrix has these.
+# Two rows take twice the time for many tokens. If the same channels are large for all tokens, as after a norm, a
+# separate product in float is faster (LLM.int8(), Dettmers et al. 2022). It is joined with the product for the offsets
+# of blocks.
 
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
     """How an input of a quantized product is split into small and large values."""
 
-    limit: float = math.inf  # up to which size its numbers are small; infinite where it stays in one part
-    channels: tuple[int, ...] = ()  # that are large for all tokens, which are multiplied in float
+    limit: float = math.inf  # largest absolute value of the small part; infinite if the input is not split
+    channels: tuple[int, ...] = ()  # channels that are large for all tokens, and are multiplied in float
 
 
 InputSplits: TypeAlias = Mapping[str, InputSplit]
 """By the name of an activation in the ONNX graph: how the activation is split in two parts."""
 
-_LEAST = 1e-30  # added to scales, since a block of zeros has none
+_LEAST = 1e-30  # added to the largest value of a block, by which its scale is computed, because it may be 0
 
 
 class SplitInputs:
     """Splits the inputs of quantized products; products with the same input and blocks share the added nodes."""
 
     def __init__(self, splits: InputSplits) -> None:
-        # splits: none for an input that is split as it is rounded
         self._splits = splits
         self._rows: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
         self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, x: ir.Value) -> InputSplit | None:
-        """Return how an input is split, as found with the calibration text; ``None`` if the text did not show it."""
+        """Return how an input is split, as found with the calibration text; ``None`` if no text was measured."""
         return self._splits.get(str(x.name))
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
@@ -284,7 +279,7 @@ def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:
-    """Inputs as the product rounds them, and the rest."""
+    """Split inputs into values that are rounded as the product rounds them, and the remainder."""
     import onnx_ir as ir
 
     blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])

@@ -1,4 +1,4 @@
-"""Read the weights of a graph one by one while the file is written."""
+"""Read the weights of a graph one by one while the file is written, and find weights that are integers times scales."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Let a converted ONNX graph read each weight only when it is written. The graph itself holds no weights."""
-    # model: an `onnx_ir.Model`, fresh from the exporter; it is changed in place
-    # readers: a reader for each name of an initializer without data
+    """Let a converted ONNX graph, in place, read each weight without data only when the weight is written."""
     import onnx_ir as ir
 
     from ...private_names.of_torch import is_fake
 
-    made: dict[int, ir.LazyTensor] = {}  # what is tied stays tied
+    made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once
     for name, value in model.graph.initializers.items():
         held = value.const_value
         if held is None or not is_fake(getattr(held, "raw", None)):
@@ -61,7 +59,7 @@ def _read(reader: Reader) -> ir.TensorProtocol:
 
 
 def _transpose_lazily(graph: ir.Graph) -> None:
-    """Transpose weights when they are read. The passes over the graph would do it at once, in memory."""
+    """Transpose weights when they are read; constant folding would transpose all of them in memory."""
     import onnx_ir as ir
 
     for node in list(graph):
@@ -85,17 +83,17 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
     import onnx_ir as ir
 
     read = tensor.raw() if isinstance(tensor, ir.LazyTensor) else tensor
-    if isinstance(read.raw, torch.Tensor):  # five times faster than numpy
+    if isinstance(read.raw, torch.Tensor):  # torch is five times as fast as numpy
         return ir.tensor_adapters.TorchTensor(read.raw.detach().permute(order).contiguous())
     return ir.tensor(read.numpy().transpose(order), dtype=tensor.dtype)
 
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
-    """Write the weights of a model to their own file, with one weight in memory at a time.
+    """Write the weights of a model to their own file, one by one; the model then refers to this file.
 
-    Large ones begin at a page, so that they can be mapped. Progress is logged with bytes ``done`` and ``total``.
+    Large weights begin at a page boundary, so that they can be mapped. Progress is logged with bytes ``done`` and
+    ``total``.
     """
-    # model: an `onnx_ir.Model`, whose weights are those of the file afterwards
     import onnx_ir as ir
 
     held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
@@ -123,9 +121,9 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
 
 
 def unmap(tensor: ir.TensorProtocol) -> None:
-    """Release the memory pages that were read of a memory-mapped tensor."""
+    """Release the memory pages of a memory-mapped tensor."""
     if hasattr(tensor, "release"):
-        with contextlib.suppress(BufferError):  # something else still reads it
+        with contextlib.suppress(BufferError):  # an array still refers to the pages
             tensor.release()
 
 
@@ -141,26 +139,24 @@ _CHUNK = 2**12
 """Number of blocks whose scales are computed at once, so that the values stay in the CPU cache."""
 
 
-# Find the integers and scales that the weights of a matrix were computed from, where there are any.
+# Find the integers and scales that the weights of a matrix were computed from, for example the weights of a GGUF file.
 #
-#     a block of weights        -0.3  0.1  0.0  0.2 ...     of a GGUF, or of any other checkpoint with integers
-#     largest / 8, / 7, ...      step 0.1: all of them are whole steps  ──>  -3  1  0  2, scale 0.1
-#     range / 15, / 14, ...      or whole steps above the lowest one    ──>  scale and lowest weight
+#     a block of weights        -0.3  0.1  0.0  0.2 ...
+#     largest / 8, / 7, ...      scale 0.1: all weights are multiples of it  ──>  -3  1  0  2, scale 0.1
+#     range / 15, / 14, ...      or multiples above the lowest weight        ──>  scale and lowest weight
 #
-# No name of a format is read: integers and scales are found if, and only if, they give each weight of the matrix back.
+# The format of the checkpoint is not used: integers and scales are accepted only if they reproduce every weight.
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightGrid:
-    """A quantized matrix, stored as ``(numbers - zeros) * scales`` or as ``numbers * scales + lowest``."""
-
-    # in blocks along its last axis
+    """A matrix quantized in blocks along its rows: ``(numbers - zeros) * scales`` or ``numbers * scales + lowest``."""
 
     bits: int
     numbers: Any  # uint8 of shape (rows, blocks, weights of a block), each below `2**bits`
-    scales: Any  # the steps, of shape (rows, blocks); float16 where each of them is one exactly, else float32
-    zeros: Any = None  # uint8 of shape (rows, blocks); `None` where all are half of the numbers, `2**bits / 2`
-    lowest: Any = None  # the weight of number 0, of the shape and type of the scales; `None` where a zero stands for it
+    scales: Any  # of shape (rows, blocks); float16 if that is exact, else float32
+    zeros: Any = None  # zero points, uint8 of shape (rows, blocks); `None` if all are `2**bits / 2`
+    lowest: Any = None  # the weight of the integer 0, in the shape and dtype of the scales; `None` with zero points
 
     @property
     def block_size(self) -> int:
@@ -195,7 +191,7 @@ class WeightGrid:
 
 
 def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
-    """Return integers and scales that reproduce a matrix up to rounding.
+    """Return integers and scales of 4 or 8 bits that reproduce a matrix up to rounding; ``None`` if there are none.
 
     >>> steps = numpy.arange(-8, 8, dtype=numpy.float32).reshape(1, 16)
     >>> grid = find_grid(steps * numpy.float32(0.5))
@@ -203,16 +199,14 @@ def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
     (4, 0.5, True)
     """
     # matrix: float32 or float16 of shape (rows, columns); blocks are parts of a row
-    # returns: `None` where there are none in 4 or 8 bits, for blocks of 16 weights or more. With few levels several
-    # grids give the same weights; one of them is returned.
     rows, columns = matrix.shape
     if not rows or columns % _BLOCKS[-1]:
         return None
     with numpy.errstate(over="ignore"):
         short = matrix.astype(numpy.float16)
-    if (short == matrix).all():  # computed in half precision, and converted
+    if (short == matrix).all():  # the weights were computed in half precision
         matrix = short
-    # what fits any form in any block fits this one
+    # fast rejection: a matrix that fits any form in any block size fits this form in the smallest blocks
     if _with_lowest(_sample(matrix, _BLOCKS[-1]), most_bits) is None:
         return None
     for bits in (4, 8) if most_bits == 8 else (4,):
@@ -263,10 +257,10 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
 
 
 def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None]:
-    """Convert scales to float16 if that is exact, as most formats store them so."""
+    """Convert scales to float16 if that is exact, since most formats store float16 scales."""
     with numpy.errstate(over="ignore"):
         half = scales.astype(numpy.float16)
-    # a scale is known as well as the weights it was computed from
+    # the precision of a computed scale is limited by the precision of the weights
     if (numpy.abs(half - scales) > 2.0**-20 * scales).any():
         half = scales.astype(numpy.float32)
     if lowest is None:
@@ -279,7 +273,6 @@ def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None
 
 
 def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
-    """Whether a grid gives each weight of a matrix back."""
     apart = numpy.abs(grid.weights() - matrix).reshape(-1, grid.block_size)
     return bool((apart.max(1) <= _allowed(matrix.reshape(-1, grid.block_size))).all())
 
@@ -292,16 +285,16 @@ def _allowed(blocks: Floats) -> Floats:
 
 
 def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit whole steps from -8 to 7."""
+    """Fit integers without zero points, such as -8 to 7 for 4 bits."""
     half = 2 ** (bits - 1)
-    # most formats of 8 bits end at 127, those of 4 bits at -8
+    # first the usual ranges: the largest integer is 127 in most 8-bit formats, and -8 in most 4-bit formats
     counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
     found = _search(blocks, numpy.abs(blocks).max(1), counts, within=(-half, half - 1))
     return None if found is None else (found[0] + half, found[1], None, None)
 
 
 def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit whole steps around a zero point that each block chooses."""
+    """Fit integers with a zero point for each block."""
     most = 2**bits - 1
     extent = numpy.maximum(blocks.max(1), 0) - numpy.minimum(blocks.min(1), 0)
     found = _search(blocks, extent, range(most, 0, -1), within=(-most, most))
@@ -312,7 +305,7 @@ def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit whole steps from the minimum of each block."""
+    """Fit integers that count from the lowest weight of each block."""
     most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
     found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
     return None if found is None else (*found, None, low)
@@ -321,20 +314,20 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block the smallest number of steps in its range at which all weights are whole steps."""
+    """Find for each block a scale at which all weights are integers; ``extent / scale`` is one of ``counts``."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]
     extent, allowed = extent.astype(numpy.float64), _allowed(blocks)
     numbers = numpy.zeros_like(above)
-    rest = numpy.flatnonzero(extent > 0)  # what is all the same has no step
+    rest = numpy.flatnonzero(extent > 0)  # a block of equal weights has no scale
     for count in counts:
         if not len(rest):
             break
         step = extent[rest] / count
         ratio = above[rest] / step[:, None]
         whole = numpy.rint(ratio)
-        # twice, since the extent was also rounded
+        # twice the rounding error, since the extent was also rounded
         fits = numpy.abs(ratio - whole).max(1) * step <= 2 * allowed[rest]
         fits &= (whole.min(1) >= within[0]) & (whole.max(1) <= within[1])
         numbers[rest[fits]] = whole[fits]
@@ -342,4 +335,4 @@ def _search(
     if len(rest):
         return None
     square = (numbers * numbers).sum(1)
-    return numbers, (numbers * above).sum(1) / numpy.where(square == 0, 1, square)  # with least error
+    return numbers, (numbers * above).sum(1) / numpy.where(square == 0, 1, square)  # least squares

@@ -1,4 +1,4 @@
-"""A case: arguments of a call. It runs eagerly once, for all runtimes that it is replayed with."""
+"""Test cases, which run with the eager module once for all runtimes that they are replayed with."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KEPT_BYTES = 1 << 26
 """Inputs and outputs of a case are kept for the next runtime up to this many bytes; a larger case is computed again."""
 
 
-# Numbers of threads before the blocks that are running: those of the first one, as the others begin with one thread.
+# The number of threads before the first active block, once for each active block.
 _THREADS: list[int] = []
 _LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, run small models with one thread: in short calls, more threads mostly wait."""
+    """In a ``with`` block, run small models with one thread, since more threads mostly wait in short calls."""
     if weight_bytes(module) >= SAMPLED_FROM:
         yield
         return
@@ -54,11 +54,11 @@ def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """One call of the module: arguments, outputs, and whether the call continues with the previous call's cache."""
+    """One call of the module."""
 
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # keyword arguments
     outputs: Any
-    goes_on: bool  # whether its cache is the one that the step before returned
+    goes_on: bool  # whether the call got the cache that the previous call returned
 
 
 def eager_steps(
@@ -72,24 +72,21 @@ def eager_steps(
 ) -> list[Step]:
     """Run a test case eagerly, and return copies of the inputs and outputs of each call.
 
-    The module gets the objects of the caller, which are afterwards as they were. What it returns is flattened, as the
-    other side is given it, with what it leaves in its arguments.
+    The module is called with the objects of the caller, which are restored afterwards. The module keeps its state from
+    call to call; afterwards, the state is restored.
 
-    With ``twice``, a single call that leaves other values in attributes of the module is made again: a program has the
-    values of the trace, so the next call of the module may do what no call of the program does.
-
-    Afterwards the state of the module is restored; from step to step the module keeps its changes.
+    With ``twice``, a single call that assigns attributes of the module is repeated, because a program always has the
+    values of the trace, and only a second call shows the difference.
     """
-    # left: arguments that are returned in addition; none by default
-    # lost: gets what the module changes in its arguments and does not return, and the generators from which it draws
-    # that a program does not have; `None`, the default, where no caller asks
+    # left: changed arguments that are returned in addition to the outputs
+    # lost: gets the argument changes that are not returned, and random generators that a program lacks
     steps: list[Step] = []
     lost = {} if lost is None else lost
     following = _following(module)
     first = named_for(forward_of(module), case.kwargs)
 
     def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
-        """Return the outputs of a call, and a copy of them, since the next call may change the outputs."""
+        """Return the outputs of a call, and a copy, since the next call may change the outputs."""
         with undisturbed(seed=number, args=case.args), _naming(case, module, number), torch.no_grad():
             generators = Snapshot.of(**shared_generators())
             outputs = module(*case.args, **kwargs)
@@ -114,7 +111,7 @@ def eager_steps(
 
 def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
     """Return whether a module assigned new values to attributes, which a program cannot do."""
-    hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # those that watch the arguments
+    hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
     state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     changes = before.changes()
     return any(
@@ -125,8 +122,6 @@ def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
 
 @contextlib.contextmanager
 def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
-    """Add the name of the case to an error of the module."""
-
     def stopped(error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
         known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
@@ -144,25 +139,23 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Runs a module eagerly on test cases, and keeps the outputs for all runtimes and for the cases in a folder.
+    """Runs a module eagerly on test cases, and keeps small outputs, since several files are compared with them.
 
-    The files of one export, its attempts and its quantised forms are all compared with the same calls of the module,
-    which are the longest part of a replay of a large model. A case stands for one state of the module: where the module
-    computes with an adapter, the cases are copies.
+    The outputs are kept by the identity of the case. For a module with an active adapter, pass copies of the cases.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.texts: list[Texts] = []  # the module's outputs for the text that files are measured on
-        self.lost: dict[str, str] = {}  # what calls changed in their arguments and do not return, with the effect
-        # with the case, for its id
+        self.lost: dict[str, str] = {}  # argument changes that calls do not return, by path
+        # each value contains its case, so that the id in the key stays valid
         self._kept: dict[tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]] = {}
         self._bytes = 0
 
     def steps(
         self, case: Case, written: Collection[str] = (), left: Left | None = None, *, twice: bool = False
     ) -> list[Step]:
-        """Return the calls of a case, see `eager_steps`; small results are kept, to compute them only once."""
+        """Return the calls of a case, see :func:`eager_steps`."""
         key = id(case), frozenset(written), left is None, twice
         if key in self._kept:
             return _copied(self._kept[key][1])
@@ -176,7 +169,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """Return the first kept call of a case with exactly these inputs; ``None`` if no such call was kept."""
+        """Return the first call of a kept case with exactly these inputs; ``None`` if no such case was kept."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -191,7 +184,7 @@ def _copied(steps: list[Step]) -> list[Step]:
 
 
 def _following(module: torch.nn.Module) -> Next:
-    """Return the function that makes the inputs of the next step from the outputs of the last."""
+    """Return a function that makes the inputs of the next call from the outputs of the last call."""
     if isinstance(module, Continued):
         return module.next_inputs
 
@@ -215,7 +208,7 @@ class Case:
         name: a short description of the case, for the report.
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
-        steps: number of calls, 1 by default; after the first, each gets the cache that the call before returned.
+        steps: number of calls, 1 by default; each further call gets the cache that the previous call returned.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -248,9 +241,6 @@ def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
     return found
 
 
-# Choose how much of an export is replayed: ``"full"``, ``"sampled"`` or ``"none"``.
-
-
 Proof = Literal["auto", "full", "standard", "sample", "none"]
 """``"full"`` checks program and file on all cases; ``"standard"`` only the file, on less text; ``"sample"`` the example
 and the largest case; ``"none"`` nothing."""
@@ -267,7 +257,7 @@ def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard",
     >>> choose_proof("auto", 32)
     'full'
     """
-    # proof: a `Proof`. With `"auto"` a proof takes no longer than the export: a call of a model of 1 GB takes seconds.
+    # with "auto", the checks take no longer than the export: one call of a model of 1 GB takes seconds
     if proof not in get_args(Proof):
         raise InvalidArgumentError(f"proof must be one of {', '.join(map(repr, get_args(Proof)))}, found {proof!r}.")
     if proof == "auto":

@@ -1,7 +1,4 @@
-"""Call an exported program or file like its module, and feed its cache back.
-
-A library that runs exported files needs a :class:`~yobx_flatten.runners.ports.Runner` and is replayed by name.
-"""
+"""Call an exported program or file like its module, with the cache that the previous call returned."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ from .replay import Padding
 class Nested:
     """An exported program that is called like the module. Outputs are compared with their classes and static parts."""
 
-    # cache_is: name of the input that is the cache; `""` without one
-
     keeps_state = True
 
     def __init__(self, runner: ProgramRunner, cache_is: str, written: Collection[str] = ()) -> None:
@@ -60,7 +55,7 @@ class Nested:
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
         """Return the inputs of the next call, with the program's own cache instead of the eager model's."""
-        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # of a `Continued`
+        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # outputs of a `Continued` module
             return with_returned(kwargs, outputs[PRESENT])
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
         return following if cache is None else {**following, self._cache_is: cache}
@@ -69,12 +64,12 @@ class Nested:
 class ByName:
     """A file in a comparison, which takes and returns tensors by name.
 
-    Complex numbers, which ONNX files do not have, are pairs of real ones in a file: one more axis of size 2.
+    A complex tensor is a real tensor with an additional axis of size 2 in the file.
     """
 
-    # input_leaves: the names of all leaves of the module's inputs, in order
-    # pairs: outputs that are complex numbers in the module; none by default
-    # constants: outputs that the program holds, and the file does not return; none by default
+    # input_leaves: names of the leaves of the module's inputs, in order
+    # pairs: names of complex outputs
+    # constants: constant outputs of the program, which the file does not return
 
     keeps_state = False
 
@@ -138,9 +133,8 @@ class ByName:
 class InPlace(ByName):
     """A file whose runtime updates the KV cache in place; each call of a case continues with that cache."""
 
-    # what the last step wrote, and whether the next one continues with it
-    _written: InPlaceCache | None = None
-    _goes_on = False
+    _written: InPlaceCache | None = None  # the cache after the last call
+    _goes_on = False  # whether the next call continues with this cache
 
     def __init__(self, runner: CheckedRunner, *names: Any) -> None:
         super().__init__(runner, *names)
@@ -169,20 +163,17 @@ def _as_pairs(leaf: object) -> object:
 
 
 def _like(given: object, found: Any) -> Any:
-    """Convert an output to the type of the input that it replaces: a 0-d counter becomes an int again."""
+    """Convert a 0-d tensor to an int if the input that it replaces is an int."""
     return int(found) if type(given) is int else found
 
 
-# Replay a file with a cache buffer that is longer than the text, as a generation loop passes it.
-
-
 class InSharedMemory(OnnxRunner):
-    """An ONNX file that is called as in a generation loop, with cache memory for further tokens."""
+    """An ONNX file that is called as in a generation loop, with a cache buffer that is longer than the text."""
 
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; see :meth:`.runner.Runner.run`. The returned keys and values end at the filled length."""
+        """Run one call; see :meth:`.ports.Runner.run`. The returned keys and values end at the filled length."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         slots = presents_of(self.slots)

@@ -5,11 +5,10 @@
     forward(x, cache, log)          writes to cache, appends to log, returns y
     program                         {"y": ..., "present": {"cache": ..., "log.1": ...}}
     file                            y, present.cache, present.log.1
-    forward(input_ids, a DynamicCache)       extends it, returns y
+    forward(input_ids, a DynamicCache)       extends the cache, returns y
     file                            y, present.0.key, present.0.value, ...
 
-Buffers, parameters and gradients of the module are noted and put back here.
-Hooks around ``forward`` compare the leaves of each argument before a call and after it, in a trace and in eager calls.
+Hooks around ``forward`` compare the leaves of each argument before and after a call, in a trace and in eager calls.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from ...trees.walk import key_name, node_of
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """The values that ``forward`` writes in place to its arguments; a program returns them as additional outputs."""
+    """The changes that ``forward`` makes to its arguments; a program returns them as additional outputs."""
 
-    caches: tuple[str, ...]  # arguments that are caches: they are returned whole, each under its name
-    leaves: tuple[str, ...]  # leaves of other arguments that are new or were written, by name
-    written: tuple[str, ...]  # arguments of which tensors were written in place, and nothing else
-    specs: Mapping[str, pytree.TreeSpec]  # by argument, its structure after the call
-    own: pytree.TreeSpec  # of what the module itself returns
+    caches: tuple[str, ...]  # names of arguments that are caches; each is returned under its name
+    leaves: tuple[str, ...]  # names of leaves of other arguments that are new or changed
+    written: tuple[str, ...]  # names of arguments whose only change is that tensors were written in place
+    specs: Mapping[str, pytree.TreeSpec]  # structure of each changed argument after the call
+    own: pytree.TreeSpec  # structure of the module's own outputs
 
     def remarks(self) -> list[str]:
         """Return notes for the report on arguments that the module changes."""
@@ -63,7 +62,7 @@ class Left:
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
         """Return the module's own outputs, and change the caller's arguments as the module would."""
-        # found: the outputs of the program
+        # found: outputs of the program
         # given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}
         new = found.get(PRESENT, {})
@@ -71,7 +70,7 @@ class Left:
             value = given[name]
             if name in self.caches:
                 _adopted(value, found[name])
-            elif name not in self.written:  # the program itself writes in place
+            elif name not in self.written:  # the program has written in place to the other arguments
                 held = dict(zip(leaf_names({name: value}), pytree.tree_leaves(value), strict=True))
                 names = leaf_names({name: pytree.tree_unflatten(list(range(spec.num_leaves)), spec)})
                 leaves = [new[_after_present(leaf)] if leaf in self.leaves else held[leaf] for leaf in names]
@@ -106,9 +105,9 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
-    """In a ``with`` block, let calls of a module also return the changes that they made to their arguments."""
-    # wanted: values to return; `None`, the default, for none
-    # finds: whether to detect the changed arguments, and return all of them: in a trace; `False` by default
+    """In a ``with`` block, let calls of a module also return the changes of their arguments."""
+    # wanted: the changes to return
+    # finds: whether a call, which is a trace, detects the changes and returns all of them
     watch = _Watch(wanted, finds)
     before = module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)
     with before, module.register_forward_hook(watch.after, with_kwargs=True):
@@ -120,7 +119,7 @@ class _Watch:
 
     def __init__(self, wanted: Left | None, finds: bool) -> None:
         self.left, self._finds = wanted, finds
-        self.lost: dict[str, str] = {}  # what calls changed and do not return, by argument
+        self.lost: dict[str, str] = {}  # changes that calls do not return, by path
         self._depth = 0
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -129,7 +128,7 @@ class _Watch:
             bound = inspect.signature(module.forward).bind_partial(*args).arguments
             self._given = {**bound, **kwargs}
             self._leaves = {name: _leaves(name, value) for name, value in self._given.items()}
-            # a trace has symbols for sizes, which must not be compared
+            # in a trace, sizes are symbols, and a comparison of symbols would add guards
             self._snapshot = None if self._finds else Snapshot.of(given=self._given)
 
     def after(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: PyTree) -> PyTree:
@@ -150,7 +149,7 @@ class _Watch:
         specs = {}
         for name, value in self._given.items():
             before, after = self._leaves[name], _leaves(name, value)
-            # leaves that a call wrote to, exchanged or added
+            # leaves that the call wrote to, replaced or added
             changed = [n for n, leaf in after.items() if not leaf.is_made and not _is_same(before.get(n), leaf)]
             if not _is_lost(value, changed, before, after, returned):
                 continue
@@ -184,12 +183,11 @@ class _Watch:
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
     value: Any
-    version: int | None  # of a tensor
-    is_made: bool  # whether flattening makes it anew each time: the counter of a cache
+    version: int | None  # version counter of a tensor
+    is_made: bool  # whether each flattening makes a new object, such as the counter of a cache
 
 
 def _leaves(name: str, value: object) -> dict[str, _Leaf]:
-    """The leaves of an argument as they are now, by name."""
     names, leaves, again = leaf_names({name: value}), pytree.tree_leaves(value), pytree.tree_leaves(value)
     return {
         path: _Leaf(leaf, _version(leaf), leaf is not other)
@@ -206,7 +204,7 @@ def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
         return False
     if before.value is after.value:
         return before.version == after.version
-    # symbols of a trace are compared by identity
+    # only constants are compared by value: comparing symbols of a trace would add guards
     is_constant = type(before.value) is type(after.value) and isinstance(after.value, (bool, int, float, str))
     return is_constant and bool(before.value == after.value)
 
@@ -221,7 +219,7 @@ def _is_lost(
 
 
 def _identities(tree: PyTree) -> Iterator[int]:
-    """The identity of a nested object and of all that it holds as nodes or leaves."""
+    """Yield the ids of a nested object, and of all objects inside."""
     yield id(tree)
     node = node_of(tree)
     for child in () if node is None else node.children:
@@ -234,7 +232,7 @@ def _after_present(leaf: str) -> str:
 
 
 def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outputs of a module by name, and the changed arguments."""
+    """Return the outputs of a module and the changed arguments, by name."""
     entries = _entries(outputs)
     added = {name: given[name] for name in left.caches}
     if left.leaves:
@@ -251,7 +249,7 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
 
 
 def _entries(outputs: PyTree) -> dict[str, Any]:
-    """Return the outputs by name; unnamed outputs are one entry."""
+    """Return the outputs by name; outputs without names are one entry ``"output"``."""
     node = None if is_cache(outputs) or isinstance(outputs, (tuple, list)) else node_of(outputs)
     if node is None or not (isinstance(outputs, Mapping) or node.recipe is not None):
         return {"output": outputs}
@@ -301,7 +299,7 @@ def written_state(program: ExportedProgram) -> list[str]:
         given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
         writes = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         if any(given.get(flag) is True for flag in _LEARNS):
-            writes |= _STATISTICS  # batch_norm writes to them, and its schema does not state it
+            writes |= _STATISTICS  # batch_norm writes to its statistics, and its schema does not declare these writes
         found |= {names.get(_root(given.get(name)), "") for name in writes}
     return [name for name in names.values() if name in found]
 
@@ -311,7 +309,7 @@ _LEARNS = ("training", "train", "use_input_stats")
 
 
 def _root(node: object) -> str:
-    """Return the input that a written tensor is, or is a view of."""
+    """Return the name of the input that a tensor is, or is a view of; ``""`` if there is none."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not (schema.returns and schema.returns[0].alias_info is not None):
@@ -321,10 +319,9 @@ def _root(node: object) -> str:
 
 
 def own_written_state(program: ExportedProgram, written: Collection[str]) -> None:
-    """Give a program its own copy of the state that it writes to, which it shared with the module."""
-    # program: the program; its state is changed in place
+    """Replace the state that a program writes to by copies, because the program shares its state with the module."""
     for name in written:
-        # buffers of persistent=False are not part of a state dict: torch keeps them with the constants
+        # a buffer with persistent=False is in `constants`
         held = program.state_dict if name in program.state_dict else program.constants
         held[name] = _copy(held[name])
 
@@ -337,7 +334,7 @@ def draws_random_numbers(program: ExportedProgram) -> list[str]:
 
 
 def _is_switched_off(target: object, program: ExportedProgram) -> bool:
-    """A dropout of a module in ``eval()`` is in the graph and does nothing; so is one of an LSTM with ``dropout=0``."""
+    """Return whether no call of an operator draws numbers, such as a dropout in a module in ``eval()``."""
     switches = {"train", "training", "dropout", "dropout_p", "p"}
     for node in program.graph.nodes:
         if node.op != "call_function" or node.target is not target:

@@ -1,4 +1,4 @@
-"""The quality of a quantised file: difference of scores, greedy tokens, perplexity on a text."""
+"""The quality of a quantized file: differences of logits, greedy tokens, and perplexity on a text."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ _TOGETHER = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How far the outputs of a file with quantised weights are from the model's.
+    """How far the outputs of a file with quantized weights are from the model's.
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
-        block_size: number of weights that share a scale and a zero point, of most projections; 0 where all of an output
-            do.
-        positions: number of rows of scores that were compared: one for each token of each call.
-        max_difference: largest absolute difference of a score; of any output for a module without scores.
-        mean_difference: mean absolute difference of a score.
-        relative_difference: root mean square of the difference, relative to that of the scores around their mean.
-        agreement: share of the positions at which both choose the same token; ``None`` without scores.
-        divergence: mean divergence of the two distributions of the next token (Kullback-Leibler), in nats; ``None``
-            without scores.
-        text_tokens: number of tokens of the text; 0 without one.
-        model_perplexity: perplexity of the model on the text; ``None`` without one.
-        perplexity: perplexity of the file on the text; ``None`` without one.
-        allowed: largest ratio of the two.
-        text_divergence: mean divergence on the text; ``None`` where it was not measured.
-        cosine: least cosine of an embedding of a sentence and the model's; ``None`` where there is none.
+        block_size: number of weights that share a scale and a zero point, in most matrices; 0 for one scale per output.
+        positions: number of tokens whose logits were compared, in all calls.
+        max_difference: largest absolute difference of the logits, or of all outputs for a module without logits.
+        mean_difference: mean absolute difference of the logits.
+        relative_difference: root mean square of the difference, divided by the standard deviation of the logits.
+        agreement: share of the tokens for which file and model choose the same next token; ``None`` without logits.
+        divergence: mean Kullback-Leibler divergence of the distributions of the next token, in nats; ``None`` without
+            logits.
+        text_tokens: number of tokens of the text; 0 without a text.
+        model_perplexity: perplexity of the model on the text; ``None`` without a text.
+        perplexity: perplexity of the file on the text; ``None`` without a text.
+        allowed: largest allowed ratio of the two perplexities.
+        text_divergence: mean divergence on the text; ``None`` if it was not measured.
+        cosine: smallest cosine of a sentence embedding and the model's; ``None`` without sentence embeddings.
     """
 
     weights: str
@@ -71,7 +70,7 @@ class Quality:
     def perplexity_ratio(self) -> float | None:
         """Perplexity of the file, divided by the model's; ``None`` if the file returns no logits.
 
-        Without a text it is the ratio on what the model itself would write: the exponential of the divergence.
+        Without a text, it is the ratio on text that the model itself would write: the exponential of the divergence.
         """
         if self.perplexity is not None and self.model_perplexity is not None:
             return self.perplexity / self.model_perplexity
@@ -137,10 +136,9 @@ class Distance:
 
     def add(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
         """Add the differences between the outputs of one call of the model and of the file."""
-        # expected: outputs of the model by name; rows of padding are left out where the scores are zero throughout
         if SCORES in expected:
             one, other = (side[SCORES].detach().float() for side in (expected, found))
-            read = one.reshape(-1, one.shape[-1]).any(1)  # positions of padding were blanked
+            read = one.reshape(-1, one.shape[-1]).any(1)  # logits of padding were replaced by zeros
             one, other = (scores.reshape(-1, scores.shape[-1])[read] for scores in (one, other))
             self._compare(one, other)
             self._choose(one.argmax(-1), other.argmax(-1))
@@ -167,8 +165,7 @@ class Distance:
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
-        """Return the findings."""
-        # block_size: number of weights that share a scale; 0 where all of an output do
+        """Return the sums as a :class:`Quality`."""
         numbers, scored = max(self._numbers, 1), self._positions > 0
         perplexities: list[float | None] = [
             math.exp(min(self._losses[side] / self._text, 700)) if self._text else None for side in ("model", "file")
@@ -210,7 +207,7 @@ class Distance:
 
 
 def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
-    """The sum over all positions of the divergence of two distributions."""
+    """Return the sum over all tokens of the divergence of two distributions."""
     total = 0.0
     for one, other in zip(*(side.flatten(0, -2).split(_TOGETHER) for side in (model, file)), strict=True):
         chances = one.float().log_softmax(-1), other.float().log_softmax(-1)
@@ -221,8 +218,7 @@ def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the ``losses`` in nats and the ``greedy`` token for each token of a text except the first."""
-    # scores: scores of shape (texts, length, vocabulary)
-    # tokens: the text, int64 of shape (texts, length)
+    # scores: logits of shape (texts, length, vocabulary)
     scores, following = scores[:, :-1].detach(), tokens[:, 1:]
     parts = zip(scores.flatten(0, 1).split(_TOGETHER), following.flatten().split(_TOGETHER), strict=True)
     losses = [torch.nn.functional.cross_entropy(one.float(), token, reduction="none") for one, token in parts]

@@ -1,4 +1,4 @@
-"""Compare an exported program with the eager model. Every case runs in a loop over its own outputs."""
+"""Compare an exported program or file with the eager model, in loops of calls that feed the cache back."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class CaseResult:
         steps: number of calls.
         differences: largest absolute difference to the eager model over all steps, by output name.
         seconds: duration of the program's calls.
-        error: reason why the case stopped, ``None`` if it did not.
-        left_out: outputs of which positions of padding were left out of the comparison.
-        nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 where no
+        error: the error that stopped the case; ``None`` without an error.
+        left_out: outputs with padded positions, which were not compared.
+        nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 if no
             element is finite.
-        allowed: what outputs may differ by, where that was measured; the others by the tolerance of the report.
-        cause: why a case differs, where that was found out; ``""`` elsewhere.
+        allowed: allowed difference of each output whose rounding error was measured; other outputs may differ by the
+            tolerance of the report.
+        cause: why the case differs, if the cause is known, else ``""``.
     """
 
     case: str
@@ -61,10 +62,10 @@ class CaseResult:
         """Return the name of the output that differs most relative to its tolerance, the difference, and the tolerance.
 
         Args:
-            tolerance: what an output may differ by that was not measured.
+            tolerance: allowed difference of outputs whose rounding error was not measured.
         """
         rows = [(name, found, self.allowed.get(name, tolerance)) for name, found in self.differences.items()]
-        # nothing is further off than what is not within, also where nothing is allowed
+        # outputs above their tolerance come first, also if the tolerance is 0 or the difference is NaN
         return max(
             rows, key=lambda row: (not row[1] <= row[2], row[1] / (row[2] or 1.0)), default=("-", 0.0, tolerance)
         )
@@ -73,7 +74,7 @@ class CaseResult:
         """Return whether the case ran without an error, and all outputs are within their tolerances.
 
         Args:
-            tolerance: what an output may differ by that was not measured.
+            tolerance: allowed difference of outputs whose rounding error was not measured.
         """
         _, found, allowed = self.worst(tolerance)
         return self.error is None and found <= allowed
@@ -102,12 +103,11 @@ class Side(Protocol):
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
         """Run one call; return outputs that :meth:`compare` and :meth:`feed_back` accept."""
-        # args: positional arguments; the side may write to them
         ...
 
     def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
         """Return the largest difference of every output by name."""
-        # eager: nested outputs of the module, with zeros where they are padding
+        # eager: nested outputs of the module, with zeros at padded positions
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
@@ -118,10 +118,10 @@ class Side(Protocol):
 class Pair(NamedTuple):
     """The outputs of one call of a case: those of the eager model, and those of the program or file."""
 
-    eager: PyTree  # what the module returned
-    outputs: PyTree  # what the side returned
-    names: list[str]  # of the leaves of `eager`
-    seconds: float  # duration of the side's call
+    eager: PyTree
+    outputs: PyTree
+    names: list[str]  # names of the leaves of `eager`
+    seconds: float  # duration of the call of the program or file
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the output tensors of the eager model and of the program or file by name, with zeros at padding."""
@@ -135,7 +135,6 @@ def side_by_side(
 ) -> Iterator[Pair]:
     """Run a program or file on the calls of a case, with its own cache, and yield both outputs of each call."""
     # taken: names of inputs, see `naming.output_names`
-    # padding: gets the inputs of each call
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     outputs: Any = None
     for index, step in enumerate(steps):
@@ -158,10 +157,9 @@ def replay(
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
     """Run the eager model and the exported model on one case, and compare every output of every step."""
-    # taken: names of inputs, see `naming.output_names`; none by default
-    # left: changed arguments that are returned, see `left`; none by default
-    # allowed: measured tolerances of outputs; none by default
-    # all steps of the module first: its buffers are restored before the other side runs
+    # taken: names of inputs, see `naming.output_names`
+    # allowed: allowed differences of outputs whose rounding error was measured
+    # all calls of the module run first, since its buffers are restored before the program runs
     expected = runs.steps(case, written, left, twice=side.keeps_state or not written)
     padding, seconds = Padding(), 0.0
     differences: dict[str, float] = {}
@@ -173,7 +171,7 @@ def replay(
 
     with side.from_the_start():
         for index in range(len(expected)):
-            # whatever the runtime raises is the result of this case
+            # an error of the runtime, of any class, is the result of the case
             pair = result_or(lambda: next(pairs), lambda error: error)
             if isinstance(pair, Exception):
                 return failed(index, f": {type(pair).__name__}: {without_cause(pair).strip()[:500]}")
@@ -192,16 +190,12 @@ def replay(
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
-# Check that a file returns the same scores of the last token alone as with those of all tokens.
-
-
 _FAR = 1e-3
 """Allowed relative difference of the last token's logits: computed alone, their sums are in another order."""
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
     """If a file can return only the last token's logits, compare these with the last logits of a full call."""
-    # names: names of the inputs' leaves, in order
     if not runner.has_kept_scores:
         return
     for case in cases:
@@ -224,9 +218,6 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         return
 
 
-# Find the first node of a file whose value differs from the program's.
-
-
 _LARGEST = 2**28
 """Limit in bytes: intermediate values of larger ONNX files are not read, because all would be in memory at once."""
 
@@ -235,7 +226,6 @@ def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
     """Return a note on the first value of a file that differs from its program; none if no value differs."""
-    # inputs: names of all leaves of the inputs, in order
     if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
         return []
     leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -246,7 +236,7 @@ def first_difference(
     except (FlattenError, RuntimeError, ValueError, KeyError) as error:
         return [f"the values inside the file were not compared: {first_line(error)}"]
     for node in program.graph.nodes:
-        value = expected.get(node.name)  # the node of the outputs has none, and a name that an output may have
+        value = expected.get(node.name)
         if node.name not in found or not isinstance(value, torch.Tensor):
             continue
         if value.shape != found[node.name].shape:
@@ -283,7 +273,7 @@ class _Values(torch.fx.Interpreter):
 
 
 def _values_of_file(path: pathlib.Path, wanted: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a file whose inner values are outputs if they have the name of a node."""
+    """Run a file, and return its outputs and the inner values that have the name of a node of the program."""
     import onnx
 
     model = onnx.load(path)
@@ -300,7 +290,7 @@ def _described(node: torch.fx.Node) -> str:
     return f"{node.name!r} ({node.target}{where})"
 
 
-# what a decoder reads, and the mask over it and what is in the cache; the first pair whose tokens are there counts
+# Inputs with the tokens of a decoder, and the mask over the cache and these tokens. The first pair with tokens is used.
 _READS = (
     ("decoder_input_ids", "decoder_attention_mask"),
     ("decoder_inputs_embeds", "decoder_attention_mask"),
@@ -309,14 +299,14 @@ _READS = (
 )
 
 
-# Find the outputs that belong to padding, where a model may compute anything.
+# Find the outputs at padded positions, which depend on the implementation.
 #
-# A row that sees no position at all is a softmax over nothing. Each implementation fills it as it likes, and no other
+# A row that attends to no position is a softmax without terms. Implementations return different values, and no other
 # position reads the result.
 
 
 class Padding:
-    """The padded positions in a loop of calls, except those of a cache that the caller passed."""
+    """The padded positions in a loop of calls, except positions in a cache that the caller passed."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None
@@ -356,7 +346,7 @@ class Padding:
 
     def blank_leaves(self, tree: PyTree, names: Sequence[str]) -> PyTree:
         """Return nested outputs with zeros at the positions of padding."""
-        # names: one for each leaf; outputs with another number of leaves are returned unchanged
+        # outputs whose number of leaves differs from the number of names are returned unchanged
         leaves, spec = pytree.tree_flatten(tree)
         if self._all is None or len(leaves) != len(names):
             return tree
@@ -373,7 +363,7 @@ class Padding:
         return value.movedim(axis, 1)[~hidden.to(value.device)]
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
-        """The padded positions, as (batch, positions), and the axis of the positions."""
+        """Return the padded positions of shape (batch, positions), and the axis of the positions in ``value``."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):
             return None, 0
         if value.dim() == 3 and value.shape[:2] == self._new.shape:
@@ -382,8 +372,8 @@ class Padding:
             rows, length = self._all.shape
             if value.dim() == 4 and value.shape[0] == rows:
                 kept = value.shape[2]
-                if kept <= length:  # a layer that slides keeps the last ones
+                if kept <= length:  # a sliding layer keeps the last positions
                     return self._all[:, length - kept :], 2
-                unused = self._all.new_zeros(rows, kept - length)  # of a static cache
+                unused = self._all.new_zeros(rows, kept - length)  # a static cache has unused positions at its end
                 return torch.cat([self._all, unused], dim=1), 2
         return None, 0

@@ -1,4 +1,4 @@
-"""The report of an export: times, sizes, differences to the eager model, and their limit in half precision."""
+"""The report of an export, and the measurement of rounding errors that limits differences to the eager model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 20.0
 
 
 def _nearer(quality: Quality) -> str:
-    """The line to type for a file that is closer to its model."""
+    """Return advice for a file that is closer to its model."""
     if quality.cosine is None:
         return (
             "Use more bits:\n"
@@ -49,29 +49,29 @@ class ExportReport(Report):
     Attributes:
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
-        output_names: names of its outputs, in order.
-        seconds: the duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all
-            calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"`` and ``"load"``,
-            and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
-        runtime: the library that the file is for, where ``to_executorch`` and the like wrote it; ``""`` elsewhere.
-        file_bytes: size of that file, with weights next to it, in bytes; ``None`` without one.
-        planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, in bytes, besides the weights;
-            ``None`` for others.
-        onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
-        opset: version of ONNX's operators in the file; ``None`` without one.
-        operators: how often the file has each operator of attention and normalisation.
+        output_names: names of the program's outputs, in order.
+        seconds: the duration of each step, in seconds, by name of the step: ``"trace"`` (``torch.export``),
+            ``"replay"`` (all calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"``
+            and ``"load"``, and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
+        runtime: the library that runs the file, for files of ``to_executorch`` and similar methods; else ``""``.
+        file_bytes: size of this file, including weights next to it, in bytes; ``None`` without such a file.
+        planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
+            ``None`` for other libraries.
+        onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
+        opset: version of ONNX's operators in the file; ``None`` without an ONNX file.
+        operators: number of uses of each attention and normalization operator in the file.
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         proof: what was replayed: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
-        processor_seconds: CPU time of each step, in seconds, by its name.
-        peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
+        processor_seconds: CPU time of each step, in seconds, by name of the step.
+        peak_growth: the bytes by which each step raised the peak memory of the process, by name of the step.
         remarks: notes on what was not checked, and why.
-        yardstick: measures what the type of the weights costs, and so what outputs may differ by; ``None`` where the
-            tolerance is for all of them.
-        in_place: inputs of the cache that the library of the file writes in place; none where calls return all of it.
-        quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
-            was replayed.
-        of_adapters: the same of the file with each adapter that it was checked with, by the adapter's name.
+        yardstick: measures the rounding errors of the weights' dtype, which limit the differences of outputs; ``None``
+            if ``tolerance`` is the limit for all outputs.
+        in_place: names of cache inputs that the runtime updates in place; empty if calls return the whole cache.
+        quality: how far the file with quantized weights is from the model; ``None`` without quantized weights, or if
+            nothing was replayed.
+        of_adapters: the quality of the file with each adapter that the file was checked with, by name of the adapter.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -100,9 +100,9 @@ class ExportReport(Report):
     planned_bytes: int | None = None
     in_place: list[str] = dataclasses.field(default_factory=list)
     yardstick: Yardstick | None = dataclasses.field(default=None, repr=False)
-    # the yardstick of a model in float32, until a case differs by more than the tolerance
+    # measures rounding errors of a float32 model; used if a case differs by more than the tolerance
     spare: Yardstick | None = dataclasses.field(default=None, repr=False)
-    # what the module computed in the cases, for a folder that stores some of it
+    # outputs of the module for the cases; a folder stores some of them
     runs: EagerRuns | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -168,7 +168,7 @@ class ExportReport(Report):
         """Measure a ``with`` block: add its duration and the growth of peak memory to those of one export step.
 
         Args:
-            step: its name.
+            step: name of the step.
         """
         start, worked, before = time.perf_counter(), time.process_time(), peak_memory()
         try:
@@ -183,7 +183,7 @@ class ExportReport(Report):
         """Return the largest difference of each output that rounding explains; ``None`` if rounding was not measured.
 
         Args:
-            case: the case, of which the type of the weights costs so much.
+            case: the case.
         """
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
@@ -191,12 +191,12 @@ class ExportReport(Report):
         """Return how much of each difference is rounding of a float32 model, found by running the model in float64.
 
         Args:
-            case: the case. The model is run in float64 for it, and from then on for each further case.
+            case: the case. From now on, the model also runs in float64 for each further case.
         """
         if self.spare is None or self.yardstick is not None:
             return None
         spare = self.spare
-        # a model may state a type in its code, and stop in another one
+        # a model whose code names a dtype may fail in float64
         found = result_or(lambda: spare.allowed(case), lambda error: None)
         if found is not None:
             self.yardstick = spare
@@ -206,7 +206,7 @@ class ExportReport(Report):
         """Return a result that allows outputs above the tolerance to differ by the rounding error of float32.
 
         Args:
-            found: result of a case.
+            found: result of the case.
             case: the case.
         """
         if found.error is not None or found.within(self.tolerance):
@@ -250,7 +250,7 @@ class ExportReport(Report):
         return "\n".join([*lines, f"  proof: {self.proof}; {steps}{self._share()}"])
 
     def _share(self) -> str:
-        """The part of the CPU time that the proof took, in words."""
+        """Return a text on the share of the CPU time that the checks took; ``""`` for a short time."""
         took = self.processor_seconds
         total, proof = sum(took.values()), sum(took.get(step, 0.0) for step in _PROOF)
         return f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= _SHOWN else ""
@@ -268,7 +268,7 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
 
 
 def _of_padding(cases: list[CaseResult]) -> list[str]:
-    """The remark on outputs that were left out of the comparison because they are padding."""
+    """Return a note on padded positions of outputs, which were not compared."""
     outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
     if not outputs:
         return []
@@ -299,9 +299,9 @@ PART_OF_FLOAT32 = 1e-5
 # Measure the rounding error of a dtype on a case: half precision against float32, or float32 against float64.
 #
 #     weights in float16 ──> outputs                          both sides begin with the same numbers,
-#             └── as float32 ──> outputs in float32            so what is between them is rounding
+#             └── as float32 ──> outputs in float32            so the difference is the rounding error
 #
-# A file rounds elsewhere than the model, and is as far from float32; one that computes something else is further off.
+# A file rounds in other places than the model, with errors of the same size. Larger differences are no rounding errors.
 
 
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
@@ -312,8 +312,8 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2
     """
-    # stated: what it costs, times `_TIMES`. A folder of a stranger can state anything.
-    # part: that part; by default a tenth, of half precision
+    # stated: `_TIMES` times the rounding error; a folder from an untrusted author can contain any number
+    # part: the largest share of the range
     finite = expected.float()[expected.isfinite()]
     if not finite.numel():
         return 0.0
@@ -325,7 +325,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 class Yardstick:
     """Measures how much rounding to the dtype of the weights changes each output; a file may differ by that much."""
 
-    # is_half: whether that is half precision, next to float32; else float32, next to float64. `True` by default
+    # is_half: whether half precision is compared with float32; else float32 is compared with float64
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class Yardstick:
             leaves = zip(names, pytree.tree_leaves(step.outputs), pytree.tree_leaves(other.outputs), strict=True)
             for name, one, precise in leaves:
                 if not isinstance(one, torch.Tensor) or not one.is_floating_point() or not one.numel():
-                    continue  # a model may return float32 that was computed in half precision
+                    continue
                 apart = (one.double() - precise.double()).abs()
                 cost = float(apart[apart.isfinite()].max()) if bool(apart.isfinite().any()) else 0.0
                 most = explained(_TIMES * cost, one, self._part)
@@ -401,9 +401,9 @@ class Yardstick:
 
 @contextlib.contextmanager
 def _as_type(module: torch.nn.Module, narrow: tuple[torch.dtype, ...], wide: torch.dtype) -> Iterator[None]:
-    """Call a module inside with its weights in a wider type; they are its own again afterwards."""
+    """In a ``with`` block, replace the weights of a module by copies in a wider dtype."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
+    copies: dict[int, torch.Tensor] = {}  # by id, so that tied weights have one copy
     for owner in module.modules():
         places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
         for held in places:

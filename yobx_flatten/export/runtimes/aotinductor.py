@@ -1,4 +1,4 @@
-"""Compile a program to an AOTInductor package: machine code for this machine."""
+"""Compile a program to an AOTInductor package, which contains machine code for this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def check_compiler(caller: str) -> None:
 
 def write_package(traced: Traced, path: pathlib.Path) -> None:
     """Compile a program to an AOTInductor package. Call it in the registration ``with`` block."""
-    # path: the file to write, with the suffix `.pt2`
     program = flat_program(traced.program)
     _compiled(program, _signature(traced, program), path)
 
@@ -55,7 +54,7 @@ def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
 
 def _signature(traced: Traced, program: ExportedProgram) -> Signature:
     signature = signature_of(traced)
-    # compiled code does not look at sizes: what an operator of torch refuses is refused before the call
+    # compiled code does not check sizes, so sizes of 0 that an operator refuses are refused before the call
     smallest = {**dict.fromkeys(refused_when_empty(program, signature), 1), **signature.smallest}
     return dataclasses.replace(signature, smallest=smallest)
 
@@ -68,7 +67,7 @@ def _compiled(program: ExportedProgram, signature: Signature, path: pathlib.Path
     except ValueError as error:
         if "Cannot view a tensor" not in str(error):
             raise
-        # torch 2.13 gives a `cat` of transposed tensors other strides than eager does (GPT-NeoX Japanese)
+        # in torch 2.13, a compiled `cat` of transposed tensors has other strides than in eager mode (GPT-NeoX Japanese)
         for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             node.target = torch.ops.aten.reshape.default
         program.graph_module.recompile()
@@ -85,12 +84,6 @@ def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path,
         )
 
 
-# Let a program write the cache in place: buffers that are longer than the text, and how much of them is filled.
-
-
-# Store the weights of products as a product of one row reads them.
-
-
 aten = torch.ops.aten
 
 
@@ -99,9 +92,9 @@ def with_buffers(
 ) -> tuple[ExportedProgram, list[str]]:
     """Return a program whose growing cache inputs are buffers, and the names of these inputs."""
     # program: what `flat_program` returned; it is not changed
-    # presents: for each input of the cache, the output that takes its place in the next call
-    # returns: a program that takes the other inputs and the buffers in the same order, and then the tensor whose length
-    # is the number of tokens in them; it returns the other outputs
+    # presents: for each cache input, the output that becomes this input of the next call
+    # returns: a program with the same inputs, of which the kept ones are buffers, and a last input whose length is the
+    # number of tokens in the buffers; it returns all outputs except the kept parts of the cache
     sizes = sizes_of(program, inputs)
     module: Any = program.module(check_guards=False)
     graph = module.graph
@@ -109,7 +102,7 @@ def with_buffers(
     last = graph.output_node()
     returned = dict(zip(outputs, last.args[0], strict=True))
     cats = {name: cat for name, to in presents.items() if (cat := joined(nodes[name], returned[to])) is not None}
-    # one number of tokens for all
+    # only inputs with the same number of tokens as the first one
     seen = next((sizes[name][2] for name in cats), None)
     kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
@@ -126,14 +119,14 @@ def with_buffers(
     last.args = (tuple(returned[name] for name in others),)
     graph.eliminate_dead_code(is_impure_node=_is_written)
     graph.set_codegen(torch.fx.graph.CodeGen())
-    flat = torch.fx.GraphModule(module, graph)  # without the checks of the inputs that it had
+    flat = torch.fx.GraphModule(module, graph)  # without the input checks of `module`
     example = dict(zip(inputs, program.example_inputs[0], strict=True))
     filled = example[kept[0]].shape[2]
     for name in kept:
         rows, heads, _, size = example[name].shape
         example[name] = example[name].new_zeros(rows, heads, 4 * filled + 16, size)
     shapes = [{axis: Dim.AUTO for axis, size in enumerate(sizes[name]) if not isinstance(size, int)} for name in inputs]
-    # of a buffer its capacity varies
+    # the capacity of a buffer varies
     shapes = [{**of, 2: Dim.AUTO} if name in kept else of for name, of in zip(inputs, shapes, strict=True)]
     made = torch.export.export(
         Flat(flat),
@@ -161,13 +154,14 @@ def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.
 
 
 def _is_written(node: torch.fx.Node) -> bool:
-    """Whether a node does something besides what it returns."""
     return node.is_impure() or node.target is aten.copy_.default
 
 
 def transposed_weights(program: ExportedProgram) -> ExportedProgram:
-    """Return a program that stores float32 weights of matrix products transposed; the graph is changed."""
-    # a head that is also a table is looked up in the same memory, which is in the file once
+    """Return a program that stores float32 weights of matrix products transposed; the graph is changed in place.
+
+    A product with a single row is faster with transposed weights.
+    """
     state = dict(program.state_dict)
     for names in _shared(program):
         targets = [program.graph_signature.inputs_to_parameters[node.name] for node in names]
@@ -183,7 +177,7 @@ def transposed_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
-    """The inputs of a graph that are parameters; those that are the same tensor together."""
+    """Yield lists of graph inputs that are parameters; inputs with the same tensor are in one list."""
     found: dict[tuple[int, torch.Size], list[torch.fx.Node]] = {}
     targets = program.graph_signature.inputs_to_parameters
     for node in program.graph.find_nodes(op="placeholder"):
@@ -194,7 +188,7 @@ def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
 
 
 def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
-    """The way in which a node uses a weight; unknown by default."""
+    """Return how a node uses a weight: ``"product"``, ``"table"``, or ``""`` for other uses."""
     if user.target is aten.linear.default and user.args[1] is weight:
         return "product"
     return "table" if user.target is aten.embedding.default and user.args[0] is weight else ""
@@ -210,12 +204,8 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.meta["val"] = value.new_empty(*reversed(value.shape))
 
 
-# Pass a scan the sizes of its results, which AOTInductor allocates before the loop starts.
-
-
 def lift_sizes(module: GraphModule) -> None:
-    """Pass the sizes of its outputs to every ``scan`` of a graph as inputs."""
-    # module: the graph; its scans and their bodies are changed
+    """Pass to every ``scan`` of a graph, in place, the sizes of its outputs, which AOTInductor allocates first."""
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
         body, start, given, others = node.args
@@ -256,16 +246,12 @@ def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
     ]
 
 
-# Find the dynamic sizes that may not be 0 in an AOTInductor package.
-
-
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
-    """Return the names of sizes that may not be 0, found by runs on tensors without data."""
-    # program: a program that takes tensors; see `flat_program.flat_program`
-    # returns: names of sizes in the signature; none where torch cannot run the program without values
+    """Return the names of sizes that may not be 0, found by runs with fake tensors; none if fake tensors fail."""
+    # program: what `flat_program` returned
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
     given = {name: example[leaf][axis] for name, (leaf, axis) in place_of_sizes(signature).items()}
     calls = {name: _call_without(name, given, signature, example) for name in given}
@@ -274,7 +260,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """Return shapes with one size 0, and another size changed to fit; ``None`` if no change fits."""
+    """Return input shapes that the signature accepts, with one size 0; ``None`` if there are none."""
     for sizes in _nearby({**given, empty: 0}, empty):
         shapes = {
             name: tuple(_value(size, sizes, one) for size, one in zip(of, example[name], strict=True))
@@ -304,8 +290,8 @@ def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
 
 
 def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
-    """Whether torch computes the shapes of all values, from those of the inputs."""
-    # half a second: sympy
+    """Return whether a program runs without an error on fake tensors with these shapes."""
+    # imported here because the import takes half a second
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from ...private_names.of_torch import FakeTensorMode
@@ -316,7 +302,7 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     with quietly("torch._subclasses.fake_tensor", logging.CRITICAL), torch.no_grad(), mode:
         pairs = zip(values, [*weights, *shapes.values()], strict=True)
         given = [torch.empty(shape, dtype=value.dtype, device=value.device) for value, shape in pairs]
-        return result_or(lambda: _takes(program, given), lambda error: False)  # an operator raises what it likes
+        return result_or(lambda: _takes(program, given), lambda error: False)  # operators raise many classes of errors
 
 
 def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
@@ -324,16 +310,13 @@ def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
     return True
 
 
-# Keep the last block of a tiled reduction within its output.
-
-
 def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
-    """Make the version of ``aggregate_reduction_buffers`` that writes its own block for the tail."""
+    """Return an ``aggregate_reduction_buffers`` that keeps the last block of a tiled reduction within its output."""
 
     @functools.wraps(aggregate)
     def aggregate_reduction_buffers(self: Any, is_inner_only: bool, outer: Any) -> None:
         if outer is not None and not outer.is_reduction:
-            # torch looks at the loop right inside of the outer one; any loop inside of it may be the sum
+            # torch checks only the next inner loop, but any inner loop may be the reduction
             loops = self.loop_nest.loops
             inside = loops[next(i for i, loop in enumerate(loops) if loop.var == outer.var) + 1 :]
             is_inner_only = is_inner_only or any(loop.is_reduction for loop in inside)
@@ -342,10 +325,10 @@ def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
     return aggregate_reduction_buffers
 
 
-@functools.cache  # one patch, which several threads may hold
+@functools.cache  # several threads share one patch
 def whole_tails() -> AbstractContextManager[None]:
-    """Return the block to compile in without the fault."""
+    """Return a ``with`` block in which inductor does not write past the end of a tiled reduction."""
     kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
     if kernels is None or name not in vars(kernels):
-        return nullcontext()  # another version of torch: the replay decides
+        return nullcontext()  # another version of torch; the replay shows whether the file is right
     return AttributePatch(kernels, name, _storing_tails(vars(kernels)[name]))

@@ -1,4 +1,4 @@
-"""Write a program as an ExecuTorch file. Its memory is planned for the largest sizes."""
+"""Write a program as an ExecuTorch file, whose memory is planned for the largest sizes."""
 
 from __future__ import annotations
 
@@ -54,14 +54,13 @@ def check_bounds(signature: Signature) -> None:
 class Written:
     """A written ExecuTorch file: its planned memory, and the cache inputs that are updated in place."""
 
-    planned_bytes: int  # the memory that is planned
-    in_place: list[str]  # inputs of the cache that are written in place
+    planned_bytes: int
+    in_place: list[str]  # names of the cache inputs
 
 
 def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False) -> Written:
     """Lower a program to ExecuTorch and write the file. Call it in the registration ``with`` block."""
-    # backend: whose kernels are used; XNNPACK's by default
-    # in_place: whether a cache that grows is written in place; `False`, the default, where calls take and return it
+    # in_place: whether the file writes a growing cache in place; else calls take and return the cache
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
 
@@ -69,7 +68,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
         reason = f"{type(error).__name__}: {first_line(error)}"
         return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}")
 
-    # loops over weights that can be trained would also be those of a backward pass, which return sizes
+    # without no_grad, loops over trainable weights would also return values for a backward pass
     with raised_as(failure), quietly("executorch"), torch.no_grad():
         exir: Any = importlib.import_module("executorch.exir")
         passes: Any = importlib.import_module("executorch.exir.passes")
@@ -88,13 +87,13 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
         _bound_sizes(lowered, program)
         if rows is not None:
             attended_in_place(lowered)
-        # inputs that are planned are copied: buffers would not be those of the caller
+        # the runtime copies planned inputs, and would not write into the buffers of the caller
         planning = passes.MemoryPlanningPass(alloc_graph_input=rows is None)
         with states_of_the_call():
             made = edge.to_executorch(exir.ExecutorchBackendConfig(memory_planning_pass=planning))
     (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
     missing = missing_kernels(plan.operators)
-    if missing:  # the runtime states a number only
+    if missing:  # the error of the runtime would only contain a number
         raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
     with path.open("wb") as file:
         made.write_to_file(file)
@@ -102,7 +101,6 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
 
 
 def _partitioners(backend: Backend) -> list[Any]:
-    """Return the partitioners, which assign operators to backends such as XNNPACK."""
     if backend != "xnnpack":
         return []
     xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
@@ -110,10 +108,10 @@ def _partitioners(backend: Backend) -> list[Any]:
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
-    """Bound the sizes of a lowered program as those of the program are.
+    """Give the sizes of a lowered program the bounds that they have in the program.
 
-    ExecuTorch 1.5 lowers some sizes that several inputs share without their largest value, and plans memory for the
-    size of the example then: a decoder with windows refused every larger batch.
+    ExecuTorch 1.5 loses the upper bound of some sizes that several inputs share, and then plans memory for the size of
+    the example: a decoder with windows refused every larger batch.
     """
     known = {str(symbol): found for symbol, found in program.range_constraints.items()}
     values = (node.meta.get("val") for node in lowered.graph.find_nodes(op="placeholder"))
@@ -124,7 +122,6 @@ def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
 
 
 def _advice(error: Exception, backend: Backend) -> str:
-    """Return advice for an operator without a kernel that writes into planned memory."""
     missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
     if missing is not None:
         return f". {_without_kernel(missing[1])}"
@@ -138,12 +135,9 @@ def _without_kernel(operators: str) -> str:
     )
 
 
-# Let loops in ExecuTorch files run over the sizes of the call instead of the largest sizes.
-
-
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return the block in which ExecuTorch accepts loops whose state has the size of the call."""
+    """Return a ``with`` block in which ExecuTorch writes loops over the sizes of the call, not the largest sizes."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 
@@ -156,12 +150,8 @@ def states_of_the_call() -> AttributePatch:
     return AttributePatch(managers, "emit_program", emitted)
 
 
-# Read leaf names without sizes: newer versions of yobx write ``key_W_1`` instead of ``key_W8_1``.
-
-
 def with_sizes(plan: Any) -> None:
-    """Make every copy and stack operator of an execution plan set the sizes of its output tensor."""
-    # plan: an `ExecutionPlan` before it is serialised; it is changed
+    """Make every copy and stack operator of an execution plan, in place, set the sizes of its output tensor."""
     copy = _index(plan, "aten::copy_", "")
     if copy is not None:
         plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
@@ -194,7 +184,7 @@ def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
     zero, is_first = len(plan.values) - 2, len(plan.values) - 1
     jumps = [one.instr_args for one in chain.instructions if isinstance(one.instr_args, schema.JumpFalseCall)]
     made: list[Any] = []
-    places: list[int] = []  # of each instruction among those that are made
+    places: list[int] = []  # new index of each instruction
     for instruction in chain.instructions:
         places.append(len(made))
         call = instruction.instr_args
@@ -214,8 +204,7 @@ def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
     chain.instructions[:] = made
 
 
-# Rewrite operators that ExecuTorch has no kernel for into operators that it has.
-
+# Replace operators without a kernel in ExecuTorch by other operators.
 
 _ATEN = torch.ops.aten
 
@@ -223,15 +212,15 @@ _ATEN = torch.ops.aten
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply rows that are sorted by expert, each with the weights of its own expert.
 
-    Every expert multiplies all rows, and the product of its own rows is kept: how many rows an expert has depends on
-    the values, and memory is planned before.
+    Every expert multiplies all rows, and only the products of its own rows are kept, because memory is planned before
+    the number of rows of an expert is known.
 
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
     >>> grouped_product(rows, torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 3])).tolist()
     [[10.0], [200.0], [300.0]]
     """
     # weight: weights of shape (experts, inputs, outputs)
-    # ends: for every expert the number of the row after its last one, of shape (experts,)
+    # ends: index of the row after the last row of each expert, of shape (experts,)
     places = torch.arange(rows.shape[0], device=rows.device)[:, None]
     found = rows.new_zeros(rows.shape[0], weight.shape[2])
     for expert in range(weight.shape[0] - 1, -1, -1):
@@ -254,7 +243,7 @@ def _grouped_mm(
 def _sort(
     values: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # not stable: experts need their own rows together, in whichever order
+    # `topk` is not stable, but the order of the rows of one expert does not matter
     return torch.topk(values, values.shape[dim], dim, descending, True)
 
 
@@ -275,7 +264,7 @@ def _empty_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
 def _erfinv(x: torch.Tensor) -> torch.Tensor:
     w = -torch.log((1 - x) * (1 + x))
     centre, tail = _polynomial(w - 2.5, ERFINV_CENTRE), _polynomial(torch.sqrt(w) - 3, ERFINV_TAIL)
-    # at 1 the polynomial of the infinite w is NaN
+    # at 1, w is infinite, and its polynomial is NaN
     return torch.where(x.abs() == 1, x * torch.inf, torch.where(w < 5, centre, tail) * x)
 
 
@@ -291,8 +280,8 @@ def _new_empty(like: torch.Tensor, size: Sequence[int], **options: Any) -> torch
     return torch.zeros(size, dtype=options.get("dtype") or like.dtype)
 
 
-# ExecuTorch 1.5 writes memory without values as `dim_order_ops::_empty_dim_order`, whose sizes are ints: each symbol of
-# a size becomes the number of the example, also where it is the size of an input
+# ExecuTorch 1.5 writes uninitialized memory as `dim_order_ops::_empty_dim_order`, whose sizes are ints: each symbol in
+# a size becomes the number of the example, also in the sizes of inputs
 _ALWAYS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.erfinv.default: _erfinv,
     _ATEN.empty.memory_format: _empty,
@@ -310,7 +299,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Replace grouped matrix products, `erfinv` and uninitialized memory in a program, if it has any."""
+    """Replace grouped matrix products, `erfinv` and uninitialized memory in a program."""
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
     products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
     if fallback is not None:
@@ -325,8 +314,7 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
 
 
 def missing_kernels(operators: Iterable[Any]) -> list[str]:
-    """Return the operators of a file that the installed ExecuTorch has no kernel for."""
-    # operators: those of an execution plan, which have a `name` and an `overload`
+    """Return the operators of an execution plan that the installed ExecuTorch has no kernel for."""
     runtime: Any = importlib.import_module("executorch.runtime")
     known = set(runtime.Runtime.get().operator_registry.operator_names)
     names = (f"{operator.name}.{operator.overload}" if operator.overload else operator.name for operator in operators)

@@ -2,12 +2,12 @@
 
 .. code-block:: text
 
-    past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after those seen
+    past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after earlier ones
      new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
 
-ExecuTorch has no views of a part of a tensor. Of its operators ``llama::sdpa_with_kv_cache``, one of the kernels for
-language models, does both without a copy. It takes one mask for all rows: so the program takes one row, and the heads
-of keys are the batch of the operator.
+ExecuTorch has no views of a part of a tensor. Its operator ``llama::sdpa_with_kv_cache`` writes and attends without a
+copy. The operator accepts one mask for all rows, so the program accepts one row, and the key heads are the batch of the
+operator.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """Placeholder for the operator of ExecuTorch in a trace; it writes nothing, so that no trace returns buffers."""
+    """Define a placeholder for ExecuTorch's operator that writes to no tensor, so that the trace returns no buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
         "Tensor mask, float scale) -> Tensor"
     )
     library.impl("attend", lambda query, *others: torch.empty_like(query), "Meta")
-    return library  # it is there as long as this is
+    return library  # the operator is defined as long as this object exists
 
 
 def with_row_buffers(
@@ -46,9 +46,9 @@ def with_row_buffers(
 ) -> tuple[ExportedProgram, Rows]:
     """Return a program for batch size 1 whose growing cache inputs are buffers."""
     # program: what `flat_program` returned; it is not changed
-    # presents: for each input of the cache, the output that takes its place in the next call
-    # returns: a program that takes the inputs in the same order, with buffers of shape (heads, room, 1, size), and
-    # then the tensor whose length is the number of tokens in them; it returns the other outputs
+    # presents: for each cache input, the output that becomes this input of the next call
+    # returns: a program with the same inputs, of which the kept ones are buffers of shape (heads, room, 1, size), and a
+    # last input whose length is the number of tokens in the buffers
     _operator()
     inputs, outputs = [name for name, *_ in signature.inputs], signature.outputs
     sizes = sizes_of(program, inputs)
@@ -78,7 +78,7 @@ def with_row_buffers(
         _without_reads(graph, nodes[name], past)
     graph.eliminate_dead_code()
     graph.set_codegen(torch.fx.graph.CodeGen())
-    flat = torch.fx.GraphModule(module, graph)  # without the checks of the inputs that it had
+    flat = torch.fx.GraphModule(module, graph)  # without the input checks of `module`
     taken, outgoing = _axes_of_rows(signature, {name: returned[name] for name in others}, str(rows))
     tensors, shapes = _example(program, kept, signature, taken)
     made = torch.export.export(
@@ -89,18 +89,18 @@ def with_row_buffers(
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """A call of attention over a cache that grows."""
+    """A call of attention over a growing cache."""
 
     node: torch.fx.Node
     query: torch.fx.Node
-    key: torch.fx.Node  # the cache with new tokens after it
+    key: torch.fx.Node  # concatenation of the cache and the new tokens
     value: torch.fx.Node
     mask: torch.fx.Node
     scale: float
 
 
 def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
-    """The attention of a node, if it is the only reader of its keys and values."""
+    """Return the attention of a node, if the node is the only reader of its keys and values; else ``None``."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -126,12 +126,11 @@ def _attend_in_place(
     past: torch.fx.Node,
     masks: dict[Any, torch.fx.Node],
 ) -> None:
-    """Replace an attention over concatenated keys by an attention over buffers."""
     new = [cat.args[0][1] for cat in (call.key, call.value)]  # type: ignore[index] # two parts, see `joined`
     repeats = call.query.meta["val"].shape[1] // call.key.meta["val"].shape[1]
     with graph.inserting_before(call.node):
         mask = masks.get((call.mask, repeats))
-        if mask is None:  # one for all layers
+        if mask is None:  # all layers share one mask
             mask = masks[call.mask, repeats] = graph.call_function(_mask_of_room, (call.mask, keys, repeats))
         given = (call.query, *new, keys, values, past, mask, call.scale)
         found = graph.call_function(_attend, given)
@@ -141,7 +140,7 @@ def _attend_in_place(
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
     """Convert the mask of one row (1, 1, new, total) to an additive mask (repeats * new, room)."""
-    # finite, since a token of padding that attends to nothing would be NaN
+    # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
     if mask.dtype == torch.bool:
@@ -183,14 +182,14 @@ def _without_reads(graph: torch.fx.Graph, buffer: torch.fx.Node, past: torch.fx.
     """Replace sizes of a cache input by the number of its tokens for one row."""
     for user in list(buffer.users):
         if user.target is aten.sym_size.int and user.args[1] in (0, 2):
-            user.replace_all_uses_with(past if user.args[1] == 2 else 1)  # type: ignore[arg-type] # a number does too
+            user.replace_all_uses_with(past if user.args[1] == 2 else 1)  # type: ignore[arg-type] # fx accepts a number
             graph.erase_node(user)
 
 
 def _axes_of_rows(
     signature: Signature, returned: Mapping[str, torch.fx.Node], rows: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The axis of rows of each input that has one, and of each output."""
+    """Return the batch axis of each input that has a batch axis, and of each output."""
     given = {name: sizes.index({rows: 1}) for name, _, sizes in signature.inputs if {rows: 1} in sizes}
     shapes = {name: [str(size) for size in node.meta["val"].shape] for name, node in returned.items()}
     alone = [name for name, shape in shapes.items() if rows not in shape]
@@ -202,7 +201,7 @@ def _axes_of_rows(
 def _example(
     program: ExportedProgram, kept: Sequence[str], signature: Signature, rows: Mapping[str, int]
 ) -> tuple[list[torch.Tensor], list[dict[int, Any]]]:
-    """The tensors of the trace, of one row and with buffers, and which of their sizes vary."""
+    """Return the tensors for the trace, with one row and with buffers, and their dynamic shapes."""
     given = dict(zip((name for name, *_ in signature.inputs), program.example_inputs[0], strict=True))
     sizes = {name: of for name, _, of in signature.inputs}
     seen, most = given[kept[0]].shape[2], _most(sizes[kept[0]][2], signature)
@@ -226,7 +225,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:
-    """Return the largest value of a size; `executorch.check_bounds` has checked that it exists."""
+    """Return the largest value of a size; `check_bounds` has checked that there is one."""
     if isinstance(size, int):
         return size
     return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())
@@ -235,7 +234,7 @@ def _most(size: Size, signature: Signature) -> int:
 def attended_in_place(program: ExportedProgram) -> None:
     """Replace the attention of a lowered program by ExecuTorch's operator, in place."""
     load_attention()
-    importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # which knows the shapes of the results
+    importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # registers the operator's output shapes
     edge: Any = importlib.import_module("executorch.exir.dialects._ops").ops.edge
     for node in program.graph.nodes:
         if node.target is edge.yobx_flatten.attend.default:

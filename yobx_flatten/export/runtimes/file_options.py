@@ -1,4 +1,4 @@
-"""Options of the file of a runtime, and whether machine and disk suffice for it, checked before anything is traced."""
+"""The options of a file, and whether memory and disk are large enough; both are checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -31,23 +31,21 @@ CacheForm = Literal["in_place", "returned"]
 class FileOptions:
     """The options for writing a file of one runtime."""
 
-    runtime: str  # one of `open.RUNTIMES`, other than `"torch"`
+    runtime: str  # one of `open.RUNTIMES`, except `"torch"`
     path: pathlib.Path
     caller: str  # the function that the user called, for messages
-    quantize: WeightBits | Quantization | None = None  # weights in fewer bits; `None`, the default, for none
-    opset_version: int | None = None  # version of ONNX's operators; `None`, the default, for the newest that passes
-    optimize: Literal["onnxruntime"] | None = None  # operators that only onnxruntime has; `None`, the default, without
-    translations: Mapping[Any, Callable[..., Any]] | None = None  # functions of onnxscript by operator
+    quantize: WeightBits | Quantization | None = None
+    opset_version: int | None = None  # version of ONNX's operators; `None` for the newest that passes the replay
+    optimize: Literal["onnxruntime"] | None = None  # whether to use operators that only onnxruntime has
+    translations: Mapping[Any, Callable[..., Any]] | None = None  # onnxscript functions by operator
     backend: Backend = "auto"  # kernels of ExecuTorch
-    # whether a cache that grows is written in place by the library, where that replays, or taken and returned by calls
     cache: CacheForm = "in_place"
-    counter_input: bool = False  # whether a cache that slides has its counter as an input; `False` by default
-    keep_failed: pathlib.Path | None = None  # a folder for a file that failed; `None`, the default, removes it
-    adapters: Sequence[Adapter] = ()  # what the file is also replayed with; none by default
+    counter_input: bool = False  # whether the token counter of sliding layers is an input
+    keep_failed: pathlib.Path | None = None  # a folder for a file that failed; `None` removes the file
+    adapters: Sequence[Adapter] = ()  # adapters that the file is also replayed with
 
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
         """Refuse options that the runtime or module does not support; return the options with their quantization."""
-        # proof: what will be replayed
         if self.path.is_dir():
             raise InvalidArgumentError(f"{self.path} is a folder. Name a file: path={str(self.path / 'model.onnx')!r}")
         if self.optimize not in (None, "onnxruntime"):
@@ -67,7 +65,7 @@ class FileOptions:
         check_backend(self.backend)
         if self.cache not in get_args(CacheForm):
             raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
-        # other runtimes write the file in float first, also where nothing is replayed
+        # for other runtimes, a file in float is written first, also if nothing is replayed
         written = proof if is_onnx else "full"
         in_memory = 0 if proof == "none" else 1
         check_room(facts, self.path, in_memory=in_memory, quantization=quantization, proof=written)
@@ -109,8 +107,8 @@ def check_libraries(runtime: str, caller: str) -> None:
         check_compiler(caller)
 
 
-_BESIDE = 2**29  # libraries, the graph and activations of short inputs; measured on models of 135 million and more
-_TRIFLE = 2**28  # below, the libraries take more than the weights
+_BESIDE = 2**29  # bytes of libraries, graph and activations; measured on models of at least 135 million parameters
+_TRIFLE = 2**28  # smaller weights are not checked, since the libraries need more memory
 
 
 def check_room(
@@ -122,10 +120,8 @@ def check_room(
     proof: str = "full",
 ) -> None:
     """Refuse an export that would fill the disk or the memory."""
-    # facts: the module. Of one whose weights are read layer by layer, the memory holds the largest layer, its weights
-    # in the type of the file, and what is written of it.
-    # quantization: how weights will be stored in fewer bits; `None` where they are not
-    # proof: what is replayed; with `"none"` no file in float is written before one in fewer bits
+    # in_memory: number of copies of the weights in memory
+    # proof: with `"none"`, no file in float is written before a quantized file
     weights, largest = facts.weight_bytes, facts.layer_bytes
     few = 0 if quantization is None else facts.bytes_in(quantization.bits)
     written = weights if quantization is None else few if proof == "none" else weights + few
@@ -136,7 +132,7 @@ def check_room(
             f"The disk of {there} is too small: the weights take {format_bytes(written)}, and {format_bytes(free)} "
             "are free. Free some space, or name a folder on another disk."
         )
-    # a file is mapped next to a model that is read layer by layer, and gives way
+    # if the weights are read layer by layer, memory contains copies of the largest layer, and the file is mapped
     needed = (4 * largest if largest else in_memory * weights) + _BESIDE
     left = memory_available()
     if weights >= _TRIFLE and left < needed:
@@ -158,7 +154,6 @@ def has_kernels(dtype: str) -> bool:
 
 def check_kernels(types: Iterable[str], caller: str) -> None:
     """Refuse weights in a dtype that onnxruntime cannot run on the CPU, before anything is traced."""
-    # types: those of the weights: `"float32"`
     for dtype in types:
         if not has_kernels(dtype):
             raise InvalidArgumentError(

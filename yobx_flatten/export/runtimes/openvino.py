@@ -1,4 +1,4 @@
-"""Write a program as OpenVINO files, by way of ONNX, which OpenVINO reads better."""
+"""Write a program as OpenVINO files, by a conversion to ONNX, and quantize weights for OpenVINO and ExecuTorch."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def has_growing_cache(traced: Traced) -> bool:
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
-    """Convert a program to OpenVINO and write the files. Call it in the registration ``with`` block.
-
-    The program itself is not converted: OpenVINO 2026.4 has no rule for ``sym_min``, which sliding layers use.
-    """
-    # path: the `.xml` file to write; the weights get the suffix `.bin` next to it
+    """Convert a program to OpenVINO and write the files. Call it in the registration ``with`` block."""
+    # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use
     with _converted(traced, example, path) as model:
         _save(model, traced, path)
 
 
 def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
-    """Convert a program to OpenVINO files with the KV cache as their state. Needs the registration ``with`` block."""
-    # returns: the inputs that are in the state
-    # attention as one operator, which OpenVINO finds the cache by
+    """Write OpenVINO files with the KV cache as state; return the names of the cache inputs that became state.
+
+    Call it in the registration ``with`` block.
+    """
+    # OpenVINO finds the cache by attention in one operator
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
         kept = keep_in_state(model, traced.presents)
         if not kept:
@@ -64,20 +63,17 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
 def _converted(
     traced: Traced, example: Example, path: pathlib.Path, opset: int | None = None, *, fuse: bool = False
 ) -> Iterator[Any]:
-    """Return the model, converted from a temporary ONNX file."""
+    """Yield the OpenVINO model, which is read from a temporary ONNX file."""
     names = (traced.input_names, traced.output_names)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
-        file.save(convert(traced.program, *names, opset, example.axis_names, fuse=fuse))
+        file.save(convert(traced.program, *names, opset, example.axis_names, fuse=fuse).model)
         yield read_model(file.path)
 
 
 def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
     model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
     import_openvino().save_model(model, str(path), compress_to_fp16=False)
-
-
-# Let the attention of an OpenVINO model add its mask in float32.
 
 
 def with_added_masks(model: Any) -> None:
@@ -100,16 +96,12 @@ def with_added_masks(model: Any) -> None:
     model.validate_nodes_and_infer_types()
 
 
-# Make the cache of an OpenVINO model its state, which OpenVINO writes in place.
-
-
 _FUSED = "ScaledDotProductAttention"
 
 
 def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
-    """Make the KV cache inputs of an OpenVINO model, which grow by new tokens, a part of its state, in place."""
-    # presents: for each input of the cache, the output that takes its place in the next call
-    # returns: those of them that are in the state now
+    """Make the growing KV cache inputs of an OpenVINO model its state, in place; return these inputs and outputs."""
+    # presents: for each cache input, the output that becomes this input of the next call
     openvino: Any = import_openvino()
     import numpy
     from openvino import opset13 as operators
@@ -134,7 +126,7 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
             reader.replace_source_output(rows.output(0))
     model.validate_nodes_and_infer_types()
     apply_make_stateful_transformation(model, kept)
-    # an unset state has as many rows as there are tokens, none of them read
+    # the initial state has the batch size of the tokens, and no positions
     batch = operators.gather(
         operators.shape_of(tokens, output_type="i64"), operators.constant([0]), operators.constant(0)
     )
@@ -145,13 +137,13 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
             zero = openvino.op.Constant(node.output(0).get_element_type(), openvino.Shape([]), [0])
             node.set_arguments([operators.broadcast(zero, operators.concat([batch, *sizes], 0))])
     model.validate_nodes_and_infer_types()
-    # for programs that open the file themselves: keys and values would be stored in 8 bits
+    # without this option, programs that open the file themselves would store keys and values in 8 bits
     model.set_rt_info(FLOAT32["KV_CACHE_PRECISION"], ["runtime_options", "KV_CACHE_PRECISION"])
     return kept
 
 
 def copied_states(path: pathlib.Path) -> list[str]:
-    """Return the parts of the state that OpenVINO copies in each call; none if it updates all of them in place."""
+    """Return the names of cache tensors that OpenVINO copies in each call instead of updating them in place."""
     openvino = import_openvino()
     with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile it: {last_line(error)}")):
         compiled = openvino.Core().compile_model(read_model(path), "CPU", dict(FLOAT32))
@@ -170,7 +162,7 @@ def _kind(node: Any) -> str:
 
 
 def _grows(port: Any, result: Any) -> bool:
-    """Whether an output is its input with new tokens after it, along axis 2 of four."""
+    """Return whether an output is its cache input with new tokens appended along axis 2."""
     made = result.get_node().input(0).get_source_output().get_node()
     if (
         made.get_type_name() != "Concat"
@@ -183,7 +175,7 @@ def _grows(port: Any, result: Any) -> bool:
 
 
 def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
-    """Repeat keys or values for the heads that share them by a product with ones."""
+    """Repeat shared keys or values for several heads by a product with ones instead of a ``Tile``."""
     shared, repeats = (tile.input(index).get_source_output() for index in range(2))
     shape = shared.get_partial_shape()
     if repeats.get_node().get_type_name() != "Constant" or shape.rank.is_dynamic or len(shape) != 5:
@@ -191,7 +183,7 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
     ones = numpy.ones(repeats.get_node().data.tolist(), shared.get_element_type().to_dtype())
     if ones.ndim != 5 or any(size not in (1, ones.size) for size in ones.shape) or ones.shape[2] != ones.size:
         return
-    if shape[2].is_dynamic or shape[2].get_length() != 1:  # other axes are repeated as a whole, and not entry by entry
+    if shape[2].is_dynamic or shape[2].get_length() != 1:  # a product can only repeat an axis of size 1
         return
     product = operators.multiply(shared, operators.constant(ones))
     readers = [reader.get_node() for reader in tile.output(0).get_target_inputs()]
@@ -204,14 +196,11 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
         heads, size = shape[1].get_length() * ones.size, shape[4].get_length()
         if sizes[1] != heads or sizes[3] != size:
             continue
-        # without reading the sizes of the cache, which would be one more reader of it
+        # a constant shape, since a computed shape would be another reader of the cache
         target = operators.constant(numpy.array([0, heads, -1, size]))
         joined = operators.reshape(product, target, True)
         for after in reader.output(0).get_target_inputs():
             after.replace_source_output(joined.output(0))
-
-
-# Store weights that are integers with scales as these.
 
 
 def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
@@ -227,7 +216,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
             continue
         readers = [target.get_node() for target in node.output(0).get_target_inputs()]
         kinds = {(reader.get_type_name(), reader.get_attributes().get("transpose_b", True)) for reader in readers}
-        turned = kinds == {("MatMul", False)}  # the file has a column for each output
+        turned = kinds == {("MatMul", False)}  # the matrix has one column for each output
         if not turned and not kinds <= {("MatMul", True), ("Gather", True)}:
             continue
         grid = find_grid(numpy.ascontiguousarray(node.data.T) if turned else node.data)
@@ -250,7 +239,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
             'quantize them: quantize="int4" or quantize="int8" (--quantize int4)'
         )
     made[0].validate_nodes_and_infer_types()
-    # what is multiplied with integers would be rounded to 8 bits
+    # without this option, OpenVINO would quantize activations to 8 bits
     made[0].set_rt_info("0", ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     replace_openvino(path, made)
     counts = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(kept.items()))
@@ -258,15 +247,15 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
 
 
 def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
-    """Nodes of a matrix that OpenVINO fuses with its product: integers, less their zeros, times their scales."""
+    """Return nodes that OpenVINO fuses with a matrix product: ``(integers - zeros) * scales``."""
     import numpy
     from openvino import opset13 as operators
 
     packed, rows = grid.packed(), len(grid.numbers)
     kind = getattr(openvino.Type, f"{'i' if grid.zeros is None else 'u'}{grid.bits}")
-    if grid.zeros is None:  # from the middle, as signed numbers have it
+    if grid.zeros is None:  # converts unsigned integers around the middle to signed integers
         packed = packed ^ numpy.uint8(0x88 if grid.bits == 4 else 0x80)
-    tensor = openvino.Tensor(kind, openvino.Shape(grid.numbers.shape))  # of its own memory, which the constant keeps
+    tensor = openvino.Tensor(kind, openvino.Shape(grid.numbers.shape))  # memory that the constant keeps alive
     tensor.data.reshape(-1)[:] = packed.reshape(-1)
     found = operators.convert(openvino.op.Constant(tensor), "f32")
     if grid.zeros is not None:
@@ -275,7 +264,7 @@ def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
     return operators.reshape(scaled, operators.constant(numpy.array([rows, -1])), False)
 
 
-# Quantise weights with the tools of a runtime: NNCF for OpenVINO, torchao for ExecuTorch.
+# Quantize weights with the tools of a runtime: NNCF for OpenVINO, torchao for ExecuTorch.
 #
 #     OpenVINO      file in float ──> nncf.compress_weights ──> file      int4 in blocks, embeddings and the last
 #                                                                         projection in int8; activations stay in float
@@ -284,12 +273,12 @@ def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
 
 
 def blocks_of(quantization: Quantization) -> int:
-    """Return how many weights share a scale; 0 if all weights of an output do, as NNCF and torchao store 8 bits."""
+    """Return how many weights share a scale; 0 for one scale per output, as NNCF and torchao store 8-bit weights."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
-    """Replace the files of an OpenVINO model by files whose weights have fewer bits."""
+    """Replace the files of an OpenVINO model by files with weights that NNCF has quantized."""
     four = quantization.bits == 4
 
     def refused(error: BaseException) -> FlattenError:
@@ -301,7 +290,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
     with _nncf() as nncf:
         mode = nncf.CompressWeightsMode.INT4_ASYM if four else nncf.CompressWeightsMode.INT8_ASYM
         blocks = {"group_size": quantization.block_size} if four else {}
-        with raised_as(refused):  # NNCF has errors of several kinds, without a common class
+        with raised_as(refused):  # errors of NNCF have no common class
             made = [nncf.compress_weights(read_model(path), mode=mode, **blocks)]
     replace_openvino(path, made)
     others = ", those of embeddings and of the last projection in int8" if four else ", embeddings among them"
@@ -319,7 +308,7 @@ def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _nncf() -> Iterator[Any]:
-    """NNCF without its reports of use, its lines and its bars on the terminal, and its class of loggers."""
+    """Import NNCF without telemetry, and hide its terminal output and its class of loggers in a ``with`` block."""
     made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
     console: Any = importlib.import_module("rich").get_console()
     before, console.quiet = console.quiet, True
@@ -328,12 +317,11 @@ def _nncf() -> Iterator[Any]:
             yield nncf
     finally:
         console.quiet = before
-        logging.setLoggerClass(made_loggers)  # parts of NNCF are imported by the call
+        logging.setLoggerClass(made_loggers)  # here, since NNCF imports parts of itself in the block
 
 
 def quantized_example(example: Example, quantization: Quantization, report: ExportReport) -> Example:
-    """Return an example whose module has linear layers that are quantized by XNNPACK's recipes."""
-    # example: the example; its module stays as it is
+    """Return an example with a copy of the module whose linear layers are quantized for XNNPACK."""
     block = blocks_of(quantization)
     module = copy.deepcopy(example.module)
 
@@ -358,7 +346,7 @@ def quantized_example(example: Example, quantization: Quantization, report: Expo
         reason = f"{type(error).__name__}: {first_line(error)}"
         return FlattenError(f"torchao cannot quantize {type(module).__qualname__} ({reason}).")
 
-    with raised_as(refused):  # torchao has no class for its errors
+    with raised_as(refused):  # errors of torchao have no common class
         api.quantize_(module, config, filter_fn=fits)
     report.remark(
         f"torchao stored the weights of {count} of {len(linears)} projections in {quantization.weights}; activations "

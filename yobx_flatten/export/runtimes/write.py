@@ -1,4 +1,4 @@
-"""Write a program for a runtime, replay it there, and publish it if it passes.
+"""Write the file of a runtime from a program, replay the file, and publish the file if the replay passes.
 
 .. code-block:: text
 
@@ -54,7 +54,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write the file of a runtime from a program that is already traced. The file is renamed after the checks."""
+    """Write the file of a runtime from a program that is already traced."""
     options.check_suffix()
     check_libraries(options.runtime, options.caller)
     options = options.checked(source.facts, proof=source.proof if source.cases else "none")
@@ -77,7 +77,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
     """Write the file of a runtime, check the file, and rename it. Needs the registration ``with`` block."""
     # options: options that were checked
-    # no tool feeds a counter: the file reads from the mask how many tokens were seen
+    # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)
     report.runs = fed.example.runs
     source.allowed.measure(report, fed.example, fed.traced, source.yardstick)
@@ -94,7 +94,7 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
 
 
 def _otherwise(options: FileOptions, file: UnprovenFile) -> str:
-    """Return a sentence on a file that failed its check: removed, or kept where."""
+    """Return a sentence that states whether a file that failed its check was kept, and where."""
     nothing = f"Nothing was written to {options.path}."
     if options.keep_failed is not None:
         return f"{nothing} The file that failed is {file.keep(options.keep_failed)}."
@@ -114,8 +114,7 @@ class _Job:
 
     def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
         """Run the test cases with the written file, and compare its outputs with the module's."""
-        # trust: whether the file, which runs code on loading, is known to be ours; `False` by default
-        # more: further cases; none by default
+        # trust: whether to load a file that runs code when it is loaded
         report, source, runtime = self.report, self.source, self.options.runtime
         report.file_bytes = self._bytes()
         written = source.traced.written
@@ -136,15 +135,15 @@ class _Job:
 
     @property
     def keeps_cache(self) -> bool:
-        """Return whether to try a cache that is updated in place; the program must return its keys and values."""
+        """Whether to try a cache that is updated in place."""
         return self.options.cache == "in_place" and openvino.has_growing_cache(self.source.traced)
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
         """Write a file whose runtime updates the cache in place; if that fails, the report has the reason."""
-        # write: writes the file, and returns the inputs of the cache that are written in place
+        # write: writes the file, and returns the names of the cache inputs that are updated in place
         report, done = self.report, len(self.report.cases)
         with report.timed("convert"):
-            made = result_or(write, lambda error: error)  # whatever exporters and compilers raise for operators
+            made = result_or(write, lambda error: error)  # exporters and compilers raise errors of many classes
         if isinstance(made, Exception):
             kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
             reason = f"{kind}{first_line(made)}"
@@ -161,7 +160,7 @@ class _Job:
         return False
 
     def _small_cases(self) -> list[Case]:
-        """Return small cases that a sample leaves out, because retraced code may fail for one token."""
+        """Return small cases that ``proof="sample"`` leaves out, because retraced code may fail for one token."""
         example = self.source.example
         if self.source.proof != "sample" or not self.source.cases:
             return []
@@ -171,7 +170,7 @@ class _Job:
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
         """Replace a checked file by a quantized file, and measure how far its outputs are from the model's."""
-        # rewrite: writes the file again, and returns its difference from the model if checks run
+        # rewrite: writes the quantized file, and returns its quality if checks run
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
             return
@@ -208,11 +207,11 @@ def _onnx(job: _Job) -> None:
         for adapter in source.adapters:
             with adapter.active(), report.timed("measure"):
                 runner = OnnxRunner(open_session(file.path, caller="export_onnx"), file.path.name)
-                # cases of its own: what the model computes in a case is kept
+                # copies of the cases, since the outputs of the model are kept by case
                 own = dataclasses.replace(source, cases=list(map(dataclasses.replace, source.cases)))
                 with_adapter, blocks = runner.with_adapter(adapter.matrices), report.quality.block_size
                 report.of_adapters[adapter.name] = measure(with_adapter, asked, own, block_size=blocks)
-    else:  # no file in float, which nothing would be compared with
+    else:  # without checks, no file in float is needed
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 
 
@@ -249,7 +248,7 @@ def _pte(job: _Job) -> None:
 
 
 def _pte_of(job: _Job, backend: Backend) -> None:
-    """Write a file with these kernels and replay it, with its cache in place where that passes."""
+    """Write a file with the kernels of one backend, and replay it, first with the cache in place if possible."""
 
     def write(*, in_place: bool = False) -> list[str]:
         written: Written = write_pte(job.source.traced, job.file.path, backend=backend, in_place=in_place)
@@ -261,7 +260,7 @@ def _pte_of(job: _Job, backend: Backend) -> None:
         with job.report.timed("convert"):
             write()
         job.replay()
-    # in float first: what differs then is not the quantisation
+    # after the replay in float, which shows errors that quantization does not cause
     quantize = functools.partial(_quantized_pte, job, in_place=in_place)
     job.quantize(functools.partial(job.measured, quantize))
 
@@ -300,12 +299,9 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 }
 
 
-# Remove the counter input of a model whose layers all slide, since no tool feeds it.
-
-
 def without_counter(source: Source, report: ExportReport) -> Source:
-    """Return a source without the token counter input that no tool passes, for a model with only sliding layers."""
-    left = source.traced.left  # the decoder that is fed otherwise leaves nothing in its arguments
+    """Return a source without the token counter input, which no tool passes, for a model with only sliding layers."""
+    left = source.traced.left  # `SlidingDecoder` does not return changed arguments
     example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:
         return source
@@ -316,7 +312,7 @@ def without_counter(source: Source, report: ExportReport) -> Source:
 
 
 def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """Return the example without the token counter; ``None`` if there is no counter, or the model needs it."""
+    """Return the example without the token counter; ``None`` if there is no counter, or the model needs the counter."""
     module, kwargs = example.module, example.kwargs
     if not counts_by_itself(cache_of(kwargs)):
         return None

@@ -5,10 +5,10 @@
     past ── Concat ── Attention                past ── Attention ── present
      new ────┘  └─── present                    new ─────┘
 
-* An ``Attention`` that concatenates the cache itself reads each head while it is still in the processor's cache.
-* Attention that a model spells out (``attn_implementation="eager"``, Gemma 2's soft cap) becomes the operator, and the
-  repetition of keys and values for every query head (``repeat_kv``) goes.
-* onnxruntime takes a mask with as many rows as there are queries only, and no single row for all.
+* An ``Attention`` that concatenates the cache itself reads each head while the head is still in the processor's cache.
+* Attention in separate nodes (``attn_implementation="eager"``, Gemma 2's soft cap) becomes one operator, and the
+  repetition of keys and values for every query head (``repeat_kv``) is removed.
+* onnxruntime accepts only masks with one row for each query, not one row for all queries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTED = (
     *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
     *("RMSNormalization", "LayerNormalization", "Softmax"),
 )
-_AHEAD = 64  # nodes after a concatenation among which its attention is looked for: more than any sliding layer has
+_AHEAD = 64  # largest number of nodes that are searched after a concatenation; sliding layers have fewer
 
 
 def count_operators(graph: ir.Graph) -> dict[str, int]:
@@ -40,7 +40,7 @@ def fuse_attention(model: ir.Model) -> None:
 
     graph = model.graph
     changed = False
-    # first, since this makes an attention operator, which can take the cache as an input
+    # first, since this makes `Attention` nodes for the second loop
     for node in list(graph):
         if node.op_type == "Softmax":
             changed |= _fuse_spelled_out(graph, node)
@@ -49,7 +49,7 @@ def fuse_attention(model: ir.Model) -> None:
             _repeat_mask(graph, node)
             changed |= take_cache(graph, node) is not None
     if changed:
-        graph.sort()  # what reads the present was before the attention that now returns it
+        graph.sort()  # readers of the present may precede the attention that now returns it
         passes.RemoveUnusedNodesPass()(model)
 
 
@@ -58,18 +58,18 @@ def fuse_attention(model: ir.Model) -> None:
 
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """Let an ``Attention`` node take the KV cache as input, and append the new keys and values itself."""
-    # returns: the new node, with the cache as its input; `None` if the node is unchanged
+    # returns: the new node; `None` if the node is unchanged
     import onnx_ir as ir
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
-    # is_causal pairs other queries and keys where the cache is a separate input
+    # with the cache as an input, is_causal would hide other keys
     if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
         return None
     keys, values = _concatenated(key), _concatenated(value)
     if key is None or value is None or keys is None or values is None:
         return None
-    # its own present would be needed before it is computed
+    # the attention would need its own present before it is computed
     if key is value or any(_leads_to(read, node) for read in (key, value)):
         return None
     (past_key, new_key), (past_value, new_value) = keys, values
@@ -89,7 +89,7 @@ def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
 
 def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """The past and the new part of keys or values, (batch, heads, tokens, size)."""
+    """Return the past and the new part of concatenated keys or values of shape (batch, heads, tokens, size)."""
     node = None if value is None else value.producer()
     if value is None or value.shape is None or node is None or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
@@ -98,11 +98,11 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Whether an attention also uses a value in another role than keys or values, such as its mask."""
+    """Return whether an attention also depends on a value in another way than as keys or values."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
-        # more distant readers are not searched: then the answer that changes nothing
+        # the search ends with the safe answer: the attention is not changed
         if len(seen) > _AHEAD:
             return True
         for output in ahead.pop().outputs:
@@ -122,7 +122,7 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
     if mask is None:
         return
     query = input_of(node, 0)
-    # as many rows as queries already
+    # the mask has one row for each query already
     if mask.shape is not None and query.shape is not None and mask.shape[-2] == query.shape[2] != 1:
         return
     rows = ir.node("Shape", [query], attributes={"start": 2, "end": 3})
@@ -134,21 +134,21 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
     node.replace_input_with(3, repeated.outputs[0])
 
 
-# -- attention that is spelled out -----------------------------------------------------------------------------------
+# -- attention in separate nodes -------------------------------------------------------------------------------------
 
 
 def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
-    """``softmax(scores + mask) @ value`` to the operator; return whether it was that, and nothing else reads it."""
+    """Replace ``softmax(scores + mask) @ value`` by one operator; return whether the nodes had this form."""
     import onnx_ir as ir
 
     product = only_reader(_through_cast(softmax.outputs[0]), "MatMul")
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
-    # models of half precision compute the softmax in float32
+    # models in half precision compute the softmax in float32
     cast = producer(input_of(softmax, 0), "Cast")
     scores, mask = input_of(softmax, 0) if cast is None else input_of(cast, 0), None
     parts, added = match_scores(scores), producer(scores, "Add")
-    # a sum has its terms in any order
+    # the terms of the sum may have either order
     for terms in () if added is None else (added.inputs, added.inputs[::-1]):
         parts, mask = match_scores(terms[0]), terms[1]
         if parts is not None:
@@ -158,10 +158,10 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     query, key, scale, cap = parts
     key, value = unrepeated(key), unrepeated(input_of(product, 1))
     shapes = [one.shape for one in (query, key, value) if one.shape is not None and len(one.shape) == 4]
-    # the operator repeats keys and values by itself, a whole number of times
+    # the operator repeats keys and values, an integer number of times
     if len(shapes) < 3 or not _divides(*(shape[1] for shape in shapes)):
         return False
-    # bools would have been numbers here: a softmax reads a sum
+    # the operator would treat a boolean mask differently from the sum in this graph
     if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
         return False
     attributes = {"scale": scale, "softcap": cap}
@@ -173,12 +173,14 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
 
 
 def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, float] | None:
-    """Return query, key, scale and soft cap (0 without one) of ``cap * tanh(query @ key.mT * scale / cap)``."""
-    # value: the scores, an `onnx_ir.Value`. `None` for something else.
+    """Return query, key, scale and soft cap of the scores ``cap * tanh(query @ key.mT * scale / cap)``, else ``None``.
+
+    The cap is 0 if there is no ``tanh``.
+    """
     if value is None:
         return None
     inner, scale = _scaled(value)
-    # cap * tanh(x / cap): the factor outside is the cap, the one inside has it below
+    # in cap * tanh(x * scale / cap), the factor outside is the cap, and the factor inside is scale / cap
     cap, tanh = 0.0, producer(inner, "Tanh")
     if tanh is not None:
         cap = scale
@@ -193,11 +195,10 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
-    """A value without the constants it is multiplied with or divided by, and their product."""
+    """Return a value before its multiplications by constants and divisions by constants, and the total factor."""
     factor = 1.0
-    # queries, keys or scores are scaled, depending on the model
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
-        # a constant that is divided by something is not a scale
+        # a constant numerator is not a scale
         for place in (0, 1) if node.op_type == "Mul" else (1,):
             number = number_of(node.inputs[place])
             if number:
@@ -219,7 +220,7 @@ def _transposed(value: ir.Value | None) -> ir.Value | None:
 def unrepeated(value: ir.Value) -> ir.Value:
     """Return keys or values before they are repeated for every query head; unchanged if they are not repeated."""
     reshaped = producer(value, "Reshape")
-    # repeat_kv of transformers: an axis after the heads, expanded, and joined with them
+    # repeat_kv of transformers adds an axis after the heads, expands this axis, and joins it with the heads
     expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
     unsqueezed = None if expanded is None else producer(expanded.inputs[0], "Unsqueeze")
     if expanded is None or unsqueezed is None:
@@ -231,7 +232,6 @@ def unrepeated(value: ir.Value) -> ir.Value:
     heads = given.shape[1], wide[2], flat[1]
     if len(given.shape) != 4 or len(flat) != 4 or not all(isinstance(size, int) for size in heads):
         return value
-    # else heads were joined with something else than their own repetition
     return given if heads[0] * heads[1] == heads[2] else value
 
 

@@ -4,12 +4,12 @@
 
     past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
-``GroupQueryAttention`` of onnxruntime writes the new keys and values after those that were seen, and copies nothing, if
-a past and its present are bound to the same memory. The number of tokens seen is then no longer the length of the past,
-so a file reads it from the length of its mask. The same file takes a cache that grows.
+If a past and its present are bound to the same memory, ``GroupQueryAttention`` of onnxruntime writes new keys and
+values after the earlier ones, and copies nothing. The number of earlier tokens is then not the length of the past, so
+the file computes this number from the length of its mask. The same file also accepts a cache that grows.
 
-A layer whose cache holds other tokens than those of the mask (one that slides) stays as it is. The operator takes
-several tokens after others for one row only: for several rows, the prompt is read at once, and then token by token.
+Sliding layers, whose cache has fewer tokens than the mask, are not changed. With a filled cache, the operator accepts
+several new tokens for one row only: several rows read the prompt in one call, and then one token per call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     _Matched: TypeAlias = tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node]
-    import onnx_ir as ir
 
-_LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
+_LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX data type: 1 is float32, 10 is float16
 
 
 def share_cache(model: ir.Model) -> bool:
@@ -43,30 +42,29 @@ def share_cache(model: ir.Model) -> bool:
     inputs = {value.name: value for value in graph.inputs}
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
     mask = inputs.get("attention_mask")
-    # the number of tokens seen is the columns of the mask less those of the tokens: both have to be inputs
+    # the number of earlier tokens is the length of the mask minus the number of new tokens, so both have to be inputs
     if tokens is None or mask is None or mask.shape is None or len(mask.shape) != 2:
         return False
     sinks = fuse_sinks(graph)
     if sinks:
-        passes.RemoveUnusedNodesPass()(model)  # the repeated keys read the cache
+        passes.RemoveUnusedNodesPass()(model)  # unused nodes that repeat keys would count as readers of the cache
     nodes = [node for node in graph if _is_shareable(node)]
-    # ONNX's operator has no input for sinks: a file with such a node would not load, so this form is given up
+    # ONNX's `Attention` has no input for sinks, so a file with such a node would not load
     if not set(sinks) <= set(nodes):
         raise ValueError("attention sinks need the operator GroupQueryAttention, whose cache no other node may read")
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
-    # before they are replaced: afterwards their inputs belong to the other operator
     pasts = [input_of(node, place) for node in nodes for place in (4, 5)]
     for node in nodes:
         _replace(node, lengths)
     for past in pasts:
-        # the third axis of a past is its memory now, which has room for more tokens than were seen
+        # axis 2 of a past may now be longer than the number of earlier tokens
         for reader in {reader for reader, _ in past.uses() if reader.op_type == "Shape"}:
             if _axes(reader) == (2, 3):
                 reader.outputs[0].replace_all_uses_with(lengths.past)
     graph.sort()
-    # the layers computed their masks of shapes of their own pasts, which are one value now
+    # each layer computed its mask from the shape of its own past; these computations are now equal
     passes.CommonSubexpressionEliminationPass()(model)
     simplify_masks(graph, mask, lengths.past)
     passes.RemoveUnusedNodesPass()(model)
@@ -82,20 +80,20 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_shareable(node: ir.Node) -> bool:
-    """Whether an attention uses the file's cache unchanged, and is its only reader."""
+    """Return whether an attention reads and returns a cache of the file, and no other node reads the cache."""
     if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
     query, key, value, mask, past_key, past_value = node.inputs[:6]
     if query is None or mask is None or past_key is None or past_value is None:
         return False
-    # 9 is bool; numbers are added to the scores as they are
+    # 9 is bool; all other masks are added to the scores
     if mask.dtype not in (9, query.dtype):
         return False
     if query.dtype is None or query.dtype not in _LOWEST or any(heads_of(one) is None for one in (query, key, value)):
         return False
     if heads_of(key) != heads_of(value) or heads_of(query)[1] != heads_of(key)[1]:  # type: ignore[index] # tested above
         return False
-    # the other operator has neither
+    # GroupQueryAttention has neither attribute
     if any(attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
         return False
     for past, present in zip((past_key, past_value), node.outputs[1:], strict=True):
@@ -103,14 +101,14 @@ def _is_shareable(node: ir.Node) -> bool:
         if not past.is_graph_input() or not present.is_graph_output() or list(present.uses()):
             return False
         for reader, _ in past.uses():
-            # sizes of rows, heads and tokens are computed in another way; the contents are not
+            # nodes may read sizes of the cache, which are computed in another way afterwards
             if reader is not node and (reader.op_type != "Shape" or _axes(reader) not in ((0, 1), (1, 2), (2, 3))):
                 return False
     return True
 
 
 class _Lengths:
-    """Inputs that the operators of all layers share: the number of tokens, and additive masks."""
+    """Values that the operators of all layers read: numbers of tokens, and additive masks."""
 
     def __init__(self, graph: ir.Graph, tokens: ir.Value, mask: ir.Value) -> None:
         self.graph = graph
@@ -118,7 +116,7 @@ class _Lengths:
         batch = self.make("Shape", tokens, start=0, end=1)
         new, total = self.make("Shape", tokens, start=1, end=2), self.make("Shape", mask, start=1, end=2)
         self.past = self.make("Sub", total, new)
-        # the operator takes int32 (6 in ONNX), and the length less one
+        # the operator takes the length minus 1, as int32 (6 in ONNX)
         last = self.make("Cast", self.make("Sub", total, self.constant([1])), to=6)
         self.last = self.make("Expand", last, batch)  # place of each row's last token
         self.total = self.make("Squeeze", self.make("Cast", total, to=6))
@@ -141,7 +139,6 @@ class _Lengths:
 
         if mask.dtype == dtype:
             return mask
-        # layers of one kind share one mask
         if mask not in self.biases:
             numbers = [self.make("Constant", value=_scalar(number, dtype)) for number in (0.0, _LOWEST[dtype])]
             bias = self.make("Where", mask, *numbers)
@@ -162,19 +159,19 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
     import onnx_ir as ir
 
     query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))
-    heads, size = heads_of(query)  # type: ignore[misc] # that of an attention that is shareable
+    heads, size = heads_of(query)  # type: ignore[misc] # `_is_shareable` has checked that the heads are known
     settings: Mapping[str, Any] = {
         "num_heads": heads,
         "kv_num_heads": heads_of(key)[0],  # type: ignore[index]
-        # 0 stands for the default in ONNX, and for 0 here
+        # 0 means the default in ONNX; the new operator would use the scale 0
         "scale": attribute(node, "scale", 0.0) or size**-0.5,
         "softcap": attribute(node, "softcap", 0.0),
     }
     taken: list[ir.Value | None] = []
-    # as the product made it where that is still to be had; else it is swapped back
+    # the value before its transpose if the graph has one, else the transposed value
     taken += [tokens_first(one, lengths.make) or _swapped(one, lengths) for one in (query, key, value)]
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, type_of(query))]
-    # (1, heads, 1, 1) in the model, (heads,) here
+    # from (1, heads, 1, 1) to (heads,)
     taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
@@ -189,7 +186,7 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
 
 
 def _swapped(value: ir.Value, lengths: _Lengths) -> ir.Value:
-    """(batch, heads, tokens, size) as (batch, tokens, heads * size)."""
+    """Convert a value of shape (batch, heads, tokens, size) to (batch, tokens, heads * size)."""
     swapped = lengths.make("Transpose", value, perm=SWAP)
     return lengths.make("Reshape", swapped, lengths.constant([0, 0, -1]))
 
@@ -198,13 +195,11 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
     return attribute(shape, "start", 0), attribute(shape, "end", 4)
 
 
-# Replace attention with sinks (gpt-oss) by one operator. A sink takes weight and adds no value.
-
-
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
-    """Replace the nodes that compute attention with sinks over the KV cache by one ``Attention`` node, in place."""
-    # returns: the nodes: `Attention` whose seventh input, which ONNX's operator does not have, is the sinks, of shape
-    # (1, heads, 1, 1)
+    """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes, and return these.
+
+    The seventh input of each node, which ONNX's operator does not have, is the sinks, of shape (1, heads, 1, 1).
+    """
     import onnx_ir as ir
 
     found = []
@@ -220,7 +215,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
         replace_value(product.outputs[0], attention.outputs[0])
         graph.remove(product, safe=True)
         fused = take_cache(graph, attention)
-        # a sink without the cache would be left to ONNX's operator, which has none: the next attempt spells it out
+        # ONNX's `Attention` has no sinks: the next attempt keeps the separate nodes
         if fused is None:
             raise ValueError(f"another node reads the cache of the attention with sinks at {softmax.name}")
         fused.resize_inputs(7)
@@ -230,22 +225,21 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _matched(softmax: ir.Node) -> _Matched | None:
-    """Scores, values, mask, sinks and the last product; ``None`` for another softmax."""
+    """Return scores, values, mask, sinks and last product of an attention with sinks; ``None`` for other softmaxes."""
     sliced = only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
-    # the column of the sinks is cut off: it took its part of the sum, and has no value
+    # the softmax includes a column for the sinks, which is then cut off, since sinks have no values
     if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
         return None
     joined = input_of(softmax, 0)
-    less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
+    less = producer(joined, "Sub")  # subtracting the largest score does not change the softmax
     if less is not None:
-        of_numbers = producer(less.inputs[1], "Where")  # NaN if one of them is NaN
+        of_numbers = producer(less.inputs[1], "Where")  # returns NaN if a score is NaN
         if producer(less.inputs[1] if of_numbers is None else of_numbers.inputs[2], "ReduceMax") is not None:
             joined = input_of(less, 0)
     both = producer(joined, "Concat")
     if both is None or len(both.inputs) != 2:
         return None
-    # one number for each head, for all rows and queries
     masked, expanded = producer(both.inputs[0], "Add"), producer(both.inputs[1], "Expand")
     if masked is None or expanded is None or attribute(both, "axis", 0) not in (-1, 3):
         return None
@@ -274,12 +268,9 @@ def _numbers(value: ir.Value | None) -> list[int] | None:
     return None if constant is None else constant.numpy().reshape(-1).tolist()
 
 
-# Compute the attention mask of a file with a shared cache in fewer operators.
-
-
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
-    """Simplify the computation of masks in place; unused nodes are not removed."""
-    # past: the number of tokens seen, of shape (1,): the columns of the mask less the number of new tokens
+    """Compute the masks of a file with a shared cache in fewer operators, in place; unused nodes are not removed."""
+    # past: the number of earlier tokens, of shape (1,): the length of the mask minus the number of new tokens
     import onnx_ir as ir
 
     less = past.producer()
@@ -290,10 +281,10 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
         if node.domain != "":
             continue
         found = None
-        # keys past the mask, of a cache with more room than there are tokens, are looked up in what was added
+        # the mask is padded, because a cache may be longer than the mask, and then read at each key
         padded = producer(node.inputs[0], "Pad") if node.op_type == "GatherND" else None
         if padded is not None and _reads_each_key(node, padded, mask, new, past):
-            # (batch, keys) to (batch, heads, queries, keys): one for all heads and queries
+            # from (batch, keys) to (batch, 1, 1, keys), for all heads and queries
             axes = ir.node("Constant", [], {"value_ints": [1, 2]})
             whole = ir.node("Unsqueeze", [padded.inputs[0], axes.outputs[0]])
             graph.insert_before(node, [axes, whole])
@@ -301,9 +292,9 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
             found.shape = node.outputs[0].shape
             copy_type(found, node.outputs[0])
         elif node.op_type == "And":
-            # a condition that is always true adds nothing to the other side
+            # `And` with a condition that is always true returns the other condition
             found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
-        # to the same shape, which is tested below: the operators broadcast by themselves
+        # `Expand` to the same shape, which is tested below
         elif node.op_type == "Expand":
             found = node.inputs[0]
         if found is None or found.shape is None or node.outputs[0].is_graph_output():
@@ -313,27 +304,26 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
 
 def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Value, past: ir.Value) -> bool:
-    """Whether a ``GatherND`` reads the columns of the mask, made longer, in their order, for each row."""
+    """Return whether a ``GatherND`` reads all columns of a padded mask in order, for each row."""
     places, given = producer(node.inputs[1], "Concat"), producer(padded.inputs[0], "Cast")
     if given is None or given.inputs[0] is not mask or places is None or len(places.inputs) != 2:
         return False
-    # only then is what was added never read for a row that is there
     if attribute(padded, "mode", "constant") != "constant" or attribute(node, "batch_dims", 0):
         return False
     before = [number_of(one) for one in _elements(padded.inputs[1])]
-    if before[:3] != [0, 0, 0]:  # only columns after those of the mask
+    if before[:3] != [0, 0, 0]:  # the padding must be after the columns of the mask
         return False
     rows, keys = (_counted(one) for one in places.inputs)
     if rows is None or keys is None or rows[0][1:] != [1, 1, 1]:
         return False
     added = producer(keys[1], "Add")
     counts = [] if added is None else [_unsqueezed(one) for one in added.inputs]
-    # as many keys as seen and new tokens: the columns of the mask, in their order
+    # the number of keys must be the sum of earlier and new tokens, which is the length of the mask
     return keys[0][:3] == [1, 1, 1] and len(counts) == 2 and set(counts) == {new, past}
 
 
 def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
-    """The shape of an ``arange(count)`` of four axes, and its count; it was expanded and got an axis at the end."""
+    """Return the shape and the count of an ``arange(count)`` that was reshaped to four axes and expanded."""
     last = producer(value, "Unsqueeze")
     expanded = None if last is None else producer(last.inputs[0], "Expand")
     if last is None or expanded is None:
@@ -343,7 +333,6 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
         return None
     value = input_of(expanded, 0)
     wide = value.shape
-    # one axis at a time, as the model's code adds them
     while (unsqueezed := producer(value, "Unsqueeze")) is not None:
         value = input_of(unsqueezed, 0)
     counted = producer(value, "Range")
@@ -353,7 +342,6 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
 
 
 def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
-    """A number before its ``Squeeze`` node."""
     squeezed = producer(value, "Squeeze")
     return value if squeezed is None else squeezed.inputs[0]
 

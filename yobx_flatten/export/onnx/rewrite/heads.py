@@ -6,7 +6,7 @@
 
     MatMul ── RotaryEmbedding ── Attention                                                        tokens first
 
-``Attention`` and ``RotaryEmbedding`` of ONNX take both forms; the second one copies nothing.
+``Attention`` and ``RotaryEmbedding`` of ONNX accept both forms; the second form copies nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _put_tokens_first(node: ir.Node) -> bool:
         made.append(ir.node(op_type, inputs, attributes))
         return made[-1].outputs[0]
 
-    # the operator takes one layout for all three: if one of them is unavailable, all are unchanged
+    # queries, keys and values must have the same layout
     taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), make)) is not None]
     if len(taken) < 3:
         return False
     settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
     inputs = [*taken, *node.inputs[3:]]
     fused = ir.node("Attention", inputs, settings, num_outputs=len(node.outputs), name=node.name)
-    # asked last, since it changes the readers
+    # last, since this call changes the readers
     if not heads_first(node.outputs[0], fused.outputs[0], heads * size):
         return False
     for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
@@ -71,15 +71,15 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
     """Return a value of shape (batch, tokens, heads * size) that ``value`` was made from; ``None`` if there is none."""
-    # value: an `onnx_ir.Value` whose heads are known
-    # make: called with an operator, its inputs and attributes; adds a node and returns its output
+    # value: its number of heads is known
+    # make: adds a node with an operator, inputs and attributes, and returns its output
     node = value.producer()
     if node is not None and node.op_type == "RotaryEmbedding" and node.domain == "" and not node.inputs[3:]:
-        # with a second reader the rotation would be computed twice, once in each form
+        # if the value had a second reader, the rotation would be computed twice
         before, found = _unswapped(input_of(node, 0), make) if len(list(value.uses())) == 1 else None, heads_of(value)
         if before is None or found is None:
             return None
-        # of four axes the operator reads the number of heads; of three it needs the attribute
+        # an input of three axes needs the attribute num_heads
         settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": found[0]}
         turned = make("RotaryEmbedding", before, *node.inputs[1:], **settings)
         turned.shape = before.shape
@@ -103,7 +103,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
         whole = input_of(split, 0)
         if whole.shape is not None and len(whole.shape) == 3 and whole.shape[2] == width:
             return whole
-    flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # between both: norms of heads
+    flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # heads are normalized in between
     copy_type(flat, value)
     flat.shape = ir.Shape([value.shape[0], value.shape[2], width])
     return flat
@@ -114,7 +114,7 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]
-        # a Reshape that changes nothing
+        # a Reshape to the same shape is skipped
         if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
             place = found
             continue
@@ -123,7 +123,6 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
             flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
             if flat is None or flat.shape is None or flat.is_graph_output():
                 return False
-            # all heads of a token are contiguous, as the operator returns them
             if list(flat.shape)[2:] == [width]:
                 new.shape = flat.shape
                 copy_type(new, old)

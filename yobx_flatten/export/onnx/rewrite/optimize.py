@@ -1,13 +1,15 @@
 """Simplify a converted graph with onnxscript's passes, and try each rewrite rule where it can match.
 
-``onnxscript.optimizer.optimize_ir`` tries each of its 47 rules at each node, and a rule of two outputs lists all nodes
-of the graph every time it is tried: the time grows with the square of the number of layers. A rule matches only at an
-operator of the type that its pattern ends in, so it is tried at those. The graph that results is the same.
+``onnxscript.optimizer.optimize_ir`` tries each of its 47 rules at each node, and a rule with two outputs lists all
+nodes of the graph each time: the time grows with the square of the number of layers. A rule can match only at the
+operator that its pattern ends with, so each rule is tried only at nodes of this operator. The resulting graph is the
+same.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ....huggingface.cache_names import CACHE
@@ -21,43 +23,33 @@ if TYPE_CHECKING:
 
 
 def optimize_graph(model: ir.Model) -> None:
-    """Fold constants, apply onnxscript's rewrite rules and fusions, and remove unused and duplicate nodes."""
-    # model: an `onnx_ir.Model`; it is changed in place
+    """Fold constants, apply onnxscript's rewrite rules and fusions, and remove unused and duplicate nodes, in place."""
     from onnxscript import optimizer
     from onnxscript.rewriter import onnx_fusions
 
-    rules = _quick_rules()
-    if rules is not None:
-        rules.acquire()
-    try:
+    with _quick_rules():
         optimizer.optimize_ir(model)
-    finally:
-        if rules is not None:
-            rules.release()
     onnx_fusions.fuse(model)
 
 
 @functools.cache
-def _quick_rules() -> AttributePatch | None:
-    """The patch of the rules that onnxscript applies; ``None`` for a release that keeps them elsewhere."""
+def _quick_rules() -> AbstractContextManager[None]:
+    """Return a ``with`` block in which onnxscript tries each rule only at nodes of its operator."""
     from onnxscript import rewriter
 
-    rules = getattr(rewriter, _RULES, None)
-    return None if rules is None else AttributePatch(rewriter, _RULES, tuple(_RuleOfOperator(rule) for rule in rules))
-
-
-_RULES = "_DEFAULT_REWRITE_RULES"
+    name = "_DEFAULT_REWRITE_RULES"
+    if name not in vars(rewriter):
+        return nullcontext()  # another release of onnxscript
+    return AttributePatch(rewriter, name, tuple(_RuleOfOperator(rule) for rule in vars(rewriter)[name]))
 
 
 class _RuleOfOperator:
-    """A rewrite rule that is tried at nodes of one operator."""
-
-    # rule: an `onnxscript.rewriter.RewriteRule`
+    """A rewrite rule of onnxscript that is tried at nodes of one operator."""
 
     def __init__(self, rule: RewriteRule) -> None:
         self._rule = rule
         operator = getattr(rule._matcher.pattern.output_nodes[0].op, "value", None)
-        self._operator = operator() if callable(operator) else None  # None: a prefix, which several operators have
+        self._operator = operator() if callable(operator) else None  # None: a pattern for several operators
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
@@ -69,15 +61,12 @@ class _RuleOfOperator:
         return self._rule.try_rewrite(model, graph, node, **options)
 
 
-# Merge the three projections of an attention into one product, which is faster for one token.
-
-
-# what may be between a product and the attention, with the product's rows as its first input
+# operators that may be between a projection and the attention, with the projection's output as first input
 _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add")
 
 
 def join_projections(model: ir.Model) -> None:
-    """Join the matrix products that compute queries, keys and values from one input, in place."""
+    """Join the projections for queries, keys and values to one product, in place; this is faster for one token."""
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
             products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
@@ -86,9 +75,8 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """The product with a weight that computes a value."""
+    """Return the matrix product with a weight that a value was computed from."""
     node = None if value is None else value.producer()
-    # biases, norms and rotations work on what comes out of the Split as they did on the product
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()
     if node is None or node.op_type != "MatMul" or not input_of(node, 1).is_initializer():
@@ -99,7 +87,7 @@ def _product(value: ir.Value | None) -> ir.Node | None:
 
 def _same_input(products: list[ir.Node]) -> bool:
     sources, types = ({id(one.inputs[0]) for one in products}, {input_of(one, 1).dtype for one in products})
-    # a matrix that something else reads stays in the file, and would be there twice
+    # a matrix with another reader would be stored twice
     unshared = all(len(list(input_of(one, 1).uses())) == 1 for one in products)
     return len({id(one) for one in products}) == 3 and len(sources) == len(types) == 1 and unshared
 
@@ -116,39 +104,34 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     def joined() -> ir.TensorProtocol:
         return ir.tensor(numpy.concatenate([matrix.numpy() for matrix in matrices], axis=1))
 
-    # made when it is written, so that no matrix is in memory twice
+    # computed when the file is written, so that no matrix is in memory twice
     tensor = ir.LazyTensor(joined, dtype=matrices[0].dtype, shape=ir.Shape([rows, sum(widths)]), name=name)
     joint = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
     graph.register_initializer(joint)
     product = ir.node("MatMul", [products[0].inputs[0], joint])
-    product.metadata_props.update(products[0].metadata_props)  # which layer it is of
+    product.metadata_props.update(products[0].metadata_props)  # the name of the layer
     sizes = ir.node("Constant", [], {"value_ints": widths})
     split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
-    # before all of their readers
     first = min(products, key=list(graph).index)
     graph.insert_before(first, [product, sizes, split])
     for old, new in zip(products, split.outputs, strict=True):
         new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
         old.outputs[0].replace_all_uses_with(new)
     graph.remove(products, safe=True)
-    # the matrices are in the joint one: a file would store them twice
     for value in unused:
         graph.initializers.pop(str(value.name), None)
 
 
-# Let a caller request a decoder's scores of only the last tokens, by an input that has a default value.
-
-
-# what may be between the head and the scores: works on each score by itself, with numbers or weights of the file
+# elementwise operators that may be between the head and the logits
 _ON_THE_WAY = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
 _AXIS = "kept_sequence_length"
 
 
 def keep_last_scores(model: ir.Model) -> None:
-    """Add an input that selects the positions for which the LM head of a decoder computes logits, in place.
+    """Add an optional input that limits the logits of a decoder to the last positions, in place.
 
-    A decoder with an encoder begins with one token or a few, so there is nothing to save. A file that does not return
-    its cache (``loop=False``) scores a text, and generates none.
+    The decoder of an encoder-decoder model reads few tokens at the start, so it gets no such input. A file that does
+    not return its cache (``loop=False``) scores texts, and needs all logits.
     """
     import onnx_ir as ir
 
@@ -175,7 +158,7 @@ def keep_last_scores(model: ir.Model) -> None:
     graph.insert_before(path[-1], [*given.values(), from_end, start, cut])
     cut.outputs[0].type, cut.outputs[0].shape = ir.TensorType(type_of(hidden)), hidden.shape
     path[-1].replace_input_with(0, cut.outputs[0])
-    # onnxruntime assumes that axes of one name have one size, and plans memory accordingly
+    # onnxruntime assumes that axes with the same name have the same size when it plans memory
     for value in (cut.outputs[0], *(node.outputs[0] for node in path)):
         assert value.shape is not None  # see `_path_to_head`
         value.shape = ir.Shape([value.shape[0], _AXIS, *value.shape[2:]])
@@ -195,7 +178,7 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
     value: ir.Value | None = scores
     while value is not None and _is_of_tokens(value):
         node = value.producer()
-        # other nodes may read an earlier value: they would get fewer tokens
+        # another reader of the value would get fewer tokens
         if node is None or node.domain or (path and (len(list(value.uses())) != 1 or value.is_graph_output())):
             return []
         path.append(node)
@@ -210,7 +193,7 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
 
 
 def _is_of_tokens(value: ir.Value) -> bool:
-    """Whether a value has a row for each token of a call, whose number varies."""
+    """Return whether a value has a row for each token of a call."""
     return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)
 
 
@@ -221,6 +204,6 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _is_fixed(value: ir.Value | None) -> bool:
-    """Whether a value is a constant number or vector, equal for each token."""
+    """Return whether a value is a constant number or vector."""
     constant = None if value is None else value.const_value
     return constant is not None and (constant.size == 1 or len(constant.shape) == 1)

@@ -1,10 +1,10 @@
 """Repair errors of torch's exporter in a graph, before the file is written.
 
-* A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
-* ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
-  takes as many rows of both, and onnxruntime refuses the others.
-* ``RMSNormalization`` of opset 23 is made of a pattern in which tokens of half precision meet weights of single
-  precision (Gemma). onnxruntime refuses two types.
+* An inner value may have the same name as an output, such as ``relu``.
+* ``RotaryEmbedding`` may get cosines with one row and tokens with several rows. onnxruntime refuses different numbers
+  of rows.
+* ``RMSNormalization`` may get tokens in half precision and weights in single precision (Gemma). onnxruntime refuses
+  different types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def repair_graph(model: ir.Model) -> None:
     if any(_rotates(node) for node in model.graph.all_nodes()):
         import onnx_ir.passes.common as passes
 
-        passes.CommonSubexpressionEliminationPass()(model)  # every operator got cosines and sines of its own
+        passes.CommonSubexpressionEliminationPass()(
+            model
+        )  # every operator has its own computation of cosines and sines
         _as_many_rows(model.graph)
 
 
@@ -43,7 +45,6 @@ def input_of(node: ir.Node, place: int) -> ir.Value:
 
 def type_of(value: ir.Value) -> ir.DataType:
     """Return the element type of a value; raise an error if the type is not known."""
-    # value: an `onnx_ir.Value` of a graph whose types are known, as the exporter returns it
     if value.dtype is None:
         raise ValueError(f"the type of {value.name} is not known")
     return value.dtype
@@ -55,11 +56,9 @@ def text_of_size(dim: int | ir.SymbolicDim) -> int | str | None:
 
 
 def copy_type(value: ir.Value, like: ir.Value) -> None:
-    """Copy the element type of one value to another."""
-    # value: an `onnx_ir.Value`, changed in place
-    # like: one whose type may be unknown; then nothing changes
+    """Copy the element type of one value to another, if the type is known."""
     if like.dtype is not None:
-        value.dtype = like.dtype  # not `type`: an object of both would change with each of them
+        value.dtype = like.dtype  # not `type`: both values would then share one mutable object
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
@@ -69,7 +68,6 @@ def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
 
 def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
     """Insert nodes before another node, in that node's graph."""
-    # node: an `onnx_ir.Node` of a graph, or of a subgraph
     if node.graph is None:
         raise ValueError(f"the {node.op_type} {node.name} does not belong to a graph")
     node.graph.insert_before(node, made)
@@ -91,7 +89,6 @@ def _name_apart(graph: ir.Graph) -> None:
         owner = given.get(value.name)
         if owner is None or owner is value:
             continue
-        # a number that no other value has: names of the caller may end with one
         number = 1
         while f"{value.name}_{number}" in taken:
             number += 1
@@ -101,7 +98,7 @@ def _name_apart(graph: ir.Graph) -> None:
 
 
 def _one_type(graph: ir.Graph) -> None:
-    """Cast the tokens of ``RMSNormalization`` to the type of its weights, which is that of its output."""
+    """Cast the tokens of ``RMSNormalization`` to the type of its weights, which is also the type of its output."""
     import onnx_ir as ir
 
     for node in list(graph.all_nodes()):
@@ -122,7 +119,7 @@ def _rotates(node: ir.Node) -> bool:
 
 
 def _as_many_rows(graph: ir.Graph) -> None:
-    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, once for all that have as many."""
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, once for each number of rows."""
     import onnx_ir as ir
 
     known: dict[tuple[ir.Value, str], ir.Value] = {}
@@ -133,14 +130,13 @@ def _as_many_rows(graph: ir.Graph) -> None:
         count = None if tokens.shape is None else tokens.shape[0]
         for place in (1, 2):
             table = input_of(node, place)
-            # as many rows already
             if count is not None and table.shape is not None and table.shape[0] == count:
                 continue
             size = str(count if isinstance(count, int) or count is None else count.value)
             expanded = known.get((table, size))
-            # what is made in a subgraph is not seen outside of it, and unknown sizes may differ
+            # a value of a subgraph cannot be read outside of the subgraph, and unknown sizes may differ
             if expanded is None or size == "None" or node.graph is not graph:
-                # an input is there from the start; the tokens of a node may be computed after another node of that size
+                # the shape of an input, if possible: the tokens may be computed after another reader of the result
                 given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
                 rows = ir.node("Shape", [next(given, tokens)], attributes={"start": 0, "end": 1})
                 rest = ir.node("Shape", [table], attributes={"start": 1})
@@ -153,9 +149,6 @@ def _as_many_rows(graph: ir.Graph) -> None:
             node.replace_input_with(place, expanded)
 
 
-# Match parts of a graph: the node that makes a value, the only one that reads it, the number that it is.
-
-
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the node that computes a value, if it is the ONNX operator ``op_type``; else ``None``."""
     node = None if value is None else value.producer()
@@ -164,8 +157,8 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
     """Return the only node that reads a value, if it reads the value as first input; else ``None``."""
-    # op_type: its operator; `None`, the default, for any
-    # an output of the graph is read by the caller: a rewrite that only one node sees would change it
+    # op_type: the operator of the node; `None` for any operator
+    # the caller also reads outputs of the graph
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output():
         return None
@@ -174,7 +167,7 @@ def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
 
 
 def number_of(value: ir.Value | None) -> float | None:
-    """Return the number that a constant holds; ``None`` if the value is computed, or has several elements."""
+    """Return the value of a constant with one element; ``None`` for all other values."""
     constant = None if value is None else value.const_value
     if constant is None or constant.size != 1:
         return None
@@ -187,5 +180,5 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
     new.shape, new.type = old.shape, old.type
     name = old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
-    # names of a file are unique, and callers know outputs by theirs
+    # names in a file are unique, and callers read outputs by name
     old.name, new.name = f"{name}_before", name

@@ -165,7 +165,7 @@ def prove(
 
 
 def _varied_of(example: Example, traced: Traced, asked: Asked, report: ExportReport) -> list[Case]:
-    """Return cases of other sizes and values, if the caller passed no cases and the module is no language model."""
+    """Return cases of other sizes and values, if the caller passed no cases and the module is not a language model."""
     if asked.cases is not None or not example.why_not:
         return []
     is_free = asked.allowed.measures_failures or asked.allowed.measures

@@ -1,4 +1,4 @@
-"""Observe a loss for rows in one piece and in parts: the items that it averages over, and equal random draws."""
+"""Count the items that a loss averages over, and replace random draws by constants while a loss is checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Items:
     # number of items of each mean that has a gradient, in order
     trained: list[float] = dataclasses.field(default_factory=list)
     sums: int = 0  # number of losses that are sums
-    # count for losses without a weight: elementwise losses, and those whose classes are the rows
+    # number of losses without a count: elementwise losses, and losses whose classes are the rows
     others: int = 0
 
 
@@ -44,7 +44,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.items, self.averaging = items, averaging
         self.ranges: list[torch.Tensor] = []
-        self.counts: list[tuple[torch.Tensor | float, bool]] = []  # and whether the mean has a gradient
+        self.counts: list[tuple[torch.Tensor | float, bool]] = []  # count, and whether the mean has a gradient
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,10 +53,11 @@ class _Watch(TorchFunctionMode):
             return self.ranges[-1]
         if func not in self.averaging:
             return func(*args, **kwargs)
-        source, target, weight = _named(args, kwargs)
+        given: Kwargs = {"weight": None, **kwargs, **dict(zip(("input", "target", "weight"), args, strict=False))}
+        source, target, weight = given["input"], given["target"], given["weight"]
         count, reduction = None, kwargs.get("reduction", "mean")
         if reduction == "mean":
-            with DisableTorchFunction():  # what is counted is not a decision of the loss
+            with DisableTorchFunction():  # the operations of the count are not operations of the loss
                 count = _count(self.averaging[func], target, weight, kwargs.get("ignore_index", -100))
         if reduction == "none" or self._compares_rows(source, target):
             self.items.others += 1
@@ -74,19 +75,13 @@ class _Watch(TorchFunctionMode):
         self.items.trained += [count for count, is_trained in counts if is_trained]
 
     def _compares_rows(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether the classes of a loss are the rows of the batch, as in CLIP, where row n has label n."""
+        """Return whether the classes of a loss are the rows of the batch, as in CLIP, where row n has label n."""
         is_square = source.dim() == 2 and source.shape[0] == source.shape[1]
         return is_square and any(target.data_ptr() == made.data_ptr() for made in self.ranges)
 
 
-def _named(args: tuple[Any, ...], kwargs: Kwargs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Input, target and weight, by position or by name."""
-    given: dict[str, Any] = {"weight": None, **kwargs, **dict(zip(("input", "target", "weight"), args, strict=False))}
-    return given["input"], given["target"], given["weight"]
-
-
 def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor | float:
-    if counted == "labels" and weight is not None:  # the labels come third there
+    if counted == "labels" and weight is not None:  # the third argument is then the labels
         return (weight != ignored).sum()
     if counted == "rows" or target.is_floating_point():
         return float(target.shape[0] if target.dim() else 1)
@@ -99,7 +94,7 @@ def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, 
 @contextlib.contextmanager
 def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Iterator[Items]:
     """Count the items over which torch's loss functions average when they are called in the with block."""
-    # more: functions that also average, and what they count. Default: those of torch only.
+    # more: further functions that average, and what they count
     items = Items()
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
     with watch:
@@ -110,7 +105,7 @@ def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Ite
 _DROPOUTS = (functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, functional.dropout1d,
              functional.dropout2d, functional.dropout3d)  # fmt: skip
 
-# Functions with a dropout within, and the place of its probability among their arguments.
+# Functions that apply dropout, and the index of the dropout probability among their arguments.
 _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
 
 
@@ -119,7 +114,7 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:  # still called, as a placeholder waits for the first operation
+        if func in _DROPOUTS:  # called, because a placeholder gets its values at the first operation
             return func(args[0] if args else kwargs["input"], 0.0, training=False)
         place = _PLACES.get(func)
         if place is not None and len(args) > place:
@@ -134,7 +129,7 @@ class NoDropout(TorchFunctionMode):
 
 
 class _HasState(Protocol):
-    """A generator, such as that of an accelerator."""
+    """A random generator of an accelerator."""
 
     def get_state(self) -> torch.Tensor:
         """Return the state."""
@@ -146,8 +141,8 @@ class SteadyDraws(NoDropout):
     Integers become the reversed range, which is a permutation, so that functions that exchange rows still do so.
     """
 
-    # generator: generator of the device on which is computed. Default: there is only that of the host.
-    # types: gets the dtypes of what torch's functions return
+    # generator: random generator of the device. Default: only the host draws.
+    # types: set to which the dtypes of computed tensors are added
 
     def __init__(self, generator: _HasState | None = None, types: set[torch.dtype] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Flatten a batch once per call, and list its leaves: their batch axis, their size, and the rows of each microbatch."""
+"""Flatten a batch, and find for each leaf the batch axis and the rows of each microbatch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError
 from .spec import RoundPipePackedData, Rule, counted_rows, is_below, known_rows, rule_for, sizes
 
-# Leaves of these types contain nothing to flatten; most batches have no others.
+# Leaves of these types contain no further leaves. Most batches have only such leaves.
 _CLOSED = frozenset(
     {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), RoundPipePackedData, HeldMask}
 )
 
-# Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
-# models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
-# say where texts begin that follow one another in a single row.
+# Batch axis of arguments of transformers, by the number of axes of the tensor. `position_ids` of models with several
+# kinds of tokens are (3, batch, length). `cache_position` has the length, and `cu_seq_lens_*` have the offsets of texts
+# in a single row, so none of these has a batch axis.
 _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
     "position_ids": {2: 0, 3: 1},
     "cache_position": {},
@@ -41,25 +41,25 @@ class Entry:
     path: str  # key path
     value: Any  # the leaf
     rule: Rule | None  # rule of the user
-    axis: int | None  # batch axis according to the user, the registration or the name of the argument
-    is_known: bool  # whether one of these three gave an axis; `axis=None` then means "whole"
+    axis: int | None  # batch axis from the user's rule, the registration or the name of the argument
+    is_known: bool  # whether one of these three sources decided; the leaf is not split if `axis` is then `None`
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the leaf if it is a tensor, batch and heads if it is a mask, else ``()``."""
+        """The shape of a tensor, batch and heads of a mask, else ``()``."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
     def stated(self) -> tuple[int, ...] | None:
-        """The number of rows in each microbatch, if the leaf is ``RoundPipePackedData`` that stores these numbers."""
+        """The rows of each microbatch that ``RoundPipePackedData`` stores; ``None`` for other leaves."""
         return known_rows(self.value) if isinstance(self.value, RoundPipePackedData) else None
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The number of rows in each microbatch, counted from tensors, if ``RoundPipePackedData`` does not store it."""
+        """The rows of each microbatch, counted from tensors of ``RoundPipePackedData`` that does not store them."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
-        # a rule that passes it whole gives no rows: packed data is split by entries anyway
+        # packed data is split by its entries, also with a rule that passes it whole
         return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
 
 
@@ -79,7 +79,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
     allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
-    # what is inside of a leaf needs its own line only once the leaf is registered, and gets it then
+    # objects inside an unregistered leaf are reported once the leaf is registered
     found = [
         str(one)
         for one in find_unregistered(held(flat.tree), name=flat.name)
@@ -104,21 +104,21 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
 
 def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:
     if isinstance(value, HeldMask):
-        # one row of masks broadcasts over any batch, and does not have its size
         axis = _axis_of_mask(path, rule)
+        # a mask with a single row broadcasts over the batch
         return Entry(path, value, rule, axis if value.shape[0] > 1 else None, True)
     if not isinstance(value, torch.Tensor):
         return Entry(path, value, rule, None, True)
     if rule is not None:
         return Entry(path, value, rule, _axis_of_rule(path, value, rule), True)
     if axes is not None:
-        # an empty placeholder tensor may have fewer axes than later
+        # an empty placeholder may have fewer axes than the registration declares
         declared = [axis for axis, meaning in axes.items() if meaning == "batch" and axis < value.dim()]
         return Entry(path, value, None, declared[0] if declared else None, True)
     name = re.fullmatch(r"kwargs\['(\w+)'\]", path)
     if name is not None and name[1] in _KNOWN_ARGUMENTS:
         axis = _KNOWN_ARGUMENTS[name[1]].get(value.dim())
-        # one row of positions broadcasts over any batch, and does not have its size
+        # positions with a single row broadcast over the batch
         return Entry(path, value, None, None if axis is None or value.shape[axis] == 1 else axis, True)
     return Entry(path, value, None, None, value.dim() == 0)
 
@@ -149,7 +149,7 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, module.Cache)
 
 
-# Flatten a batch once per call, for the checks, the search for the batch axis, and the split.
+# A batch is flattened once per call, for the checks, the search for the batch axis, and the split.
 #
 #     args, kwargs     args[0]['x']  args[0]['mask']  kwargs['scale']   and the structure of (args, kwargs)
 #     label            label[0]  label[1]                               and the structure of the labels
@@ -161,21 +161,25 @@ class FlatTree:
 
     name: str  # name of the value in key paths
     tree: Any
-    leaves: list[Leaf]  # its leaves, in order
+    leaves: list[Leaf]
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
         """Flatten a nested value, whose key paths begin with ``name``."""
         found = leaves(_with_held_masks(tree), name=name)
-        return cls(name, tree, [_hold(leaf) if is_block_mask(leaf.value) else leaf for leaf in found])
+        return cls(
+            name,
+            tree,
+            [leaf._replace(value=HeldMask(leaf.value)) if is_block_mask(leaf.value) else leaf for leaf in found],
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBatch:
     """The arguments and labels of a batch, flattened."""
 
-    args: FlatTree  # positional arguments
-    kwargs: FlatTree  # keyword arguments
+    args: FlatTree
+    kwargs: FlatTree
     label: FlatTree
 
     @classmethod
@@ -196,23 +200,16 @@ class FlatBatch:
 class FlatMicrobatch:
     """The leaves of the arguments and labels of one microbatch, with their tree specs."""
 
-    inputs: list[Any]  # leaves of arguments and keyword arguments
+    inputs: list[Any]
     spec: pytree.TreeSpec  # structure of `(args, kwargs)`
-    labels: list[Any]  # leaves of the labels
-    label_spec: pytree.TreeSpec  # structure of the labels
+    labels: list[Any]
+    label_spec: pytree.TreeSpec
     rows: int | None  # number of rows, as in `Microbatch`
 
 
 def _with_held_masks(tree: Any) -> Any:
-    """The tree with masks as leaves: torch would flatten a registered mask class into tensors that cannot be split."""
+    """Replace masks by leaves, because torch flattens a registered mask class into tensors that cannot be split."""
     return tree if leaf_test() is None else held(tree)
-
-
-def _hold(leaf: Leaf) -> Leaf:
-    return leaf._replace(value=HeldMask(leaf.value))
-
-
-# Check the arguments of ``forward_backward`` before anything runs.
 
 
 def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -221,7 +218,6 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
     >>> check_call([1, 2], None)
     ((1, 2), {})
     """
-    # input_args: a tuple or list with one entry per argument
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
@@ -246,7 +242,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_labels(label: FlatTree) -> None:
-    """Raise an error if a label requires a gradient: devices compute with copies, so labels never get gradients."""
+    """Raise an error if a label requires a gradient, because labels are copied to devices without their graph."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
@@ -264,12 +260,12 @@ def check_labels(label: FlatTree) -> None:
 Rows = tuple[int, ...]
 
 
-# Count the rows of each microbatch: of packed data, of a function's parts, or of even parts.
+# Rows of each microbatch:
 #
-#     packed by a pipeline       rows [3, 2, 2]        all else is cut along with them
-#     packed by hand             (2, 8), (1, 8)        2 and 1 are counted
-#     parts of a function        x: (1, 4), (2, 4)     the table is one object in both parts: it was not cut
-#                                table: (5, 6)         rows 1 and 2
+#     packed by a pipeline       rows [3, 2, 2]        other leaves are split at the same rows
+#     packed by hand             (2, 8), (1, 8)        rows 2 and 1, counted from the tensors
+#     parts of a function        x: (1, 4), (2, 4)     rows 1 and 2
+#                                table: (5, 6)         the same object in both parts, so it was not split
 
 
 def check_packed_counts(entries: Sequence[Entry]) -> None:
@@ -311,7 +307,7 @@ def rows_with_packed(
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Check that ``RoundPipePackedData`` has the same microbatches as the user's split function returned."""
-    # rows: rows of each microbatch of the other side
+    # rows: rows of each part that the split function returned
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
             continue
@@ -331,8 +327,8 @@ def rows_of_parts(
 ) -> list[int | None]:
     """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
 
-    An object that is identical in all parts was not split. For the other leaves, the rows are the sizes along the batch
-    axis: if these differ, the sizes that add up to the original size, or those that the other side also has.
+    An object that is the same in all parts was not split. The rows of other leaves are the sizes along the batch axis.
+    If leaves differ, the sizes count that add up to the original size, or that the other side also has.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -340,7 +336,7 @@ def rows_of_parts(
     [1, 2]
     """
     # parts: trees by name, one mapping per microbatch
-    # others: parts of the other side, if a function returned them
+    # others: parts of the labels, if a function split the labels and the inputs
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
         before = {entry.path: entry.shape[entry.axis or 0] for entry in _entries(whole) if entry.shape}
@@ -354,7 +350,7 @@ def rows_of_parts(
 
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
-    """The sizes that the leaves have in the parts: those along a known batch axis, and along axis 0, with the paths."""
+    """Return the sizes of leaves in the parts along known batch axes, and their sizes along axis 0 with key paths."""
     tables = [{entry.path: entry for entry in _entries(part)} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,24 +25,24 @@ def join(
 ) -> Any:
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
-    Tensors are concatenated along the batch axis: the one that their class declares, else axis 0. A tensor that is the
-    same in all microbatches and has no axis with their rows was not cut, and stays as it is. Tensors without axes are
-    averaged by weight. Everything else must be equal.
+    Tensors are concatenated along the batch axis that their class declares, else along axis 0. A tensor that is equal
+    in all microbatches, and whose axis 0 does not match their rows, is returned unchanged. Tensors without axes are
+    averaged by weight. All other leaves must be equal.
 
     Args:
         outputs: one nested output per microbatch, at least one.
-        weights: weight of each microbatch in an average: its rows, or what its loss reports. ``None`` where the weight
-            is not known: then nothing can be averaged.
-        rows: rows of each microbatch, which distinguish a tensor with a batch axis from others. Default: ``weights``.
+        weights: weight of each microbatch in an average: its rows, or the weight that its loss returned. Nothing can be
+            averaged if a weight is ``None``.
+        rows: rows of each microbatch, to find tensors that have a batch axis. Default: ``weights``.
         merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
             for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
             ``list of outputs -> output``.
 
     Returns:
-        One output. With one microbatch and no ``merge``, that microbatch's output itself.
+        The joined output. A single output is returned unchanged if ``merge`` is ``None``.
 
     Raises:
-        JoinError: naming the key path at which the microbatches differ.
+        JoinError: outputs cannot be joined; the message names the key path.
 
     >>> first = {"y": torch.tensor([1, 2]), "n": torch.tensor(1.0)}
     >>> join([first, {"y": torch.tensor([3]), "n": torch.tensor(4.0)}], [2, 1])
@@ -61,20 +60,9 @@ def join(
     spec = common_spec(outputs)
     columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
     _check_paths([column[0].path for column in columns], rules)
-    parts = _Parts(
-        weights=[None if weight is None else float(weight) for weight in weights],
-        rows=list(weights if rows is None else rows),
-    )
-    joined = [_join_leaf(column, parts, rule_for(column[0].path, rules)) for column in columns]
+    counts = weights if rows is None else rows
+    joined = [_join_leaf(column, weights, counts, rule_for(column[0].path, rules)) for column in columns]
     return pytree.tree_unflatten(joined, spec)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Parts:
-    """Facts about the microbatches."""
-
-    weights: list[float | None]
-    rows: list[float | None]
 
 
 def _rules(merge: Any) -> Rules:
@@ -102,7 +90,9 @@ def _check_paths(paths: Sequence[str], rules: Rules) -> None:
             raise JoinError(f"merge_output: {written!r} is not among the outputs. The key paths are:\n    {paths}")
 
 
-def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
+def _join_leaf(
+    column: Sequence[Leaf], weights: Sequence[float | None], rows: Sequence[float | None], rule: Rule | None
+) -> Any:
     path, values = column[0].path, [leaf.value for leaf in column]
     if rule is not None and rule.reduce is not None:
         total = rule.init
@@ -112,7 +102,7 @@ def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) != len(values) or (rule is not None and rule.dim is None):
         return _the_same(path, values)
-    # the split hands on tensors without a batch axis as they are
+    # microbatches share a tensor that was not split
     if rule is None and all(value is values[0] for value in values):
         return values[0]
     if rule is not None and rule.dim is not None:
@@ -123,8 +113,8 @@ def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
                 return _cat(path, tensors, axis)
         return _the_same(path, tensors)
     if tensors[0].dim() == 0:
-        return _mean(path, tensors, parts.weights)
-    return _join_by_rows(path, tensors, parts.rows)
+        return _mean(path, tensors, weights)
+    return _join_by_rows(path, tensors, rows)
 
 
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
@@ -159,7 +149,7 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
-    """Average by weight; values with weight zero are ignored, even NaN."""
+    """Return the weighted mean; a value with weight zero may be NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value
@@ -175,7 +165,7 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
     if total == 0:
         return torch.zeros_like(tensors[0])
     wide = torch.complex128 if tensors[0].is_complex() else torch.float64
-    wide = tensors[0].dtype if tensors[0].device.type == "mps" else wide  # which has no float64
+    wide = tensors[0].dtype if tensors[0].device.type == "mps" else wide  # MPS has no float64
     terms = [t.to(wide) * (weight / total) for t, weight in zip(tensors, weights, strict=True) if weight]
     return torch.stack(terms).sum().to(tensors[0].dtype)
 

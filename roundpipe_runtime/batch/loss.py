@@ -6,17 +6,18 @@
     tensor(s), "sum"       sum of values                    1                        1
     tensor(s), "mean"      sum of rows_i / rows * value_i   rows_i / rows            1
     tensor, "items"        as of the pair (value_i * items_i, items_i)
-      of 16 bits           the same                         rows_i / c               c / rows
+      in 16 bits           the same                         rows_i / c               c / rows
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
-The seed is known when the backward of a microbatch starts, so for sums and means the gradient is right as it is
-accumulated. The weights of pairs are different: a microbatch goes back as soon as its own loss is there, while the
-losses and weights of later microbatches are not. So pairs go back unscaled, and the gradient that this call
-accumulated is multiplied once, when the last weight is known. That is exact, and costs one pass over the gradients; the
-engine must keep the gradient of a call apart from what was there before it, which it does anyway to be able to discard
-it. c is the power of two next to the number of rows: it keeps sums over long batches in the range of half precision,
-and multiplying with a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which a third is
-wrong by up to 0.4 %, so its mean is also scaled late.
+The seed of a sum or a mean is known when the backward of a microbatch starts, so its gradient is right as it is
+accumulated. The weights of pairs are not known then, because the backward of a microbatch starts before the losses of
+later microbatches are computed. So pairs have the seed 1 / c, and the gradient accumulated in this call is multiplied
+once, after the last microbatch. The result is exact, and costs one pass over the gradients. The engine keeps the
+gradient of a call separate from earlier gradients until then.
+
+c is the power of two nearest to the number of rows. It keeps sums over long batches in the range of half precision,
+and multiplication by a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which 1 / 3 is wrong
+by up to 0.4 %, so its mean is also scaled after the last microbatch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 
-# A mean over rows that is stated ("mean") is checked in each microbatch; one that a check found ("rows") is not. A mean
-# over items that torch's loss functions count ("items") was found by a check.
+# "mean": the caller states a mean over rows, which is verified in each microbatch. "rows" and "items": an earlier check
+# has found a mean over rows, or over the items that torch's loss functions count.
 Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
@@ -77,18 +78,18 @@ class LossValue:
 def read_loss(value: Any) -> LossValue:
     """Parse the value that a loss function returned for one microbatch.
 
-    A pair is a :class:`WeightedLoss`, or a plain tuple of two whose second item is a number, or a tensor that does not
-    require grad next to a sum that does. Two losses both require grad. A list is always a sequence. A plain tuple of
-    two tensors none of which requires grad could be either, and is refused.
+    A list is a sequence of losses. A pair is a :class:`WeightedLoss`, or a plain tuple of two whose second item is a
+    number or a tensor that does not require grad, while the sum requires grad. A plain tuple of two tensors that
+    require grad is a sequence. A plain tuple of two tensors that do not require grad is ambiguous, and refused.
 
     Args:
-        value: what ``loss_fn(outputs, labels)`` returned.
+        value: value that ``loss_fn(outputs, labels)`` returned.
 
     Returns:
         The kind of loss, its tensors, and the weight of a pair.
 
     Raises:
-        LossError: when it is neither a tensor, nor a sequence of tensors, nor a pair.
+        LossError: the value is not a tensor, a sequence of tensors or a pair.
 
     >>> read_loss((torch.tensor(6.0, requires_grad=True), 3)).weight
     3.0
@@ -118,12 +119,12 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 class LossContract:
     """Collects the losses of a batch's microbatches; returns the terms that start each backward, and the total.
 
-    The threads that run the fused stage call :meth:`add` for each microbatch; afterwards any thread may read the rest.
-    One instance per call of ``forward_backward``.
+    Each call of ``forward_backward`` has its own instance. The threads that run the last layer call :meth:`add` for
+    each microbatch; afterwards, any thread may call the other methods.
 
     Args:
         reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``, of losses that are not pairs.
-        rows: rows of each microbatch; ``None`` where not known.
+        rows: rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
     >>> [term.seed for term in contract.add(0, torch.tensor(3.0, requires_grad=True))]
@@ -148,17 +149,17 @@ class LossContract:
         """Add the loss of one microbatch, and return the terms from which its backward starts.
 
         Args:
-            index: the microbatch.
-            value: what ``loss_fn`` returned. The weight of a pair is read here, which waits for it on an accelerator.
-            items: number of items that each mean in it was divided by, if known. Default: not known.
+            index: index of the microbatch.
+            value: value that ``loss_fn`` returned. Reading the weight of a pair waits for the accelerator.
+            items: number of items by which each mean in the value was divided. Default: not known.
 
         Returns:
-            The terms to go back from. None, if the microbatch has no weight: its gradient is zero even where its loss
-            is NaN. Losses that do not require grad are left out.
+            The terms from which the backward starts, without losses that do not require grad. The list is empty if the
+            microbatch has weight 0: its gradient is zero even if its loss is NaN.
 
         Raises:
-            LossError: when the value is not a loss, or of another kind than that of another microbatch, or a mean over
-                other items than rows where that over rows is asked for.
+            LossError: the value is not a loss; or it has another kind than the value of another microbatch; or the
+                reduction is ``"mean"``, and the value is a mean over items other than rows.
         """
         try:
             read = read_loss(value)
@@ -175,7 +176,7 @@ class LossContract:
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
 
     def _check_items(self, index: int, items: Sequence[float]) -> None:
-        """Refuse means over items whose number is not proportional to the rows of a microbatch."""
+        """Raise an error for means over items whose number is not proportional to the rows of the microbatch."""
         rows = self.rows[index]
         if not rows:
             return
@@ -197,8 +198,8 @@ class LossContract:
         """Add the loss of a microbatch whose backward has already run, for example on another rank.
 
         Args:
-            index: the microbatch.
-            read: its loss, detached.
+            index: index of the microbatch.
+            read: loss of the microbatch, detached.
 
         Raises:
             LossError: the value is of another kind than that of another microbatch.
@@ -233,8 +234,7 @@ class LossContract:
     def gradient_scale(self) -> float:
         """Return the factor by which to multiply the accumulated gradient, known after the last microbatch.
 
-        ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
-        back, so there is nothing to multiply.
+        ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, so no backward ran and the gradient is zero.
         """
         if not self._is_late:
             return 1.0
@@ -245,7 +245,7 @@ class LossContract:
         """Return the loss of the whole batch, detached: a list for a sequence, otherwise a tensor.
 
         Raises:
-            LossError: when a microbatch has not been added.
+            LossError: a microbatch has not been added.
         """
         missing = [index for index in range(len(self.rows)) if index not in self._values]
         if missing:
@@ -255,10 +255,10 @@ class LossContract:
         return totals if self.kind == "sequence" else totals[0]
 
     def _total(self, values: Sequence[LossValue], position: int) -> torch.Tensor:
-        # where a number stands for the sum of nothing, another microbatch has dtype and device
+        # a microbatch of weight 0 may return a number, so dtype and device are those of another one
         first = next((value for value in values if value.weight != 0), values[0]).tensors[position]
         weights = [self._factor(index) for index in range(len(values))]
-        # float64 where the device has it: the sum is then as exact as that of the whole batch
+        # in float64, so that the sum is as exact as the loss of the whole batch; MPS has no float64
         wide = torch.float32 if first.device.type == "mps" else torch.float64
         terms = [
             value.tensors[position].to(first.device, wide) * weight
@@ -268,7 +268,6 @@ class LossContract:
         return torch.stack(terms).sum().to(first.dtype) if terms else torch.zeros_like(first)
 
     def _factor(self, index: int) -> float:
-        """The weight of a microbatch in the total."""
         if self.kind != "pair" and self.reduction == "sum":
             return 1.0
         total = math.fsum(self.weights)
@@ -301,7 +300,7 @@ class LossContract:
         return 1.0 if rows is None else float(rows)
 
     def _unit(self) -> float:
-        if len(self.rows) == 1:  # the scale is known, and a hook may clamp gradients
+        if len(self.rows) == 1:  # the exact scale is known, and hooks that clamp gradients need it
             return self._weight(0) or 1.0
         rows = sum(count or 1 for count in self.rows)
         return 2.0 ** round(math.log2(max(rows, 1)))
@@ -314,7 +313,6 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
     >>> total, terms[0].seed
     (tensor(2.), tensor(0.3333))
     """
-    # returns: the loss, detached, or the list of losses; and the terms, none where nothing requires a gradient
     contract = LossContract("sum", [1])
     terms = contract.add(0, value)
     scale = contract.gradient_scale()
@@ -324,7 +322,7 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn if microbatches have different sizes, since the mean of their losses is then not the batch's mean.
 
-    The caller asks for losses that are not pairs with ``loss_reduction="sum"``, and only until the first ``True``.
+    The caller calls it for ``loss_reduction="sum"`` and losses that are not pairs, until it returns ``True`` once.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False
@@ -346,7 +344,7 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(first, (torch.Tensor, numbers.Real)):
         return False
     if not isinstance(second, torch.Tensor):
-        return isinstance(second, numbers.Real)  # numpy's numbers are such
+        return isinstance(second, numbers.Real)  # also NumPy's numbers
     if second.requires_grad:
         return False
     if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
@@ -361,8 +359,10 @@ def _is_pair(value: Any) -> bool:
 
 def _read_pair(total: Any, weight: Any) -> LossValue:
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise LossError("the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
-                        "    return WeightedLoss(total, weight.detach())")  # fmt: skip
+        raise LossError(
+            "the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
+            "    return WeightedLoss(total, weight.detach())"
+        )
     if isinstance(weight, torch.Tensor):
         weight = _scalar(weight, "the weight").item()
     if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
@@ -385,7 +385,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) -> None:
-    """Refuse a nonzero loss without an autograd graph if the outputs have a graph: nothing would be trained."""
+    """Raise an error for a nonzero loss without a graph if the outputs have one, because nothing would be trained."""
     if terms or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
         return
     read = read_loss(value)
@@ -397,7 +397,7 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
 
 
 def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
-    """The sum and weight of a mean over items; both are zero without items."""
+    """Convert a mean over items to their sum and number."""
     if len(set(items)) != 1:
         raise LossError(
             f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean. "

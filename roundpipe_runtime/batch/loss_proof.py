@@ -1,15 +1,14 @@
 """Prove how the losses of parts of a batch add up to the loss of the batch.
 
-A loss is computed for a few rows in one piece, and for the same rows in two uneven parts::
+A loss is computed for a few rows at once, and for the same rows in two uneven parts::
 
     rows 0 to 2       loss 0.93     gradients at rows 0, 1, 2, and at what the loss trains
     rows 0 and 1      loss 0.90     rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and every gradient alike
     row 2             loss 0.99
 
-Weights for the parts (their rows; the items that losses of torch average over; 1) hold if they give the loss and all
-gradients of the rows in one piece. They also have to hold for other values: labels that are exchanged, ignored in
-part or whole, outputs that are larger and smaller. A loss that compares rows, or chooses them by values, passes with no
-weights.
+Candidate weights of a part are its rows, the items that torch's losses average over, and 1. Weights are right if they
+give the loss and all gradients of the rows at once, also for other values: random and ignored labels, larger and
+smaller outputs. No weights are right for a loss that compares rows or chooses rows by their values.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Part:
 
     losses: Sequence[torch.Tensor]  # with their graphs
     rows: int
-    items: float | None = None  # number of items that a mean was taken over, as far as it is known
+    items: float | None = None  # number of items that a mean was taken over; `None` if it is not known
     weight: float | None = None  # weight of a pair `(sum, weight)`
 
     @property
@@ -64,7 +63,7 @@ class Proof:
 class LossProof:
     """How ``forward_backward`` computes a loss: per microbatch with certain weights, or once for the whole batch."""
 
-    # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, on what the layers return
+    # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, from the outputs of layers
     # for all rows. `"whole"`: in one microbatch.
     way: LossWay
     reason: str = ""  # reason for `"joined"` and `"whole"`; empty otherwise
@@ -94,17 +93,16 @@ def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
     """Find weights with which losses of parts of the rows add up to the loss of all rows, for all given values."""
-    # evaluate: function that computes losses for values of the columns
     # changes: values of the columns, first those of the batch
-    # as_stated: whether the only question is if the loss is a mean over rows as stated: different numbers of items
-    # are detected in each microbatch
+    # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
+    # over rows, and each microbatch checks the items
     left, compared, is_pair = list(ways), 0, False
     for number, values in enumerate(changes):
         found = result_or(functools.partial(evaluate, values), lambda error: error)
         if isinstance(found, Exception):
             if number == 0:
                 raise NotProvenError(f"{type(found).__name__}: {found}") from found
-            continue  # labels that it does not take
+            continue  # the loss rejects these labels
         whole, parts, leaves = found
         is_pair = is_pair or whole.weight is not None
         items = {None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}
@@ -112,7 +110,7 @@ def prove(
             continue
         difference = _Difference(whole, parts, leaves)
         if difference.is_of_zeros:
-            continue  # as of rows that a mask leaves out: any weights hold
+            continue  # any weights are right, as for rows that a mask leaves out
         compared += 1
         left = [way for way in left if difference.is_none(way)]
         if not left:
@@ -130,7 +128,7 @@ def _is_same(one: Part, other: Part) -> bool:
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
-    """Whether losses are numbers of one dtype, so that they can be added."""
+    """Return whether the losses are finite and of one kind, so that they can be added."""
     kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
     if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
         return False
@@ -138,10 +136,7 @@ def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 class _Difference:
-    """Differences of loss and gradients between rows in one piece and the weighted losses of their parts.
-
-    Gradients of a difference are differences of gradients: so only norms are kept, and a head is not held twice.
-    """
+    """Differences of loss and gradients between all rows at once and the weighted losses of their parts."""
 
     def __init__(self, whole: Part, parts: Sequence[Part], leaves: Sequence[torch.Tensor]) -> None:
         self._whole, self._parts, self._leaves = whole, parts, leaves
@@ -149,7 +144,8 @@ class _Difference:
         self._expected = self._norms([loss * self._factor for loss in whole.losses])
         sizes = [norm / math.sqrt(max(leaf.numel(), 1)) for norm, leaf in zip(self._expected, leaves, strict=True)]
         self._typical = max((size for size in sizes if math.isfinite(size)), default=0.0)
-        self._known: dict[tuple[float, ...], bool] = {}  # two ways give the same shares where all labels count
+        # the gradient of a difference is the difference of gradients, so norms are compared without a second gradient
+        self._known: dict[tuple[float, ...], bool] = {}  # two ways have the same shares if all labels count
         losses = [loss for one in (whole, *parts) for loss in one.losses]
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
@@ -199,7 +195,7 @@ class _Difference:
 
 
 def in_32_bits(value: Any) -> Any:
-    """Convert 16-bit tensors to 32 bits, as rounding would hide wrong weights; other values are returned unchanged."""
+    """Convert 16-bit tensors to 32 bits, because rounding would hide wrong weights; return other values unchanged."""
     is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_short else value
 
@@ -210,9 +206,6 @@ def _norm(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(dense, dtype=wide))
 
 
-# -- other values ------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Column:
     """An output, label or mask tensor that has one row for each row of the batch."""
@@ -220,7 +213,7 @@ class Column:
     value: torch.Tensor
     axis: int  # axis of the rows
     role: Role
-    others: object = None  # labels of more rows, which also occur. Default: only its own.
+    others: object = None  # labels of further rows, from which random labels are also drawn
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
@@ -238,7 +231,7 @@ def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Ite
     for filling in ignored:
         for keeps in (0, 1):
             yield [_cleared(one, filling, keeps) if one.role == "label" else one.value for one in columns]
-    for column in columns:  # no loss is meant for rows without any
+    for column in columns:  # a row keeps one place of a mask, because losses expect at least one
         if column.role == "mask" and column.value.dim() > 1:
             yield [_cleared(one, 0, 1) if one is column else one.value for one in columns]
         if column.role == "label" and bool((column.value == 1).all()):
@@ -257,7 +250,7 @@ def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
 
 
 def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> torch.Tensor:
-    """Random labels, drawn from those that occur in any row."""
+    """Draw random labels from the labels that occur."""
     value = column.value
     if column.role == "mask" or value.is_complex():
         return value
@@ -272,14 +265,14 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
 
 
 def _without_mask(column: Column) -> Column:
-    """The column, with ones instead of labels that are all 0 or 1, as those of a mask are."""
+    """Replace labels that are all 0 or 1, like those of a mask, by ones."""
     value = column.value
     is_mask = column.role == "label" and bool(((value == 0) | (value == 1)).all())
     return dataclasses.replace(column, value=torch.ones_like(value)) if is_mask else column
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Values whose last row is padding except for a few places."""
+    """Return the values with padding in the last row, except for a few places."""
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool

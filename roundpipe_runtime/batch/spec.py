@@ -1,4 +1,4 @@
-"""How a leaf becomes microbatches: split along an axis, passed whole, or packed; and rules by key path."""
+"""Rules, by key path, that decide how leaves are split into microbatches and joined."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 class RoundPipePackedData(list[Any]):
     """The output of a run with ``merge_output=False``: a list with one entry per microbatch.
 
-    Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
-    waited for in between.
+    As input of another pipeline, entry i goes to microbatch i of that pipeline. The entries are not joined or split
+    again, and the call does not wait for them.
 
     Args:
         values: one entry per microbatch.
-        rows: number of rows of each microbatch, as far as it is known.
+        rows: number of rows of each microbatch; ``None`` for an unknown number.
         wait: called once by :meth:`synchronize`; returns when all entries can be read on the host.
 
     >>> import torch
@@ -90,14 +90,14 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis to split; ``torch.distributed.pipelining`` uses the same name for it."""
+        """The axis to split, by the name that ``torch.distributed.pipelining`` uses."""
         return self.dim
 
 
 class Replicate:
     """A rule that passes a leaf whole to every microbatch; an output with this rule must be equal in all of them.
 
-    The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
+    Pass the class, as in ``(TensorChunkSpec(0), Replicate)``, or an instance.
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
@@ -112,7 +112,7 @@ class Rule:
     """The rule by which a leaf, and everything below its key path, is split or joined."""
 
     dim: int | None  # axis to split along; `None` passes the leaf on whole
-    # function that joins outputs two by two, starting with `init`, instead of either
+    # function of two arguments that reduces the outputs, starting with `init`; then `dim` is not used
     reduce: Callable[[Any, Any], Any] | None = None
     init: Any = None  # initial value of `reduce`
 
@@ -128,8 +128,8 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
         num_microbatch: number of microbatches asked for.
 
     Returns:
-        One number per microbatch. With fewer rows than microbatches there is one microbatch per row: an empty
-        microbatch would have no mean. A batch without rows is one microbatch without rows.
+        One number per microbatch. With fewer rows than microbatches, there is one microbatch per row, because an empty
+        microbatch has no mean. A batch without rows is one microbatch without rows.
 
     Raises:
         ConfigError: ``num_microbatch`` is not a number of at least 1.
@@ -150,8 +150,8 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
     >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
     {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
     """
-    # spec: marks in the structure of the tree they are about; a mark stands for all that is below it, and `None` makes
-    # no rule. Or a mapping from key paths, as errors spell them, to marks, if `name` is empty.
+    # spec: marks in the structure of the tree that is split; a mark also applies to all leaves below it, and `None`
+    # gives no rule. If `name` is empty: a mapping from key paths to marks.
     if spec is None:
         return {}
     if name:
@@ -188,7 +188,7 @@ def format_value(value: Any) -> str:
 
 def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
     kind = mark if isinstance(mark, type) else type(mark)
-    # those of torch mean the same; importing their module costs half a second, so they are known by name
+    # the classes of torch.distributed.pipelining are recognized by name, because importing them takes half a second
     if kind is Replicate or _is_torchs(kind, "_Replicate"):
         return Rule(None)
     if isinstance(mark, TensorChunkSpec) or _is_torchs(kind, "TensorChunkSpec"):

@@ -37,8 +37,8 @@ class Microbatch:
         args: positional arguments.
         kwargs: keyword arguments.
         label: labels for the loss.
-        rows: number of rows of the batch that it holds; ``None`` if that is not known: for a split function whose parts
-            have no clear batch axis, for packed data without tensors, for leaves that rules cut separately.
+        rows: number of rows; ``None`` if it is not known, as for a split function whose parts have no clear batch axis,
+            for packed data without tensors, and for leaves that rules split separately.
     """
 
     index: int
@@ -55,7 +55,7 @@ def infer_batch_size(*trees: Any) -> int | None:
         *trees: nested inputs and labels, all of the same batch.
 
     Raises:
-        SplitError: when several sizes could be the batch size.
+        SplitError: several sizes could be the batch size.
 
     >>> import torch
     >>> infer_batch_size({"x": torch.zeros(8, 3), "mask": torch.zeros(1, 3)}, torch.zeros(8))
@@ -76,9 +76,9 @@ def split(
 ) -> list[Microbatch]:
     """Split arguments and labels into microbatches.
 
-    Tensors with the batch axis are cut along it, with the sizes of ``torch.tensor_split``, as views. Everything else
-    goes to every microbatch: tensors without axes, tensors of size 1 along axis 0, tensors without an axis of the
-    batch's size, numbers, strings, ``None``.
+    Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. Every microbatch gets
+    all other leaves: tensors without an axis of the batch's size, tensors of size 1 along axis 0, numbers, strings,
+    ``None``.
 
     Args:
         args: positional arguments, of any nesting.
@@ -86,7 +86,7 @@ def split(
         label: labels, of any nesting.
         num_microbatch: number of microbatches to make. There are fewer when there are fewer rows.
         split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
-            :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands for all that is below it; or a mapping
+            :class:`TensorChunkSpec` and :class:`Replicate`, where a mark applies to all that is below it; or a mapping
             from key paths to marks, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a
             function ``(args, kwargs, num_microbatch) -> (list of args, list of kwargs)``.
         split_label: ``None``, a tree of marks, or a function ``(label, num_microbatch) -> list of labels``.
@@ -95,8 +95,8 @@ def split(
         The microbatches, in the order of the rows.
 
     Raises:
-        SplitError: the axis to split cannot be determined; names the key paths and the line to type.
-        UnregisteredObjectError: when an object holds tensors but is not flattened.
+        SplitError: the axis to split cannot be determined; the message names the key paths and the line to type.
+        UnregisteredObjectError: an object holds tensors but is not flattened.
 
     >>> import torch
     >>> parts = split((torch.arange(5), torch.zeros(1, 3)), {"scale": 2.0}, torch.arange(5), 2)
@@ -124,13 +124,13 @@ def split_flat(
         return [_flattened(microbatch) for microbatch in made]
     parts = _split_leaves(batch, num_microbatch, rules)
     if any(isinstance(leaf.value, RoundPipePackedData) for flat in batch for leaf in flat.leaves):
-        # an entry of packed data can be nested itself
+        # an entry of packed data can be nested
         return [_flattened(_unflattened(index, part)) for index, part in enumerate(parts)]
     return parts
 
 
 def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
-    sizes(1, num_microbatch)  # refuses a wrong number
+    sizes(1, num_microbatch)  # raises an error for an invalid number
     return _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
 
 
@@ -186,7 +186,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """The rows of each microbatch: as another pipeline split them, otherwise as equal as possible."""
+    """Return the rows of each microbatch: those of packed data, otherwise numbers as equal as possible."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -201,7 +201,7 @@ def _rows(
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """The leaves of each microbatch: leaves with an axis are split along it, and the others are shared."""
+    """Return the leaves of each microbatch: leaves with an axis are split, and all microbatches share the others."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -215,7 +215,7 @@ def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence
     size = value.shape[axis]
     counts = [count for count in rows if count is not None]
     if len(counts) != len(rows) or sum(counts) != size:
-        counts = sizes(size, len(rows))  # a leaf that its rule cuts for itself
+        counts = sizes(size, len(rows))  # a rule splits this leaf by its own size
     stops = list(itertools.accumulate(counts))
     if isinstance(value, HeldMask):
         return [cut_mask(whole, stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
@@ -234,7 +234,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split by a function for one side or both; the other side follows its sizes."""
+    """Split by a function for inputs, labels or both; the side without a function gets the sizes of the other."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
@@ -272,7 +272,7 @@ def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split one side into the sizes that the user's function gave the other; ``rows`` gets the sizes of this side."""
+    """Split inputs or labels into the sizes that a function gave the other; known sizes are written into ``rows``."""
     entries = _entries(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
@@ -296,7 +296,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
 def _entry_by_entry(
     part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Replace packed data in a part from a split function by the entry of this microbatch."""
+    """Replace packed data in a part of a split function by the entry of the microbatch."""
 
     def entry(value: Any) -> Any:
         if not isinstance(value, RoundPipePackedData):
@@ -309,7 +309,7 @@ def _entry_by_entry(
         return value[index]
 
     if not any(isinstance(leaf, RoundPipePackedData) for leaf in pytree.tree_leaves(part)):
-        return part  # as the function made it, to the object
+        return part  # the same objects that the function returned
     call: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map(entry, part)
     return call
 
@@ -333,9 +333,6 @@ def _checked_labels(made: Any) -> list[Any]:
     return list(made)
 
 
-# Find the batch axis of each leaf and the batch size, from all inputs.
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
     """The batch size and the batch axis of each leaf."""
@@ -343,8 +340,8 @@ class BatchAxes:
     batch: int | None  # batch size; `None` if no leaf has a batch axis
     axes: list[int | None]  # axis of each input leaf, `None` for leaves that every microbatch gets whole
     label_axes: list[int | None]  # axis of each leaf of the labels
-    # whether leaves have different numbers of rows, and each is cut separately by its rule. `batch` is then that of the
-    # labels, if they have one.
+    # whether leaves have different numbers of rows, and rules split each leaf separately. `batch` is then the number of
+    # rows that all labels have; `None` if the labels differ.
     apart: bool = False
 
 
@@ -384,15 +381,16 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
             if entry.counted:
                 of_labels.setdefault(sum(entry.counted), []).append(entry.path)
         batch = next(iter(known))
-        # if no label has the rows, that is more likely a mistake than intended
-        if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not _has_axis(labels):
+        has_axis = any(entry.is_known and entry.axis is not None for entry in labels)
+        # labels with other numbers of rows are more likely a mistake than intended
+        if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not has_axis:
             raise _unlike(known, of_labels)
         return batch
     return _batch_size_by_axis_0(of_inputs, of_labels)
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """The rows of packed data that does not report them; if sizes differ, the sizes that another leaf also has."""
+    """Return row counts of packed data that does not store them; if they differ, the counts that another leaf has."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:
@@ -404,13 +402,13 @@ def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]
 
 
 def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> int | None:
-    """The size that axis 0 has everywhere, or the one size that inputs and labels share."""
+    """Return the size that axis 0 has in all leaves, or the one size that inputs and labels share."""
     both = {size: [*of_inputs.get(size, []), *of_labels.get(size, [])] for size in {**of_inputs, **of_labels}}
     candidates = {size: paths for size, paths in both.items() if size != 1}
     shared = [size for size in candidates if size in of_inputs and size in of_labels]
     if not both or len(shared) == 1:
         return shared[0] if shared else None
-    # One row is one microbatch, where nothing is split: that is right even if there is more than one row.
+    # One row is one microbatch, in which nothing is split. This is right also if the batch has more rows.
     if not candidates or set(of_inputs) == {1} or (1 in of_inputs and 1 in of_labels and not shared):
         return 1
     if len(candidates) == 1:
@@ -418,10 +416,6 @@ def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, 
     if len(of_inputs) == 1 and len(of_labels) == 1:
         raise _unlike(of_inputs, of_labels)
     raise _ambiguous(candidates)
-
-
-def _has_axis(entries: Sequence[Entry]) -> bool:
-    return any(entry.is_known and entry.axis is not None for entry in entries)
 
 
 def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
@@ -435,7 +429,7 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
 
 
 def _are_apart(entries: Sequence[Entry]) -> bool:
-    """Whether rules split leaves with different numbers of rows, and every leaf has a rule."""
+    """Return whether every leaf has a rule, and the rules split leaves with different numbers of rows."""
     has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
     return has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1
 
@@ -462,7 +456,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
     if entry.is_known:
         if not shape and batch > 1:
             _check_not_array(entry, batch)
-        # size 1 next to a larger batch broadcasts
+        # size 1 broadcasts over a larger batch
         return entry.axis if entry.axis is not None and shape[entry.axis] == batch else None
     if shape[0] == batch:
         return 0

@@ -26,8 +26,8 @@ from torch import nn
 
 from ..device.composite import parts_of
 from ..engine.planner import FOR_PARAMETERS, bytes_to_keep
-from ..optim.in_backward import LANDING
 from ..optim.parameters import Update
+from ..optim.parts import LANDING
 from ..schedule.round_robin import Stage
 from .layer_footprint import LayerFootprint
 

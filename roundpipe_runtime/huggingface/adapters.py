@@ -20,11 +20,11 @@ def is_adapted(model: nn.Module) -> bool:
 def model_inside(model: nn.Module) -> nn.Module:
     """Return the Hugging Face model inside a PEFT model; other models are returned unchanged.
 
-    Its class has the module and the argument names of forward, which PEFT's wrapper hides.
+    PEFT's wrapper hides the class of the inner model, and the argument names of its forward.
     """
     if not is_adapted(model):
         return model
-    find = getattr(model, "get_base_model", None)  # which models of mixed adapters lack
+    find = getattr(model, "get_base_model", None)  # models with mixed adapters lack it
     inner: nn.Module = model.base_model.model if find is None else find()  # type: ignore[union-attr,assignment] # attributes of modules have no types
     return inner
 
@@ -37,9 +37,6 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
             '    model.set_adapter("name")\n'
             "    model(**rows_of_that_adapter)"
         )
-
-
-# The text part of a configuration, which models of images and sounds keep in a separate part.
 
 
 def text_config(model: nn.Module) -> Any:

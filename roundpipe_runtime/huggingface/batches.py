@@ -2,10 +2,10 @@
 
 ::
 
-    pixel_values     (patches of all images, ...)      split by the images of each row, as image_grid_thw counts them
-    image_grid_thw   (pictures, 3)                     likewise
-    router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
-    image_outputs    joined image by image, in :mod:`.encoder_outputs`
+    pixel_values     (patches of all images, ...)      split by the images of each row, which image_grid_thw counts
+    image_grid_thw   (images, 3)                       split by the images of each row
+    router_logits    (rows * length, experts)          joined along axis 0, because rows come first
+    image_outputs    a tensor or list per image        joined image by image
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
 from .loss.weights import check_weights, has_labels, loss_of, loss_of_batch, with_loss
 
-# images of all rows in one tensor, the size of each image, and the token that is the placeholder of a part of one
+# Arguments with the images of all rows and the size of each image, and names of the image token in a configuration.
 _PACKED = (
     ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),
     ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),
 )
 
-# memories of XLNet: (length, rows, width), whatever the sizes are
+# The memories of XLNet have the rows on axis 1: (length, rows, width).
 _ROWS_SECOND = "outputs['mems']"
 
 
@@ -103,7 +103,7 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 def _pictures_per_row(
     tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str, merge: int | None
 ) -> list[int]:
-    """The number of images of each row, from the image tokens in the row."""
+    """Return the number of images of each row, from its image tokens."""
     places = (tokens == token).sum(-1).tolist() if token is not None else []
     each = _tokens_per_picture(grid, sum(places), merge)
     if each is None:
@@ -127,10 +127,8 @@ def _pictures_per_row(
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """The number of tokens of each image, such that their sum matches the rows; ``None`` if no rule matches.
-
-    Squares of patches become one token, and some models add a token after each line of them.
-    """
+    """Return the number of tokens of each image that give the total of all rows; ``None`` if no rule matches."""
+    # a square of patches becomes one token, and some models add a token after each line of squares
     patches = grid.prod(-1)
     if merge:
         frames, high, wide = (grid // torch.tensor([1, merge, merge], device=grid.device)).unbind(-1)
@@ -143,8 +141,7 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
-    """Join the outputs of the microbatches, including tensors whose first axis is rows times another axis."""
-    # weights: weight of each microbatch, for tensors without axes
+    """Join the outputs of the microbatches, also tensors whose first axis is rows times another axis."""
     outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
@@ -158,7 +155,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """The axis to join along if it is not simply axis 0: another axis of rows, or a multiple of the rows."""
+    """Return the axis to join along if axis 0 does not have the rows: another axis, or axis 0 with a multiple."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -171,11 +168,9 @@ def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
     return axes[0] if len(axes) == 1 and len({(*s[: axes[0]], *s[axes[0] + 1 :]) for s in shapes}) == 1 else None
 
 
-# Join encoder outputs of pictures, videos and sounds, of which a row may have several or none.
-
-
+# Encoder outputs of images, videos and sounds, of which a row may have several or none.
 _NAMES = tuple(f"{kind}_{what}" for kind in ("image", "video", "audio") for what in ("hidden_states", "outputs"))
-# lists there have an item for each picture; others, for each layer
+# Lists with these names have an item for each image. Other lists have an item for each layer.
 _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
@@ -201,7 +196,7 @@ def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
 
 
 def _is_taken(column: Sequence[Any]) -> bool:
-    """Whether an entry is an encoder output, a list per picture, or a tensor in some microbatches only."""
+    """Return whether an entry is a dictionary, a list per image, or a tensor that some microbatches lack."""
     present = _present(column)
     if not present:
         return False
@@ -217,12 +212,12 @@ def _present(column: Iterable[Any]) -> list[Any]:
 class _Pictures:
     """The number of pictures in each microbatch, and whether all microbatches have the same pictures."""
 
-    counts: Sequence[int] = ()  # number of pictures of each; empty if not known
-    are_alike: bool = True  # whether all have the same pictures
+    counts: Sequence[int] = ()  # empty if not known
+    are_alike: bool = True
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Return how many pictures each microbatch has, and whether all microbatches have the same pictures."""
+        """Find the pictures from the encoder outputs of all microbatches."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -238,7 +233,7 @@ def _are_equal(columns: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 
 def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures()) -> Any:
-    """Join one entry; a microbatch without pictures has ``None`` there."""
+    """Join one entry of the outputs, which is ``None`` in a microbatch without pictures."""
     present = _present(column)
     if not present:
         return None
@@ -250,7 +245,7 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
             return type(present[0])(item for value in present for item in value)
         return type(present[0])(_joined(f"an item of {name}", items, pictures) for items in zip(*present, strict=True))
     if all(isinstance(value, torch.Tensor) and value.dim() for value in present):
-        # a value that is equal for different pictures is a table of the model
+        # a tensor that is equal for different pictures belongs to the model, not to the pictures
         is_table = not pictures.are_alike and _are_equal([[value] for value in present])
         return present[0] if is_table else _concatenated(name, present, pictures.counts)
     return join(present, [None] * len(present))
@@ -259,7 +254,7 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
 def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
-    # with one picture per microbatch the shapes do not show the axis; then each is a separate sequence, as is usual
+    # with one picture per microbatch, shapes do not show the axis; axis 0 counts pictures in most models
     is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
     axis = apart[0] if apart else int(is_one_sequence)
     if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
@@ -273,26 +268,26 @@ def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[i
 SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]
 
 
-# Split arguments that are lists with one entry per row, such as the labels of object detection.
+# Arguments that are lists, such as the labels of object detection:
 #
 #     pixel_values   (4, 3, 64, 64)
-#     labels         [{"class_labels": (2,), "boxes": (2, 4)}, {(1,), (1, 4)}, ...]    4 entries: cut between rows
-#     mask_labels    [(2, 64, 64), (1, 64, 64), ...]                                   likewise
-#     features       [(4, 32), (4, 64)]                                              a list of batches, each is split
+#     labels         [{"class_labels": (2,), "boxes": (2, 4)}, {(1,), (1, 4)}, ...]   4 entries, one per row
+#     mask_labels    [(2, 64, 64), (1, 64, 64), ...]                                  4 entries, one per row
+#     features       [(4, 32), (4, 64)]                                               each entry is a batch
 
 
 def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
     """Return a function that splits arguments that are lists with one entry per row, such as detection labels."""
-    # inner: split function for the other arguments; `None` splits them along the batch
+    # inner: split function for the other arguments; `None` for the default split
     lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
     if not lists:
         return inner
     others = {name: value for name, value in kwargs.items() if name not in lists}
     try:
         rows = infer_batch_size(args, others)
-    except SplitError:  # splitting raises the error
+    except SplitError:  # raised later, by the split
         rows = None
     names = {name for name, value in lists.items() if len(value) == rows and _has_rows(model, name, value)}
     if rows is None or not names:
@@ -315,15 +310,14 @@ def split_lists(
 
 
 def _may_have_rows(value: Any) -> bool:
-    """Whether a value is a list of dictionaries or of tensors."""
     kinds = (Mapping, torch.Tensor)
     return type(value) is list and bool(value) and any(all(isinstance(v, k) for v in value) for k in kinds)
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Whether the entries of a list are the rows of the batch, given that there are as many entries as rows.
+    """Return whether the entries of a list, as many as the batch has rows, are the rows of the batch.
 
-    They are, unless each entry may be a batch itself: then the model's signature must declare a list of labels.
+    If each entry may be a batch, the model's signature must declare a list of labels.
     """
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -342,27 +336,25 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
 
 
 def _takes_list(model: nn.Module, name: str) -> bool:
-    """Whether the signature of the model's forward declares an argument as a list."""
+    """Return whether the model's forward declares an argument as a list."""
     forward = type(model_inside(model)).forward
     found = inspect.signature(forward).parameters.get(name)
     try:
         stated = typing.get_type_hints(forward).get(name) if found is not None else None
-    except (NameError, TypeError):  # an annotation with names that are imported for type checkers only
+    except (NameError, TypeError):  # the annotation has names that only type checkers import
         stated = None
     return any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated)))
 
 
-# Packed rows: several texts in one row, whose positions restart at 0. Some models let a text see the previous one.
-
-
-# Allowed relative difference of a text's results next to another text.
+# Allowed relative difference between the results of a text alone and packed; in 32 bits, and in 16 bits.
 _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 
 
 def is_packed(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether positions restart within a row of a call, except in masked padding.
+    """Report whether a row has several texts: positions restart in it, and no token is masked.
 
-    >>> is_packed({"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}), is_packed({"position_ids": torch.arange(5)[None]})
+    >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
+    >>> is_packed({"position_ids": positions}), is_packed({"position_ids": positions[:, :3]})
     (True, False)
     """
     positions = kwargs.get("position_ids")
@@ -378,8 +370,8 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 def keeps_texts_apart(model: nn.Module) -> bool | None:
     """Return whether a text gives the same results alone and packed after another text in one row.
 
-    The model is called with both, on the host. Models with recurrent states carry these across texts, whatever the
-    positions are. ``None`` if the model does not run on tokens alone.
+    The model is called with both, on the host. Recurrent models pass their state from text to text. The result is
+    ``None`` if the model does not run on tokens alone.
     """
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
@@ -388,7 +380,7 @@ def keeps_texts_apart(model: nn.Module) -> bool | None:
         try:
             alone = model(input_ids=other, position_ids=positions[:, 5:])[0]
             packed = model(input_ids=torch.cat([one, other], 1), position_ids=positions, use_cache=False)[0][:, 5:]
-        except TypeError:  # without positions, the model cannot know where a text begins
+        except TypeError:  # a model without positions cannot detect where a text begins
             return False
         rounding = _ROUNDING_16 if alone.dtype.itemsize < 4 else _ROUNDING
         return bool((alone - packed).float().norm() <= rounding * alone.float().norm())
@@ -405,7 +397,7 @@ def loss_fn_with_weight(
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
     """Return ``loss_fn`` adapted to outputs ``(output, items, rows)``; each microbatch's loss gets a weight."""
-    # batch: function that returns the rows of the batch, for models that compute their loss; `None` for others
+    # batch: function that returns the rows of the batch; `None` for models that compute no loss
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, count, rows = outputs
@@ -416,7 +408,7 @@ def loss_fn_with_weight(
             check_weights([count, count], is_share=is_share, is_proven=is_proven)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
-        if count < 0:  # already a share of the batch's loss: shares are added
+        if count < 0:  # the loss is a share of the batch's loss, and shares are added
             return WeightedLoss(result, rows / batch())
         return WeightedLoss(result * count, count)
 
@@ -426,20 +418,13 @@ def loss_fn_with_weight(
     return weighted_loss
 
 
-def _merged(outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of microbatches with the weights of their losses."""
-    rows = [count for _, _, count in outputs]
-    return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
-
-
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
     """Merge the outputs of the microbatches, and put the new entries of their KV caches into the caller's cache."""
-    # cache: cache of the caller, which gets the entries that all microbatches wrote
     # merge: merge function for outputs without caches
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
-    mark = Static()  # a leaf without tensors, which `merge` passes through: marks the place of the cache
+    mark = Static()  # a leaf without tensors, which marks the place of the cache
     parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
     joined = merge(parts)
     found = [one for one in held if one is not None]
@@ -468,7 +453,8 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     items = [count for _, count, _ in outputs]
     if has_loss:
         check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
-    joined = _merged(outputs)
+    rows = [count for _, _, count in outputs]
+    joined = join_outputs(parts, [float(count) for count in rows], rows)
     aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
     if aux is not None:
         joined["aux_loss"] = aux[0]
@@ -482,7 +468,7 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
 
 
 def _named_loss(output: PyTree) -> bool:
-    """Whether an output has a loss; in a tuple, the first tensor is the loss only if there are labels."""
+    """Return whether an output has a named loss; the first value of a tuple is a loss only if there are labels."""
     return (output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)) is not None
 
 

@@ -43,12 +43,12 @@ class CutModel(RoundPipe):
 
     @functools.cached_property
     def _rp_losses(self) -> LossWays:
-        """How losses are computed, by kind of call."""
+        """The checks of how losses add up, by kind of call."""
         return LossWays(self._rp_rows)
 
     @functools.cached_property
     def _rp_rows(self) -> PieceRows:
-        """Row check of the pieces: which pieces mix rows."""
+        """The checks of which pieces mix rows, by kind of call."""
         return PieceRows(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
@@ -56,11 +56,11 @@ class CutModel(RoundPipe):
 
     def _rp_build(self, *args: Any, **kwargs: Any) -> None:
         super()._rp_build(*args, **kwargs)
-        self._rp_engine.row_check = None  # pieces are checked for one kind of call at a time, see `_rp_rows`
+        self._rp_engine.row_check = None  # `_rp_rows` checks the pieces for each kind of call
         self._rp_engine.few_rows = lambda batch, config: self._rp_rows.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
-        """Update the pieces to the current model; results for a replaced model are discarded."""
+        """Update the pieces if the model was changed, and discard the results of checks then."""
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
@@ -68,9 +68,9 @@ class CutModel(RoundPipe):
             self.__dict__.pop("_rp_rows", None)
 
     def _rp_check_model(self) -> None:
-        """Do nothing: calls read the model when their arguments are prepared."""
+        """Do nothing, because each call reads the model when its arguments are prepared."""
 
-    _rp_runs_model = True  # pieces call copies that share its hooks
+    _rp_runs_model = True  # pieces call copies that share the hooks of the model
 
     @property
     def model(self) -> nn.Module:
@@ -88,12 +88,12 @@ class CutModel(RoundPipe):
         report = dataclasses.replace(self._rp_cut.report, losses=tuple(shown))
         return dataclasses.replace(self._rp_cut, report=report)
 
-    # -- the way of a call ---------------------------------------------------------------------------------------------
+    # -- how a loss is computed ----------------------------------------------------------------------------------------
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how the loss of a call is computed; the options of the call store it."""
+        """Return how the loss of a call is computed, and store the weights in the options of the call."""
         options: CallOptions = kwargs[CALL_OPTIONS]
-        if options.weight_by is not None:  # of `LongRows`, whose layers exchange tokens: a check of one process waits
+        if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
         resolved = self._rp_config(config)
         is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
@@ -102,19 +102,19 @@ class CutModel(RoundPipe):
             return "joined"
         is_one = resolved.num_microbatch == 1
         if options.smoothed_loss is not None or (is_one and not self._rp_options.has_groups) or not is_wanted:
-            # A smoothed loss is computed here, and one microbatch in one process needs no weights. A call without
-            # labels and gradients rarely has a loss; if it has one, that counts as unchecked.
+            # A smoothed loss is computed by this package, and one microbatch in one process needs no weights. A call
+            # without labels and gradients rarely has a loss, which then counts as unchecked.
             if options.smoothed_loss is not None:
                 kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items")
             return "items"
         proof = self._rp_losses.find(args, kwargs, resolved)
         if self._rp_options.has_groups and proof.way != "items":
-            if is_one:  # the whole batch, or an error once its loss is known
+            if is_one:  # may be the whole batch; otherwise its loss raises an error
                 return "items"
             raise UnprovenLossError
         if proof.way in ("items", "rows", "sum"):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
-        elif proof.compared or proof.way == "whole":  # no label counts in this batch, and a joined loss is zero
+        elif proof.compared or proof.way == "whole":  # otherwise no label counts in this batch, and the loss is zero
             self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
 
@@ -128,7 +128,7 @@ class CutModel(RoundPipe):
             return way
         proof = self._rp_losses.find(args, kwargs, resolved, function)
         if has_groups and (proof.way in ("joined", "whole") or not proof.compared):
-            if is_one:  # the whole batch, or an error once its loss is known
+            if is_one:  # may be the whole batch; otherwise its loss raises an error
                 kwargs[CALL_OPTIONS] = dataclasses.replace(kwargs[CALL_OPTIONS], weight_by=None)
                 return way
             raise other_loss()
@@ -141,13 +141,13 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
-        """Return how a call is computed whose layers may mix rows: those that do run once for the whole batch."""
+        """Return how a call runs: a part that mixes rows runs once for the whole batch."""
         # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
         if way == "whole" or resolved.num_microbatch == 1:
             return way
-        # the last piece returns a loss, which was checked separately
+        # the loss of the last piece was checked separately
         is_loss_only = way == "joined" or options.loss_only or options.smoothed_loss is not None
         rows = self._rp_rows.mixing(args, kwargs, resolved, last if is_loss_only else last + 1)
         piece = rows.mixes
@@ -174,14 +174,14 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Return how a loss is computed that is not a weighted sum over parts."""
+        """Return how a loss is computed whose labels are of an unchecked kind."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
         """Warn once how a loss is computed that cannot be added over microbatches."""
-        # whose: origin of the loss. Default: the model.
+        # whose: name of the function that computes the loss. Default: the class of the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
             f"the last layer and the loss run once for the whole batch, on joined outputs of earlier layers{held}"
@@ -195,7 +195,7 @@ class CutModel(RoundPipe):
         )
 
     def _rp_warn_of_packed(self) -> None:
-        """Warn once that texts in one row are not separated."""
+        """Warn once if a model passes its state from one text of a row to the next."""
         self._rp_warned_of_packed = True
         self.synchronize()  # a background step would change weights between two calls
         if batches.keeps_texts_apart(self._rp_cut.model) is False:
@@ -211,14 +211,14 @@ class CutModel(RoundPipe):
     def _rp_prepared(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Complete arguments and configuration of a call: its options, and how it is split and merged."""
+        """Add the options of a call, and the functions that split and merge it, to its arguments and configuration."""
         check_adapters(kwargs)
         batches.check_packed_texts(kwargs)
         model = self.cut.model
         prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
-        self._rp_read_model()  # afterwards, as copies share the hooks of the model, and would install them again
+        self._rp_read_model()  # after hooks are installed, which copies share
         if not self._rp_warned_of_packed and batches.is_packed(prepared):
             self._rp_warn_of_packed()
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
@@ -233,7 +233,7 @@ class CutModel(RoundPipe):
                 batches.merge_with_loss, model, prepared, is_smoothed
             )
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
-                # the loss of experts is computed from router logits, which an output finds by name only
+                # the loss of experts is computed from router logits, which a tuple does not name
                 merge = functools.partial(batches.merge_as_tuple, merge)
                 prepared["return_dict"] = True
             config = dataclasses.replace(config, merge_output=merge)
@@ -242,7 +242,7 @@ class CutModel(RoundPipe):
         return prepared, config
 
     def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Complete arguments and configuration of a call with a cache, which stays on the host."""
+        """Prepare a call with a cache, which stays on the host."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
                 "A cache works without gradients only, because recomputed layers would write to the cache twice:\n"

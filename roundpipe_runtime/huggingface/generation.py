@@ -33,7 +33,7 @@ _PROMPT, _PADDING = 5, 2
 
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
     """Return a context manager in which calls of a model run ``forward`` instead of the model's own forward."""
-    # `generate` is a method of the model and calls it, so only an attribute of this object can replace the forward
+    # `generate` calls the model itself, so only an attribute of the model can replace its forward
     inner = model_inside(model)
     other = OtherForward(forward, vars(inner).get("forward"))
     return AttributePatch(vars(inner), "forward", functools.wraps(inner.forward, updated=())(other))
@@ -42,8 +42,8 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     """Return why a model cannot generate through its pipeline, and so generates on the host; ``None`` if it can.
 
-    A prompt of two rows, the first one padded, and one more token run through the pipeline and the model, both
-    with a cache.
+    As a trial, the pipeline and the model run a prompt of two rows, the first one padded, and one more token, with a
+    cache.
     """
     inner = model_inside(cut.model)
     if cut.report.is_whole:
@@ -58,9 +58,6 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
         )
 
 
-# Generate with encoder-decoders: the encoder runs once, then only the decoder, each as a separate pipeline.
-
-
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
     vocabulary = getattr(text_config(model), "vocab_size", None) or 100
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +65,7 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
     mask = torch.ones_like(tokens)
     mask[0, :_PADDING] = 0
     name = cache_argument(model)
-    assert name is not None  # it has a home
+    assert name is not None  # the model accepts the cache
     caches = (cache, copy.deepcopy(cache))
     runs: tuple[Callable[..., Any], ...] = (forward, model)
     for start, stop in ((0, _PROMPT), (_PROMPT, _PROMPT + 1)):
@@ -88,9 +85,9 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """Runs the encoder or the decoder of an encoder-decoder in ``generate``, in a pipeline made at the first call.
+    """Runs the encoder or the whole model of an encoder-decoder in ``generate``, in a pipeline made at the first call.
 
-    If the pipeline fails, or its output differs from the model's, the model's own forward runs, on the host.
+    The model's own forward runs on the host if the pipeline fails, or if its output differs from the model's.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -121,7 +118,7 @@ class GenerationPath:
         self._pipeline = None
 
     def _reason_for_host(self, kwargs: Kwargs) -> str | None:
-        example = _without_cache(_first_rows(kwargs))
+        example = _first_rows(kwargs)
         made = cut(self.model, example, check=False)
         if made.report.is_whole:
             raise CutError(*made.report.refused[-1])
@@ -130,7 +127,7 @@ class GenerationPath:
             return _difference_of_encoder(self.model, self._pipeline.forward, example, kwargs)
 
     def _make(self, kwargs: Kwargs) -> None:
-        # the code of a model may raise anything
+        # the code of a model may raise any error
         reason = result_or(lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}")
         if reason is not None:
             _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
@@ -158,7 +155,7 @@ def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
 
 
 def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
-    """Arguments of a call for its first two rows, copied because some models write into them."""
+    """Return copies of the first two rows of the arguments, because some models write into arguments."""
     tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
@@ -177,7 +174,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
 def _difference_of_encoder(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why the pipeline cannot be used, from a call and one more token with a cache; ``None`` if outputs agree."""
+    """Return why the outputs of the pipeline cannot be used; ``None`` if they equal the model's, also with a cache."""
     calls: list[dict[str, Any]] = [example]
     name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

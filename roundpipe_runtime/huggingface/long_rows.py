@@ -1,13 +1,13 @@
-"""Split rows along their tokens over several processes, which exchange tokens for heads in attention.
+"""Split rows along their tokens over several processes; in attention, each process has all tokens of some heads.
 
 ::
 
     rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
     rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
 
-Each rank has its tokens of all rows, positions relative to the beginning of the row, and as label of its last token the
-first token of the next rank. The loss is a sum over tokens divided by their number in the batch, so the gradients of
-all ranks add up to the gradients of the whole rows.
+Each rank has a part of the tokens of all rows, with positions counted from the beginning of the row. The label of its
+last token is the first token of the next rank. The loss is a sum over tokens divided by their number in the batch, so
+the gradients of all ranks add up to the gradients of the whole rows.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from .wrapped_model import WrappedModel
 _NAMES = itertools.count()
 _TAKEN = ("input_ids", "attention_mask", "labels")
 _IGNORED = -100
-# The loss is divided by the tokens of the whole batch, as `LongRows` has checked.
+# The loss of each rank is divided by the tokens of the whole batch, so losses of ranks are added.
 _SHARE = CallOptions(weight_by="sum")
-# Arguments of the attention that do not change its result; other tensors may have one value for each head or token.
+# Tensors that do not change the result of attention; any other tensor may have a value for each head or token.
 _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 
 
 class LongRows:
     """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
-    Every process calls it with the same rows, and runs its part of their tokens on its own device. Loss and
-    gradients are those of the whole rows, within rounding, and bitwise the same in each run. A device needs memory for
-    the activations of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
+    Every process calls it with the same rows, and runs its part of the tokens on its own device. Loss and gradients
+    are those of the whole rows, within rounding, and bitwise reproducible. A device needs memory for the activations
+    of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
 
     Args:
-        model: Hugging Face causal language model; its number of heads, of keys and values also, is a multiple of the
-            number of processes.
+        model: Hugging Face causal language model. Its numbers of query heads and of key/value heads must be multiples
+            of the number of processes.
         mesh: mesh of the processes, as for :class:`RoundPipe`.
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
 
@@ -93,27 +93,27 @@ class LongRows:
     @property
     def pipeline(self) -> WrappedModel:
         """The pipeline around the model, for its parameters, optimizer steps and checkpoints."""
-        assert self._pipeline is not None  # it is made with this object
+        assert self._pipeline is not None  # made in `__init__`
         return self._pipeline
 
     def forward_backward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run forward, loss and backward of rows that are split over the processes, and return the loss.
 
         Args:
-            batch: ``input_ids`` and ``labels``, and an ``attention_mask`` if rows are padded, on the right; the same
-                ones in every process.
+            batch: ``input_ids`` and ``labels``, and an ``attention_mask`` if rows are padded on the right; the same
+                batch in every process.
 
         Returns:
-            The mean loss of the tokens that count, the same in every process.
+            The mean loss of the tokens whose label is not ignored, equal in every process.
 
         Raises:
-            ConfigError: the batch has other arguments, or padding that counts.
-            DistributedError: the processes have different batches, or another one has failed.
+            ConfigError: the batch has other arguments, or labels of padding that are not ignored.
+            DistributedError: the processes have different batches, or another process has failed.
         """
         own = self.cut(batch)
         pipeline = self.pipeline
         stages = [range(number, number + 1) for number in range(len(pipeline.cut.pieces))]
-        plan = ModelExecutePlan(stages[:-1], stages[::-1])  # equal in all processes, whatever they measured
+        plan = ModelExecutePlan(stages[:-1], stages[::-1])  # the same in all processes, not from measured times
         config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="sum", execute_plan=plan)
         try:
             return pipeline.forward_backward(input_kwargs={**own, CALL_OPTIONS: _SHARE}, run_config=config)
@@ -167,7 +167,7 @@ class LongRows:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention function for transformers, for all tokens and this rank's heads."""
+        """Compute attention for all tokens and the heads of this rank; transformers calls this function."""
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
@@ -195,7 +195,7 @@ class LongRows:
         return self._exchange.to_tokens(out).transpose(1, 2).contiguous(), None
 
     def _reason(self) -> BaseException | None:
-        """Why the current call must be aborted."""
+        """Return the error of another rank, which aborts the current call."""
         groups = None if self._pipeline is None else self._pipeline._rp_groups
         return None if groups is None else groups.news.reason
 
@@ -206,7 +206,7 @@ class LongRows:
         return tensor[:, self._exchange.rank * length : (self._exchange.rank + 1) * length].contiguous()
 
     def _example(self) -> dict[str, torch.Tensor]:
-        """Two short rows, three tokens for each process, some of which are ignored."""
+        """Return two short rows, with three tokens for each process and an ignored label."""
         vocabulary = getattr(text_config(self._inner), "vocab_size", None) or 100
         generator = torch.Generator().manual_seed(0)
         size = (2, 3 * self._exchange.size)
@@ -216,7 +216,7 @@ class LongRows:
         return {"input_ids": tokens, "labels": labels}
 
     def _prove(self, model: nn.Module, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Compare logits and loss of split rows with those of the model, which may mix tokens outside of attention."""
+        """Raise an error if the logits or the loss of split rows differ from those of whole rows."""
         logits, loss = _run(model, self.cut(self._example()))
         length = logits.shape[1]
         own = expected[0][:, self._exchange.rank * length :][:, :length]
@@ -248,7 +248,7 @@ def _attentions() -> Any:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits and the loss of a batch."""
+    """Return the logits and the loss of a batch."""
     with torch.no_grad(), evaluating(model):
         found = model(**{**batch, "use_cache": False})
     return found.logits, found.loss
@@ -291,20 +291,20 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 
 
-# Exchange tokens for heads between ranks, so that attention sees all tokens of some heads (sequence parallelism).
+# Sequence parallelism (Jacobs et al., *DeepSpeed Ulysses*, 2023): ranks exchange tokens for heads.
 #
 #     projections   rank 0: tokens 0 1 | heads a b        rank 1: tokens 2 3 | heads a b
 #     attention     rank 0: tokens 0 1 2 3 | heads a      rank 1: tokens 0 1 2 3 | heads b
 #     output        rank 0: tokens 0 1 | heads a b        rank 1: tokens 2 3 | heads a b
 #
-# The exchange is one all-to-all of its own group, called by the thread of the only device of each rank, so that
-# every rank calls in the same order (Jacobs et al., *DeepSpeed Ulysses*, 2023).
+# An exchange is an all-to-all in a separate group. The thread of the only device of each rank calls it, so all ranks
+# call in the same order.
 
 
 class TokenExchange:
     """Exchanges tokens for heads between the ranks of a mesh, so that a rank attends to all tokens with some heads."""
 
-    # reason: returns why the current call must be aborted, as another rank has failed; `None` while it continues
+    # reason: function that returns the error of another rank, which aborts an exchange; `None` without an error
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()
@@ -335,11 +335,11 @@ class TokenExchange:
             if (reason := self._reason()) is not None:
                 raise reason
             time.sleep(_PERIOD)
-        work.wait()  # which raises what went wrong
+        work.wait()  # raises the error of a failed exchange
         return into.to(parts.device)
 
     def close(self) -> None:
-        """Close a broken exchange and its process group; all ranks make a new group for the next exchange."""
+        """Close the process group; all ranks make a new group for the next exchange."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -348,7 +348,7 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange in one direction; its gradient takes the opposite direction."""
+    """The exchange in one direction; the gradient is exchanged in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:

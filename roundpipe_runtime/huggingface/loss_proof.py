@@ -1,8 +1,7 @@
-"""Check how the losses of a model's microbatches add up to the loss of the batch, before the first one is used.
+"""Check how the losses of a model's microbatches add up to the loss of the batch, before the first loss is used.
 
-At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows, whole and in two uneven
-parts, as in `batch/loss_proof`. Candidate weights are the item counts of torch's loss functions, rows, or
-a plain sum. If none match, or if the code draws random numbers, the loss is computed once for all rows.
+At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows at once and in two uneven parts, as
+in `batch/loss_proof`. If no weights match, or if the code draws random numbers, the loss is computed once for all rows.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .loss.moe_aux_loss import has_auxiliary_loss, without_auxiliary_loss
 from .loss.weights import counting, label_names, loss_of, with_loss_weight
 from .piece_rows import PieceRows, call_of
 
-# Labels that losses ignore: torch's default, and positions past the end of every text, for position models.
+# Labels that losses ignore: torch's default; and a position after the end of any text, for question answering.
 _IGNORED = (-100, 10**6)
 
 _ALL: Sequence[Way] = ("items", "rows", "sum")
@@ -54,7 +53,7 @@ class SomeRows:
     args: tuple[object, ...]  # positional arguments of the model
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
     count: int  # number of rows
-    label: Any = None  # labels of a function of its loss
+    label: Any = None  # labels of the caller's loss function
     state: CutState | None = None  # outputs of the layers; `None` for a model in one piece
 
 
@@ -67,7 +66,7 @@ class LossOfModel:
 
 
 class LossWays:
-    """Finds how the losses of one model's microbatches add up to that of a batch, and remembers it by kind of call."""
+    """Finds how the losses of microbatches add up to that of a batch, and stores the result by kind of call."""
 
     def __init__(self, rows: PieceRows) -> None:
         self._rows, self._made, self._engine = rows, rows.made, rows.engine
@@ -83,7 +82,7 @@ class LossWays:
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
         """Return how the loss of a call is computed, which is checked at calls 1, 2, 4, 8, ... of its kind."""
-        # function: function of the model's loss, whose weights are known already. Default: the model's own loss.
+        # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
             kind, code, label = (kind, loss_code(function.function)), function.function, function.label
@@ -93,7 +92,7 @@ class LossWays:
             batch, settings = FlatBatch.of(args, kwargs, label), config
             rows = [one.rows for one in self._engine.split(batch, config)]
             if len(rows) == 1:
-                if not self._rows.shares_batches or rows == [0]:  # the other processes have all rows of this batch
+                if not self._rows.shares_batches or rows == [0]:  # other processes have all rows of this batch
                     return ONE_MICROBATCH
                 batch, settings = self._rows.three_at_least(batch, config)
             self._engine.steps.wait_written()  # a step would change weights between two evaluations
@@ -122,11 +121,11 @@ class LossWays:
                 for trial in trials:
                     try:
                         found = self._proof(kind, trial, batch.kwargs.tree, config, function, known)
-                    except CannotJoinError as error:  # of these rows: a mask may exist only for some
+                    except CannotJoinError as error:  # other rows may be joined, as a mask may exist for some rows only
                         found = LossProof("whole", str(error))
                         continue
                     if found.compared or found.way != "joined":
-                        break  # no labels count in these rows, but maybe in others
+                        break  # otherwise no labels count in these rows, and other rows are tried
         except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError, ConfigError):
             raise
         except CannotJoinError as error:
@@ -163,14 +162,13 @@ class Tail:
     """Computes the loss of a few rows with the code after the last layer, in at least 32 bits."""
 
     # kwargs: keyword arguments of the model in the checked call
-    # function: function of its output that computes the loss. Default: the model's own loss.
 
     def __init__(self, made: Cut, options: CallOptions, kwargs: Kwargs, function: LossOfModel | None) -> None:
         self._model, self._piece, self._kwargs, self._function = made.model, made.pieces[-1], kwargs, function
         self._own_way = options.weight_by
         self._options = dataclasses.replace(options, weight_by="rows")  # a loss over no items stays unchanged
         self._has_auxiliary = has_auxiliary_loss(made.model, kwargs)
-        # with new graphs: an old graph may belong to a parameter from before a resize
+        # detached, because an old graph may belong to a parameter from before a resize
         apart = {
             parameter: in_32_bits(parameter.detach()).requires_grad_(parameter.requires_grad)
             for parameter in self._piece.parameters()
@@ -197,8 +195,8 @@ class Tail:
 
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
         """Find the weights for which the losses of parts of the rows add up to the loss of all rows."""
-        # rows: all of them, then the same rows in consecutive parts
-        # known: an earlier proof of this kind of call, whose weights must match again; none by default
+        # rows: all rows at once, then the same rows in consecutive parts
+        # known: an earlier proof of this kind of call, whose weights must match again
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
         roles = self._roles(rows[0])
         keys = [] if rows[0].state is None else list(rows[0].state.values)
@@ -211,7 +209,7 @@ class Tail:
         spec = pytree.tree_structure([*roles, *keys])
         sample = Sample(leaves, [one.count for one in rows], [*roles.values(), *outputs], others, spec).widened()
         is_share = gives_share(self._kwargs)
-        # rows with equally many labels match several weights, so those of an earlier proof must match again
+        # several weights match rows with equally many labels, so the weights of an earlier proof must match again
         way = known.way if known is not None and known.compared else None
         fixed = [one for one in _ALL if one == (way if self._function is None else self._own_way)]
         ways: Sequence[Way] = ("items", "sum") if fixed == ["items"] and is_share else fixed or _ALL
@@ -242,7 +240,7 @@ class Tail:
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
     def _roles(self, rows: SomeRows) -> dict[str, Role]:
-        """The labels and masks among the arguments."""
+        """Return the names of labels and masks among the arguments."""
         found: dict[str, Role] = {}
         labels = label_names(self._model)
         for name, value in sorted(rows.kwargs.items()):
@@ -254,7 +252,7 @@ class Tail:
         return found
 
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
-        """The loss of some rows, ``None`` without one, and whether random numbers were drawn."""
+        """Return the loss of some rows, ``None`` without a loss, and whether random numbers were drawn."""
         # values: outputs of the layers
         torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()
@@ -288,7 +286,7 @@ def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
 
 @contextlib.contextmanager
 def _with_all_layers(made: Cut) -> Iterator[None]:
-    """Evaluate a model whose parts of a batch differ by design in training: it drops layers, or has batch norms."""
+    """Context manager with evaluation mode for models that drop layers or have batch norms in training."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     normalizes = any(isinstance(module, kinds) for module in made.model.modules())
     if not made.model.training or not (normalizes or drops_layers(made.model)):

@@ -1,4 +1,4 @@
-"""Run a few rows of a batch through the pieces of a model: to find how its loss adds up, and which pieces mix rows."""
+"""Run a few rows of a batch through the pieces of a model, to find how its loss adds up and which pieces mix rows."""
 
 from __future__ import annotations
 
@@ -36,13 +36,10 @@ _ROWS = 3
 
 
 class PieceRows:
-    """Runs a few rows through the pieces of one model, and records which pieces mix them, by kind of call.
+    """Runs a few rows through the pieces of one model, and records which pieces mix rows, by kind of call."""
 
-    A kind has all that may decide which code runs: the names and types of the arguments, and the mode.
-    """
-
-    # shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a trial
-    # needs, so the trial runs on each host, and no process waits for another.
+    # shares_batches: whether other processes run parts of the same batches. A process may have fewer rows than a trial
+    # needs, so each trial runs on the host, without waiting for other processes.
 
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self.made, self.engine, self.shares_batches = made, engine, shares_batches
@@ -62,7 +59,7 @@ class PieceRows:
             self.engine.steps.wait_written()  # a step would change weights between two evaluations
             self._mixing.setdefault(kind, GradientTrial())
             self._compared[kind] += 1
-            # the rows are not known, or the call itself fails
+            # the rows may be unknown, or the model may fail on a few rows
             with self._trial_engine() as engine, contextlib.suppress(CannotJoinError, CannotTryError):
                 trials, tried = self.some_rows(batch, config), list[RowTrial]()
                 found = first_that_mixes(engine, trials, config, number, _leaves, tried)
@@ -85,7 +82,7 @@ class PieceRows:
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
         """Return a function that joins the states of a call's microbatches after the layers of the model."""
-        # returns: the function, which raises `CannotJoinError`; `None` if joining is impossible
+        # returns: the function, which may raise `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
         kind = self.kind_of(args, kwargs)
@@ -127,7 +124,9 @@ class PieceRows:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
         held = batch.args.tree, kwargs, batch.label.tree
-        rows = [pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)]  # the same ones are not joined
+        rows = [
+            pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)
+        ]  # `join` does not concatenate a tensor with itself
         args, kwargs, label = join(rows, [1, 1, 1], rows=[1, 1, 1])
         if options is not None:
             kwargs = {**kwargs, CALL_OPTIONS: options}
@@ -154,7 +153,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """The settings for a few rows: a split function made for the batch is made for them again."""
+        """Return settings for a few rows, in which a split function that was made for the batch is made again."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -164,7 +163,7 @@ class PieceRows:
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
         """Return the states after the layers for the parts of a trial, and one for more rows than the last part."""
         with self._trial_engine() as engine:
-            # devices have room for a microbatch, so at most that many rows run at once
+            # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
             states = engine.outputs_before_last([*trial.parts, *shown], config)
         return states[: len(trial.parts)], states[-1] if shown else states[0]
@@ -182,6 +181,6 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """The compared outputs of a piece. Losses are excluded: they have a separate check."""
+    """Return the outputs of a piece that are compared, without losses, which have a separate check."""
     found = state_leaves(output) if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]

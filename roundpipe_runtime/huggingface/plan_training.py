@@ -1,4 +1,4 @@
-"""Plan the training of a Hugging Face model: split, measured and simulated on ``meta``, so nothing is allocated."""
+"""Plan the training of a Hugging Face model on ``meta``, so that nothing is allocated."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .loss.lazy_logits import loss_only, without_logits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """A change of settings with which a training fits into memory, or the closest one."""
+    """A change of settings with which a training fits into memory, or comes closest."""
 
-    what: str  # change, as options of the command line
+    what: str  # options of the command line
     device_bytes: int  # peak memory of a device after the change
-    fits: bool  # whether this peak fits
+    fits: bool
 
 
 class PlannedTraining:
@@ -127,7 +127,7 @@ class PlannedTraining:
             )
         sizes = [(n, length) for n in _doubled(num_microbatch, batch)]
         sizes += [(batch, length // 2**k) for k in range(1, length.bit_length()) if length // 2**k >= 64]
-        for number, shorter in sizes or [(num_microbatch, length)]:  # already as small as possible
+        for number, shorter in sizes or [(num_microbatch, length)]:  # no sizes: already as small as possible
             report = self.report(batch=batch, length=shorter, num_microbatch=number)
             if report.fits_devices:
                 break
@@ -135,7 +135,7 @@ class PlannedTraining:
         return SettingsChange(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
 
     def _layers(self, rows: int, length: int, start: int = 0) -> list[LayerFootprint]:
-        """The layers of a microbatch of this size, starting with one."""
+        """Return the measured layers of a microbatch of this size, from the layer with index ``start``."""
         key = rows, length, start
         if key not in self._measured:
             self.model.train()
@@ -169,12 +169,12 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
         made = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype or {None: torch.float32, torch.float16: torch.bfloat16}.get(stored, stored)
         )
-    model: nn.Module = made.to("meta")  # some write values into their parameters, whatever the device
+    model: nn.Module = made.to("meta")  # some models create parameters on the CPU
     return model
 
 
 def _doubled(first: int, most: int) -> list[int]:
-    """Numbers above the first one, doubling up to the maximum."""
+    """Return numbers above the first one, doubled up to the maximum."""
     found = []
     while first < most:
         first = min(2 * first, most)
@@ -195,13 +195,13 @@ def _cut(model: nn.Module, kind: str) -> Cut:
 
 
 def _batch(rows: int, length: int) -> Kwargs:
-    """Rows of tokens on ``meta``, without padding, which are their own labels."""
+    """Return rows of tokens on ``meta``, which are their own labels."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def _last_call(piece: nn.Module, value: Any) -> Any:
-    """Call a piece as in a training, which uses only the loss; its divisor is not known on meta."""
+    """Call the last piece as in a training, which uses only the loss."""
     if isinstance(piece, Phase):
         return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
     if isinstance(piece, Whole):

@@ -1,4 +1,4 @@
-"""``quantize_frozen``: quantize the linear layers of a model, one weight at a time."""
+"""Quantize the linear layers of a model, one weight at a time."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def quantize_frozen(
     Args:
         model: Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
         kind: ``"nf4"`` or ``"fp4"``, 4 bits of bitsandbytes, or ``"int8"``, 8 bits of torchao.
-        weights: function that returns the weight of a name, for those on ``meta``. Default: they stay there, for a
-            plan.
+        weights: function that returns the values of a weight on ``meta`` by its name. Default: weights stay on
+            ``meta``, for a plan.
 
     Returns:
         The model itself.
@@ -81,7 +81,7 @@ def quantize_frozen(
         made._parameters["bias"] = read.parameter(f"{name}.bias", layer._parameters["bias"])
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, made.train(layer.training))
-        return_freed()  # memory needed while one weight is quantized, which exceeds its result
+        return_freed()  # the quantization of a weight needs more memory than its result
     return model
 
 
@@ -102,14 +102,14 @@ def count_weights(model: nn.Module) -> int:
 
 
 class _Weights:
-    """The weights of a model; weights on meta are read from the source, tied ones once."""
+    """Reads the weights of a model that are on meta; a tied weight is read once."""
 
     def __init__(self, read: Callable[[str], torch.Tensor] | None) -> None:
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a parameter that is not quantized; one on ``meta`` is first read into its own memory."""
+        """Return a parameter that is not quantized, with its values in memory if it is on ``meta``."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:

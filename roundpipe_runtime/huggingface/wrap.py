@@ -1,4 +1,4 @@
-"""``wrap_model_to_roundpipe``: train a Hugging Face model through a pipeline, with its own interface unchanged."""
+"""Wrap a Hugging Face model, so that it trains through a pipeline with its own interface."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def wrap_model_to_roundpipe(
 ) -> WrappedModel:
     """Wrap a Hugging Face model so that it trains through a pipeline.
 
-    The model is split by running its own forward on a small batch (:func:`cut`), and the pieces are compared with the
-    model. A model that cannot be split runs in one piece, with a warning that gives the reason.
+    The model is split by a run of its forward on a small batch (:func:`cut`), and the pieces are compared with the
+    model. A model that cannot be split runs in one piece, with a warning that states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
-        use_sequential_preset: ``True``: a model that cannot be split is an error. ``False``: it is not split at all.
-        lower_threshold: smallest size in bytes: a smaller model is not split, and runs in one microbatch.
-        upper_threshold: size in bytes up to which a model is not split. Default: every model is split.
+        use_sequential_preset: ``True``: raise an error if the model cannot be split. ``False``: do not split the model.
+            Default: split the model if possible.
+        lower_threshold: size in bytes; a smaller model is not split, and runs in one microbatch.
+        upper_threshold: size in bytes; a model of at most this size is not split. Default: 0.
         skip_modules: modules whose layers are not split.
-        override_config: run configurations of modules; only the model itself can have one, as it is one pipeline.
+        override_config: run configurations by module. Only the model itself can have one, because it is one pipeline.
         model_run_config: defaults for every call.
         name: name in errors and timelines. Default: ``"file:line"``.
         example: keyword arguments of the model's forward for the split. Default: a few tokens.
@@ -83,7 +84,6 @@ def wrap_model_to_roundpipe(
 
 
 def _check_has_layers(made: Cut, compiles: object) -> None:
-    """Check that there are layers to compile, if compilation is requested."""
     if compiles and made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs in one piece, so it has no layers to compile. Split the model with "

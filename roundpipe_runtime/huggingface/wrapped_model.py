@@ -1,4 +1,4 @@
-"""``WrappedModel``: a Hugging Face model that runs through a pipeline."""
+"""A Hugging Face model that runs through a pipeline."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class WrappedModel(CutModel):
         Args:
             *args: positional arguments of the model.
             roundpipe_run_config: settings of this call, which override those of the model.
-            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them. A cache is
-                split into those of the microbatches, and afterwards holds what all of them wrote.
+            **kwargs: keyword arguments of the model. Default of ``use_cache``: ``False``. A cache is split into caches
+                of the microbatches, and afterwards has the entries that all microbatches wrote.
 
         Returns:
             The output of the whole batch.
@@ -83,13 +83,13 @@ class WrappedModel(CutModel):
         if way in ("items", "rows", "sum"):
             try:
                 return super().forward(*args, roundpipe_run_config=config, **kwargs)
-            except weights.UnprovenLossError:  # of this batch, whose labels are of another kind than the checked ones
+            except weights.UnprovenLossError:  # the labels are of another kind than those that were checked
                 if self._rp_options.has_groups:
                     raise
                 way = self._rp_way_without_parts(kwargs)
         resolved = self._rp_config(config)
         if way == "joined":
-            self._rp_engine.synchronize()  # a parallel step would change weights before the backward
+            self._rp_engine.synchronize()  # a background step would change weights before the backward
         if way == "joined" and (join := self._rp_rows.join(args, kwargs, resolved)) is not None:
             try:
                 return self._rp_engine.forward_joined(args, kwargs, resolved, join)
@@ -109,7 +109,7 @@ class WrappedModel(CutModel):
             The value that the model's ``generate`` returns.
         """
         self.synchronize()
-        self._rp_read_model()  # before the forward is replaced, which a copy would have
+        self._rp_read_model()  # before the forward is replaced, because copies would have the replacement
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
         if paths := self._rp_paths:
             with use_paths(paths):
@@ -121,11 +121,11 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
-        """The encoder and decoder paths for generation; a model in one piece has none."""
+        """The paths of an encoder-decoder for generation; none for a model in one piece."""
         return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
-        """A pipeline like this one, on the same devices, for another split of the same parameters."""
+        """Return a pipeline on the same devices for another split of the same parameters."""
         config = self._rp_options.model_run_config
         return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
 
@@ -168,7 +168,7 @@ class WrappedModel(CutModel):
             run_config: settings of this call, which override those of the model.
 
         Returns:
-            The loss of the batch, detached, on the host, or the list of losses where ``loss_fn`` returns several; with
+            The loss of the batch, detached, on the host; or the list of losses if ``loss_fn`` returns several. With
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
@@ -221,7 +221,7 @@ class WrappedModel(CutModel):
             config = dataclasses.replace(config, num_microbatch=1)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        # the rows of the batch over all ranks are known once a microbatch has its loss
+        # the rows of the batch over all ranks are known when a microbatch has its loss
         rows_of_batch = functools.partial(
             self._rp_engine.groups.rows_of_batch, weights.rows_of_call(input_args, kwargs)
         )
@@ -253,7 +253,7 @@ class WrappedModel(CutModel):
         config: RoundPipeRunConfig,
         way: LossWay,
     ) -> Any:
-        """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
+        """Run the forward of all microbatches, then compute the loss once from the joined output."""
         with torch.enable_grad():
             outputs = self._rp_forward(args, kwargs, config, way)
         if config.merge_output is False:
@@ -312,8 +312,8 @@ class WrappedModel(CutModel):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types for it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "program": self.cut.program, "report": self.cut.report,
-                "names": list(self.cut.layers)}  # fmt: skip
+        of_cut = {"program": self.cut.program, "report": self.cut.report, "names": list(self.cut.layers)}
+        return {**super().__getstate__(), **of_cut}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model, program = state["model"], state["program"]
@@ -339,13 +339,8 @@ def _check_merge(config: RoundPipeRunConfig) -> None:
         )
 
 
-# Compute the loss of a mixture of experts for a whole batch, of which each process has some groups of rows.
-
-
 class WholeBatchLoss:
     """Computes the loss of a batch, including the auxiliary loss of experts, from outputs in several processes."""
-
-    # loss_fn: `loss_fn(outputs, label)` of the joined outputs, whose loss is that of the whole batch
 
     def __init__(
         self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[[Any, Any], Any], label: Any, *, as_tuple: bool
@@ -380,7 +375,7 @@ class WholeBatchLoss:
             return None, None
         all_of = [dict(one) if one is not None else None for one in stated]
         for number, group in zip(own, groups, strict=True):
-            if group:  # with its graph
+            if group:  # the stated losses have no graph
                 parts = [output for output, _, _ in group]
                 own_part: Any = all_of[number]
                 own_part |= {"losses": _own_losses(self._model, parts), "routers": _routers(parts)}
@@ -409,12 +404,12 @@ class WholeBatchLoss:
 
 
 def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:
-    """The losses of microbatches without the auxiliary ones."""
+    """Return the losses of microbatches without auxiliary losses."""
     return [without_auxiliary_loss(model, part) for part in parts if weights.loss_of(part) is not None]
 
 
 def _routers(parts: Sequence[PyTree]) -> tuple[torch.Tensor, ...] | None:
-    """The router logits of microbatches, one tensor per layer."""
+    """Return the router logits of microbatches, one tensor per layer."""
     if any(getattr(part, "aux_loss", None) is None for part in parts):
         return None
     return _one_after_another([part.router_logits for part in parts])

@@ -12,7 +12,7 @@ from ..errors import ConfigError, warn
 class Adam(torch.optim.Adam):
     """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
 
-    The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
+    The kernel does not support complex numbers, so torch's loop over parameters steps a group with a complex parameter.
 
     Args:
         params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
@@ -68,12 +68,12 @@ class Adam(torch.optim.Adam):
         # torch refuses complex parameters in a group that has `fused=True`
         for group in self.param_groups:
             group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
-        # a GradScaler hands its scale to an optimizer that states it; the loop does not take it
+        # with this attribute, a GradScaler passes its scale to the optimizer, which the loop does not support
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Check that no parameter was resized: the fused kernel would write outside of the parameter's moments."""
+    """Raise an error for a resized parameter: the fused kernel would write outside of the parameter's moments."""
     for one in [one for group in optimizer.param_groups for one in group["params"]]:
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
         gradient = one if one.grad is None else one.grad

@@ -1,7 +1,7 @@
 """Check that each parameter can be copied to a device, and choose the large tables that stay on the host.
 
-A weight that holds several tensors is rebuilt from copies of these, one weight of each kind: then the tensors must be
-equal, nothing of the host may be left in the copy, and its layer must compute the same bits with it.
+A quantized weight holds several tensors. One weight of each kind is rebuilt from copies of its tensors as a trial: the
+tensors must be equal, the copy must not refer to tensors of the original, and its layer must compute the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.Met
 def check_copyable(model: nn.Module) -> None:
     """Check that each parameter of a model can be copied to a device."""
     proved: set[object] = set()
-    for owner, name, parameter in _places(model):
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(
                 f"{name} is on the meta device, and has no values. Load the model, or initialize it, first:\n"
@@ -39,6 +39,7 @@ def check_copyable(model: nn.Module) -> None:
         check_gradient(name, parameter)
         if type(parameter) in (nn.Parameter, torch.Tensor):
             continue
+        owner = model.get_submodule(name.rpartition(".")[0])
         if reason := _reason(owner, parameter, proved):
             kind = type(parameter)
             raise ConfigError(
@@ -47,17 +48,8 @@ def check_copyable(model: nn.Module) -> None:
             )
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield module, f"{prefix}.{name}" if prefix else name, parameter
-
-
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
-    """Why a device gets no copy of a parameter: a sentence that continues after its class."""
+    """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
     if parameter.requires_grad:
         return _reason_trained(parameter)
     if not is_composite(parameter):
@@ -67,16 +59,13 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
     if kind in proved or any(part.is_meta for part in parts_of([parameter])):
         return None
     proved.add(kind)
-    # the class of a library raises what it likes for operators that it does not have
+    # a tensor subclass may raise any error for operators that it does not support
     return result_or(
         lambda: _difference(owner, parameter),
         lambda error: (
             f"which cannot be rebuilt from copies ({type(error).__name__}: {str(error).splitlines()[0]:.80})."
         ),
     )
-
-
-# -- parameters that train -------------------------------------------------------------------------------------------
 
 
 def _reason_trained(parameter: nn.Parameter) -> str | None:
@@ -105,11 +94,8 @@ def _hidden_tensors(parameter: nn.Parameter) -> str | None:
     return tensors[0] if tensors else None
 
 
-# -- frozen quantized weights --------------------------------------------------------------------------------------
-
-
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """How a weight differs from one that is rebuilt from copies of its tensors."""
+    """Return how a weight differs from a weight rebuilt from copies of its tensors; ``None`` if they are equal."""
     copy = Rebuilding(_clone).parameter(parameter)
     before, after = parts_of([parameter]), parts_of([copy])
     if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():
@@ -118,7 +104,7 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
         return "which has different values when it is rebuilt from copies of its tensors."
     if _reached(vars(copy)) & _reached(vars(parameter)):
         return "which stores tensors where the pipeline does not find them, so a copy would read host tensors."
-    given = _input_of(owner, parameter)
+    given = _input_of(owner, parameter)  # other modules are compared when a model is split
     return None if given is None else _other_output(owner, parameter, given)
 
 
@@ -132,7 +118,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reached(value: object) -> set[int]:
-    """The tensors that an object holds in any way, also in slots, by identity; modules and code are not entered."""
+    """Return the ids of all tensors that an object refers to, also from slots."""
     found: set[int] = set()
     seen: dict[int, object] = {}
     waiting: list[object] = [value]
@@ -149,7 +135,7 @@ def _reached(value: object) -> set[int]:
 
 
 def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
-    """An input for a linear layer or an embedding. Other modules are compared when a model is split."""
+    """Return an input for a linear layer or an embedding; ``None`` for other modules."""
     if isinstance(owner, nn.Linear):
         dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
         return torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
@@ -157,9 +143,9 @@ def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
-    """Whether a layer computes something else with a copy of its weight."""
+    """Return a message if a layer computes different values with a copy of its weight."""
     with weights_kept(owner), torch.no_grad():
-        # an error here is one of the layer with its own weight: it needs another device, and is not run on the host
+        # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
         expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
     if expected is None:
         return None
@@ -179,28 +165,22 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return whether a copy of a parameter still has the parameter's values."""
-    with torch.no_grad():  # nothing is detached: a view of the host's tensor would count as memory of a virtual device
+    with torch.no_grad():  # not detached, because a virtual device counts a view of a host tensor as its memory
         if copy.device.type == "cpu" and torch.equal(copy, source):
             return torch.ones((), dtype=torch.bool)
         return ((copy == source) | (copy.isnan() & source.isnan())).all()
 
 
-# Restore frozen quantized weights if a library rewrites them when a layer is called.
-
-
 def has_few_bits(module: nn.Module) -> bool:
-    """Report whether a module itself, without its submodules, holds a frozen quantized weight."""
+    """Report whether a module, without its submodules, holds a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores quantized weights, and the related state of their modules, when it ends.
-
-    A layer may repack its numbers when it is called in evaluation mode, as Linear4bit of bitsandbytes does on a CPU;
-    packed like that, they give no gradient in a training. Nothing is copied: the block works on other objects around
-    the same memory.
-    """
+    """Context manager that restores quantized weights, and the related state of their modules, when it ends."""
+    # Linear4bit of bitsandbytes repacks its weight in evaluation mode on a CPU, and the repacked weight has no gradient
+    # in training. Inside the block, modules hold new objects that share the memory of the weights.
     with contextlib.ExitStack() as stack:
         rebuilding = Rebuilding(plain_numbers)
         for module in filter(has_few_bits, model.modules()):
@@ -217,7 +197,6 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, Any]) -> None:
-    """Restore the numbers and the attributes of a parameter."""
     if numbers is not None:
         now = plain_numbers(parameter)
         if (now.data_ptr(), now.shape, now.dtype) != (numbers.data_ptr(), numbers.shape, numbers.dtype):
@@ -228,16 +207,16 @@ def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict
 
 LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
 
-# A table with at least so many bytes is large. Copying a smaller table takes about as long as finding its rows.
+# A table of at least this many bytes is large. Copying a smaller table takes about as long as finding its rows.
 LARGE = 16 * 2**20
 
 # Bytes of a slice: half of the largest layer, within these bounds.
 _SMALLEST_SLICE, _LARGEST_SLICE = 2**20, 2**28
 
-# A slice has a multiple of so many rows, for the sake of kernels.
+# The number of rows of a slice is a multiple of this number, because kernels are faster then.
 _ROWS = 64
 
-# Attribute of a layer: the weight that makes its logits, if it has one.
+# Attribute of a layer that computes logits: the weight from which it computes them.
 _HEAD = "_rp_head_weight"
 
 # Attribute of a layer: its compiled code, which does not accept placeholders for parameters.
@@ -249,8 +228,8 @@ _TO_COMPILE = "_rp_to_compile"
 #     embedding   copies the rows that occur in a microbatch, and their gradients back
 #     head        copies slices of the vocabulary one after the other, and their gradients back
 #
-# Rows change no bit, so only they are copied wherever a table is large. Slices add up in another order than a whole
-# product, so they are taken where a table does not fit, or where they are asked for.
+# Copying only rows changes no bit of a result, so large embeddings always send rows. Slices are summed in another order
+# than a whole product, so slices are used only if a table does not fit, or if the user requests them.
 
 
 def check_large_tables(value: Any) -> None:
@@ -295,13 +274,13 @@ class TableRule:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a plain matrix on the host, without a library's tensor subclass."""
+    """Return whether a parameter is a dense matrix on the host, and not a tensor subclass."""
     is_matrix = parameter.dim() == 2 and parameter.is_floating_point() and parameter.layout == torch.strided
     return type(parameter) is nn.Parameter and is_matrix and parameter.device.type in ("cpu", "meta")
 
 
 def _looks_up(slot: ParameterSlot) -> bool:
-    """Whether a parameter is the table of an embedding that reads rows and does nothing else with it."""
+    """Return whether a parameter is the table of an embedding that only looks up rows."""
     owner = slot.owner
     if not isinstance(owner, nn.Embedding) or slot.name != "weight":
         return False
@@ -324,7 +303,7 @@ def rule_for(
     contents = scan(layers)
     sliced = TableRule(by_rows=True, by_slices=True, is_compiled=is_compiled)
     marked = sliced.mark(contents)
-    # of the layers without tables, so that no option changes the size of a slice
+    # layers without tables have the same size for all options, so options do not change the size of a slice
     largest = max((layer.nbytes() for layer in marked if not layer.tables), default=0)
     nbytes = min(max(largest // 2, _SMALLEST_SLICE), _LARGEST_SLICE)
     sliced = dataclasses.replace(sliced, slice_nbytes=nbytes)

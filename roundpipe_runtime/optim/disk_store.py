@@ -1,12 +1,12 @@
-"""Parameters, gradients, master weights and optimizer state on a disk, of which a few layers are in memory.
+"""Keep parameters, gradients, master weights and optimizer state on a disk; a few layers are in memory at a time.
 
 ::
 
     # run     forward: layer 0, 1, ... parameters come up | backward: ..., 1, 0 parameters come up, gradients go down
     # step    layer 0: all that its update reads comes up, the update runs, all goes down | layer 1 ...
 
-Each update is a part of the optimizer's step with the bits of the whole (:mod:`roundpipe_runtime.optim.parts`); an
-optimizer without such parts is refused.
+The optimizer steps layer by layer, bitwise identical to a whole step (:mod:`roundpipe_runtime.optim.parts`). An
+optimizer that does not allow this is refused.
 """
 
 from __future__ import annotations
@@ -29,25 +29,19 @@ from yobx_flatten.private_names.of_torch import norm_and_scaling
 from ..device.disk import DiskMemory, disk_of, in_groups, page_out, passing
 from ..device.pinning import is_dense
 from ..device.protocol import Event
-from ..device.worker import Worker
 from ..errors import ConfigError
 from .parameters import ParameterStore, is_watched, scan
-from .parts import AtHand, HasParameters, Landed, OptimizerParts, can_step_in_parts, state_share
+from .parts import AtHand, HasParameters, Landed, LandingQueue, OptimizerParts, can_step_in_parts, state_share
 from .torch_steps import Optimizer, take_over_always
 
-# Size from which an optimizer's tensor goes to the disk: small ones, like step counts, are read all the time.
+# Smallest tensor of an optimizer, in bytes, that is kept on the disk. Smaller ones, like step counts, are read often.
 _SMALLEST = 4096
-
-# Number of layers whose gradients may be in transit from devices to the disk.
-_LANDING = 2
 
 
 class DiskStore(ParameterStore):
     """A store of parameters, gradients and optimizer state in files on a disk; a few layers are in memory at a time."""
 
-    # layers: layers of the model
-
-    has_numbers_at_hand = False  # a few numbers of each parameter are a page of the disk each
+    has_numbers_at_hand = False  # reading a few numbers of a parameter reads a page of the disk for each
 
     def __init__(
         self, model: nn.Module, memory: DiskMemory, layers: Sequence[nn.Module], optim_dtype: torch.dtype | None = None
@@ -56,9 +50,7 @@ class DiskStore(ParameterStore):
         self.memory = memory
         self._layers = list(layers)
         self._states: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        self._lander = Worker("disk landing")
-        self._landing: collections.deque[Future[None]] = collections.deque()
-        self._lock = threading.Lock()
+        self._landing = LandingQueue("disk landing")
         self._has_stepped = False  # since parameters and master weights were compared
         self._check()
         memory.reserve(self._bytes_needed())
@@ -78,7 +70,7 @@ class DiskStore(ParameterStore):
                 )
 
     def _bytes_needed(self) -> int:
-        """Bytes of parameters, master weights and gradients, each at the beginning of a page."""
+        """Return the bytes of parameters, master weights and gradients, each rounded up to whole pages."""
         needed = 0
         for parameter in self.model.parameters():
             own = _paged(parameter.nbytes) if _can_move(parameter) and not self.memory.holds(parameter) else 0
@@ -87,7 +79,7 @@ class DiskStore(ParameterStore):
         return needed
 
     def _move(self) -> None:
-        """Move parameters to the disk that are not there: all at first, and later what was replaced."""
+        """Move parameters to the disk that are not there yet, or were replaced."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)
@@ -114,12 +106,7 @@ class DiskStore(ParameterStore):
             else:
                 found[parameter] = gradient, ready
         gradients.clear()
-        with self._lock:
-            landed = self._lander.submit(self._move_down, moves)
-            self._landing.append(landed)
-            waiting = [self._landing.popleft() for _ in range(len(self._landing) - _LANDING)]
-        for earlier in waiting:
-            earlier.result()
+        landed = self._landing.submit(self._move_down, moves)
         return found | {parameter: (place, landed) for parameter, place in places.items()}
 
     def _move_down(self, moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]]) -> None:
@@ -131,16 +118,12 @@ class DiskStore(ParameterStore):
 
     def wait_landed(self) -> None:
         """Wait until gradients are on the disk; raise the error of a failed write."""
-        with self._lock:
-            waiting = list(self._landing)
-            self._landing.clear()
-        for landed in waiting:
-            landed.result()
+        self._landing.wait()
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         """Add gradients of layers to the gradient buffers of the parameters, in the given order."""
-        if any(is_watched(self._target_of(name, parameter)) for name, parameter in self._listed()):
-            super().add_gradients(gradients)  # hooks see all of them at once
+        if any(is_watched(self._masters[n].tensor if n in self._masters else p) for n, p in self._listed()):
+            super().add_gradients(gradients)  # hooks see the gradients of all layers in one backward
             return
         for layer in gradients:
             held = {parameter: self._on_disk(parameter, gradient) for parameter, gradient in layer.items()}
@@ -148,9 +131,6 @@ class DiskStore(ParameterStore):
             sums = [target.grad for target in targets if target.grad is not None]
             super().add_gradients([held])
             self.memory.leave(filter(is_dense, [*held.values(), *sums]))
-
-    def _target_of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        return self._masters[name].tensor if name in self._masters else parameter
 
     def _on_disk(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         if not is_dense(gradient) or self.memory.holds(gradient):
@@ -225,7 +205,7 @@ class DiskStore(ParameterStore):
             )
 
     def _reserve_state(self, optimizer: Optimizer, parts: OptimizerParts) -> None:
-        """Make room for the state of an optimizer before the first of its steps changes anything."""
+        """Reserve space for the state of an optimizer, so that a full disk raises an error before any update."""
         new = [p for p in parts.parameters if p not in optimizer.state]
         if new:
             share = state_share(optimizer)
@@ -243,7 +223,7 @@ class DiskStore(ParameterStore):
             master = self._masters[name]
             is_left = master.agrees(parameter) and not stepped
             if not stepped:
-                master.adopt(parameter)  # one at a time, as all at once would fill the memory
+                master.adopt(parameter)  # one at a time, because all at once would fill the memory
             master.agree(parameter, stepped=stepped)
             if not is_left:
                 self.memory.leave([parameter, master.tensor])
@@ -271,7 +251,7 @@ class DiskStore(ParameterStore):
 
     def close(self) -> None:
         """End the threads. The parameters keep their values."""
-        self._lander.close()
+        self._landing.close()
         self.memory.close()
         _STORES.discard(self)
 
@@ -280,7 +260,6 @@ _STORES: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 
 def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Take over the step of an optimizer whose parameters are on a disk."""
     for store in list(_STORES):
         if store.owns(optimizer):
             return store.take_step(optimizer, args, kwargs)
@@ -295,12 +274,12 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
             loaded = [tensor for tensor in state.values() if _is_state(tensor)]
             store.hold_state(target, state)
             store.memory.leave([tensor for tensor in state.values() if _is_state(tensor)])
-            for tensor in loaded:  # mapped from the file of a checkpoint
+            for tensor in loaded:  # the loaded tensors may be mapped from a checkpoint file
                 page_out(tensor)
 
 
 def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a parameter on a disk; of an empty one in memory."""
+    """Copy a parameter to the disk; an empty parameter is copied in memory."""
     if not _can_move(parameter):
         return parameter.detach().to(dtype, copy=True)
     made = memory.copy(("master", id(parameter)), parameter, dtype)
@@ -326,14 +305,11 @@ def _paged(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
 
-# Clip gradients that live on a disk some at a time, with the bits of torch's functions, which touch all at once.
-
-
 @functools.cache
 def clip_by_parts() -> None:
-    """Let torch's ``clip_grad_norm_`` read gradients on a disk in parts, one after the other. Once per process."""
+    """Let torch's ``clip_grad_norm_`` read gradients on a disk in groups, with bitwise identical results."""
     found = norm_and_scaling()
-    if found is None:  # an older torch: same values, but all gradients are in memory at once
+    if found is None:  # an older torch, which reads all gradients into memory at once
         return
     module, norm, scaling = found
     setattr(module, norm, _norm_by_parts(getattr(module, norm)))
@@ -349,7 +325,7 @@ def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        # torch computes the norm of each tensor, and of these norms: sorted by device and dtype, where these differ
+        # torch sorts tensors by device and dtype first, so only tensors of one device and dtype keep their order
         if len({(one.device, one.dtype) for one in given}) != 1 or all(disk_of(one) is None for one in given):
             return whole(given, norm_type, error_if_nonfinite, foreach)
         groups, norms = in_groups(given), []
@@ -358,7 +334,7 @@ def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
                 norms += [torch.linalg.vector_norm(one, float(norm_type)) for one in groups[number]]
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not total.isfinite():
-            return whole(given, norm_type, error_if_nonfinite, foreach)  # which raises its own error
+            return whole(given, norm_type, error_if_nonfinite, foreach)  # raises torch's error
         return total
 
     return norm
@@ -389,15 +365,11 @@ def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
     return scale
 
 
-# Keep the current layers in memory, in the order in which a run or a step visits them.
-
-
 class LayersAtHand:
     """Loads the tensors of each layer from the disk for their use, and reads the next layer ahead."""
 
     # order: indices of the layers in the order of their use
-    # tensors_of: function that returns the tensors of a layer
-    # written: whether they may be changed while they are used
+    # written: whether the tensors may be changed while they are used
 
     def __init__(
         self,
@@ -411,7 +383,7 @@ class LayersAtHand:
         self._places: dict[int, collections.deque[int]] = {}
         for place, layer in enumerate(order):
             self._places.setdefault(layer, collections.deque()).append(place)
-        self._next = 0  # first place that was not fetched
+        self._next = 0  # first place in the order that was not fetched
         self._ahead: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
 
@@ -431,7 +403,7 @@ class LayersAtHand:
             here = None if place is None else self._ahead.pop(place, None)
             if place is not None:
                 self._fetch_after(place)
-        if here is None or here.cancel():  # a read that has not started would queue behind others
+        if here is None or here.cancel():  # a read that has not started is faster here than behind other reads
             self._memory.read(self._tensors_of(layer))
         else:
             here.result()

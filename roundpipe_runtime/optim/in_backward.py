@@ -6,33 +6,28 @@
     gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
     this thread             step L3    |  step L2    |  step L1    | step L0
 
-No buffer has the gradients of all layers. Nothing reads a layer whose backward has ended, so results equal those of a
-step after the run. A parameter that several layers share is stepped after the last backward of these layers.
+Memory for the gradients of all layers is never needed. A run does not read a layer after its backward, so results equal
+those of a step after the run. A parameter of several layers is stepped after the last backward of these layers.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..device.worker import Worker, add_note_once, on_error
+from ..device.worker import add_note_once, on_error
 from ..errors import ConfigError, StageError
 from .adam import check_shapes
 from .parameters import ParameterStore, added, is_watched
-from .parts import HasParameters, Landed, OptimizerParts, can_step_in_parts
+from .parts import HasParameters, Landed, LandingQueue, OptimizerParts, can_step_in_parts
 from .torch_steps import Optimizer, count_step, dtype_of_gradient, watch_originals
-
-# Number of layers whose gradients may be in transit from devices to their step.
-LANDING = 2
 
 _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16, update="in_place")'
 
@@ -45,12 +40,10 @@ class InBackwardStore(ParameterStore):
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
         super().__init__(model, optim_dtype)
         self._optimizers: list[Optimizer] = []
-        self._not_called: set[Optimizer] = set()  # whose `step` was not called since the last run
-        self._worker = Worker("in backward")
-        self._landing: collections.deque[Future[None]] = collections.deque()
-        self._lock = threading.Lock()
+        self._not_called: set[Optimizer] = set()  # optimizers whose `step` was not called since the last run
+        self._landing = LandingQueue("in backward")
         self._current: _Steps | None = None
-        self._stepped: list[int] = []  # layers that a run has stepped that has not ended well
+        self._stepped: list[int] = []  # layers that were updated by a run that is under way or has failed
         _STORES.add(self)
         _watch_scalers()
         watch_originals(self)
@@ -141,11 +134,7 @@ class InBackwardStore(ParameterStore):
             )
         coming = dict(gradients)
         gradients.clear()
-        with self._lock:
-            self._landing.append(self._worker.submit(self._step, steps, layer, coming))
-            waiting = [self._landing.popleft() for _ in range(len(self._landing) - LANDING)]
-        for earlier in waiting:
-            earlier.result()
+        self._landing.submit(self._step, steps, layer, coming)
         return {}
 
     def _step(self, steps: _Steps, layer: int, coming: Landed) -> None:
@@ -162,11 +151,7 @@ class InBackwardStore(ParameterStore):
 
     def wait_landed(self) -> None:
         """Wait until all layers are updated; raise the error of a failed update."""
-        with self._lock:
-            waiting = list(self._landing)
-            self._landing.clear()
-        for landed in waiting:
-            landed.result()
+        self._landing.wait()
 
     def note_failed(self, error: BaseException) -> None:
         """Add a note to the error of a failed run that names the layers which the run had already updated."""
@@ -208,12 +193,12 @@ class InBackwardStore(ParameterStore):
     def close(self) -> None:
         """End the thread."""
         self._current = None
-        self._worker.close()
+        self._landing.close()
         _STORES.discard(self)
 
 
 class _Steps:
-    """The steps of one run: which parameters have received gradients, and which have not."""
+    """The optimizer steps of one run, and the gradients that wait for further layers."""
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[HasParameters]) -> None:
         self.has_failed = False
@@ -255,7 +240,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """From now on, refuse to scale a loss in a run whose gradients are stepped before a scaler sees them."""
+    """Make gradient scalers raise an error in a run that steps gradients before a scaler can divide them."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)
@@ -267,4 +252,4 @@ def _watch_scalers() -> None:
             )
         return plain(self, outputs)
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign] # torch has no hook for it
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign] # torch has no hook for scalers

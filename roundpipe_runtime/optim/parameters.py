@@ -1,11 +1,11 @@
-"""Parameters on the host: one copy, one gradient and one version of each, however often it is used.
+"""Parameters on the host, their gradients, and their master weights in the optimizer's dtype.
 
-The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
-another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the optimizer updates it, and
-:meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter itself (``load_state_dict``, an
-in-place edit, ``.data``) takes precedence: its mark shows it, and the master weight is read from it again. That of a
-frozen parameter takes no memory until the parameter is trainable. The parameter shows the gradient of its master
-weight, for loops that read, clip or clear it.
+The user's ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
+another dtype. Then the parameter has a *master weight* of that dtype: gradients are added to the master weight, the
+optimizer updates it, and :meth:`ParameterStore.publish` rounds it into the parameter. If the parameter itself was
+changed (``load_state_dict``, an in-place edit, ``.data``), the master weight is copied from the parameter. A master
+weight takes no memory while its parameter is frozen. The ``grad`` of the parameter is the gradient of its master
+weight, for training loops that read, clip or clear gradients.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..errors import ConfigError, StageError
 from .parts import InMemory, Mark
 from .torch_steps import dtype_of_gradient, install, number_of_steps, watch_originals
 
-# Whether a parameter was written, and torch has counted it.
+# Whether a parameter was written, and whether torch counted the write.
 Change: TypeAlias = Literal["none", "counted", "uncounted"]
 
 # Which weights an optimizer updates, and when.
 Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
 
-# Slices of a table that are on a device at once: the one that computes, and the one that comes or goes.
+# Slices of a table that are on a device at once: one is computed with, and one is copied.
 _SLICES_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """Where a layer holds a parameter: ``owner._parameters[name]``."""
+    """A place of a parameter in a layer: ``owner._parameters[name]``."""
 
     owner: nn.Module
     name: str
@@ -51,7 +51,7 @@ class ParameterSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BufferSlot:
-    """Where a layer holds a buffer: ``owner._buffers[name]``."""
+    """A place of a buffer in a layer: ``owner._buffers[name]``."""
 
     owner: nn.Module
     name: str
@@ -71,27 +71,27 @@ class BufferSlot:
 class Table:
     """How a large matrix of a layer is copied in parts."""
 
-    slice_rows: int | None  # rows of a slice of products with it; `None`: products are computed with all of it
-    is_head: bool = False  # whether the layer is known to compute products with it; else it looks up rows
+    slice_rows: int | None  # rows of a slice; `None` if products are computed with the whole matrix
+    is_head: bool = False  # whether the layer computes products with the matrix; otherwise it looks up rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContents:
     """Parameters and buffers of a layer on the host."""
 
-    index: int  # number of the layer
-    module: nn.Module  # layer
-    slots: tuple[ParameterSlot, ...]  # all places of parameters; a parameter may have several
-    buffers: tuple[BufferSlot, ...]  # all places of buffers
-    states: tuple[StateSlot, ...]  # all places of objects next to quantized weights
-    # lock that is held while device copies are in these places. Layers that share a module share it.
+    index: int
+    module: nn.Module
+    slots: tuple[ParameterSlot, ...]  # a parameter may have several places
+    buffers: tuple[BufferSlot, ...]
+    states: tuple[StateSlot, ...]  # places of objects that belong to quantized weights
+    # lock that is held while device copies are in these places; layers with a common module have the same lock
     lock: threading.RLock = dataclasses.field(repr=False)
-    # parameters that are copied in parts, by identity. Default: none.
+    # tables, by the ``id()`` of the parameter
     tables: Mapping[int, Table] = dataclasses.field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """Description of the layer for errors."""
+        """The description of the layer in errors."""
         return f"layer {self.index} ({type(self.module).__name__})"
 
     def parameters(self) -> list[nn.Parameter]:
@@ -121,16 +121,16 @@ class LayerContents:
         return rows * part.shape[1] * sent_dtype(part).itemsize
 
 
-# A module may be part of two pipelines, so its lock belongs to it and not to either.
+# A module may be part of two pipelines, so locks are stored by module.
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = free_after_fork(threading.Lock())
-if hasattr(os, "register_at_fork"):  # another thread may have been in a layer, which the child has for itself
+if hasattr(os, "register_at_fork"):  # a thread of the parent process may have held a lock
     os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
     """Return the contents of each layer as they are now: parameters may have been replaced since the last run."""
-    seen: dict[int, int] = {}  # a module that holds tensors -> the first layer it is in
+    seen: dict[int, int] = {}  # the first layer of each module that holds tensors, by the ``id()`` of the module
     first = list(range(len(layers)))
     found = []
     for index, layer in enumerate(layers):
@@ -160,7 +160,7 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 
 
 def check_gradients(layers: Iterable[LayerContents]) -> None:
-    """Check that no parameter was resized after it got a gradient, as new gradients would not fit the old one."""
+    """Raise an error for a parameter that was resized after it got a gradient."""
     for layer in layers:
         for slot in layer.slots:
             check_gradient(f"{layer.title}: {slot.name!r}", slot.parameter)
@@ -168,7 +168,7 @@ def check_gradients(layers: Iterable[LayerContents]) -> None:
 
 def check_gradient(title: str, parameter: nn.Parameter) -> None:
     """Check that the gradient of a parameter has the shape of the parameter."""
-    gradient = parameter.grad if parameter.is_leaf else None  # others have none, and torch warns
+    gradient = parameter.grad if parameter.is_leaf else None  # torch warns about `grad` of other tensors
     if gradient is not None and gradient.shape != parameter.shape:
         raise ConfigError(
             f"{title} was resized from {tuple(gradient.shape)} to {tuple(parameter.shape)}, and its gradient has the "
@@ -188,13 +188,12 @@ class ParameterStore(InMemory):
     """Holds master weights and gradients of a model's parameters, and the copies that stages read during a step."""
 
     # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
-    # kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
-    # Default: that of the master weight.
+    # kept_dtype: dtype of the gradients of master weights between a run and the step; `None` for the same as the weight
 
-    # whether the numbers of parameters are at hand at any time, to see writes by way of `data`
+    # whether reading some values of all parameters is fast, so that writes by way of `data` can be detected
     has_numbers_at_hand = True
 
-    # whether trained parameters have the dtype of the optimizer themselves, and are rounded on their way to devices
+    # whether trained parameters have the dtype of the optimizer themselves, and are rounded when copied to devices
     is_in_place = False
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
@@ -213,7 +212,6 @@ class ParameterStore(InMemory):
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter's name and the tensor that the optimizer updates: its master weight, or itself."""
-        # remove_duplicate: whether a parameter with several names is yielded only once
         names = self._names()
         for name, parameter in self._listed():
             if names[id(parameter)] == name or not remove_duplicate:
@@ -221,7 +219,7 @@ class ParameterStore(InMemory):
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         """Add gradients of layers to the gradient buffers of the parameters, in the given order."""
-        # gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan
+        # gradients: one mapping per layer, last layer first, so that the order of sums does not depend on the plan
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = []
@@ -236,7 +234,7 @@ class ParameterStore(InMemory):
                     watched.append((target, gradient.to(dtype_of_gradient(target))))
                 else:
                     _accumulate(target, gradient)
-        if watched:  # in one go: hooks see the sum of layers that share a parameter
+        if watched:  # in one backward, so that hooks see the sum over layers that share a parameter
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
         for master, parameter in found:
             master.show(parameter)
@@ -272,7 +270,7 @@ class ParameterStore(InMemory):
 
     def publish(self, *, stepped: bool = False) -> None:
         """Make parameters and master weights equal; if a parameter itself was changed, its values are used."""
-        # stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
+        # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()
         if self.is_in_place:
@@ -290,10 +288,10 @@ class ParameterStore(InMemory):
     def adopt(self) -> None:
         """Copy each parameter that was changed outside of an optimizer into its master weight.
 
-        Writes by way of ``data`` are seen by a few numbers of each parameter; by all of them at the first, second,
-        fourth, eighth... look, and at each one once such a write was seen.
+        To detect writes by way of ``data``, some values of each parameter are compared. All values are compared at
+        calls 1, 2, 4, 8, ..., and at all calls after such a write was detected.
         """
-        is_ahead = self._steps != number_of_steps()  # a step was not rounded into the parameters yet
+        is_ahead = self._steps != number_of_steps()  # a step was not copied to the parameters yet
         compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
         self._looks += not is_ahead
         if self._adopt(compares_all=compares_all) and not is_ahead and not self._is_written_by_data:
@@ -301,7 +299,7 @@ class ParameterStore(InMemory):
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Read master weights of changed parameters; report whether torch had not counted a write."""
+        """Update master weights of changed parameters; report whether torch had not counted a write."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -328,27 +326,24 @@ class ParameterStore(InMemory):
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return what makes the copy of a parameter that becomes its master weight; it must not hold the store."""
+        """Return the function that copies a parameter for its master weight; it must not refer to the store."""
         return _copy_in_memory
 
-    # -- what stages read while an asynchronous step is under way ----------------------------------------------------
+    # -- copies that stages read during an asynchronous step ----------------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that stages copy to devices: the parameter, or its copy while a step changes it."""
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """Let stages read copies of the current values of the parameters from now on.
-
-        Parameters with a master weight need none, nor do frozen ones, which no optimizer writes.
-        """
+        """Let stages read copies of the parameters, except of frozen ones and of those with a master weight."""
         self.note_names()
         missing = {
             id(parameter): parameter.detach()
             for name, parameter in self.model.named_parameters()
             if self._needs_shadow(name) and parameter.requires_grad and id(parameter) not in self._shadows
         }
-        # A clone of a pinned tensor is not pinned.
+        # a clone of a pinned tensor is not pinned
         memory = PinnedMemory({key: tensor.nbytes for key, tensor in missing.items() if tensor.is_pinned()})
         for key, tensor in missing.items():
             place = memory.empty_like(key, tensor)
@@ -356,7 +351,7 @@ class ParameterStore(InMemory):
 
     def note_names(self) -> None:
         """Remember the parameters until :meth:`thaw`, because modules hold device copies instead during a run."""
-        self.take_gradients(hides=True)  # a background step drops each when it has used it
+        self.take_gradients(hides=True)  # a background step frees each gradient after its use
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
     def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -379,18 +374,16 @@ class ParameterStore(InMemory):
         self._shadows.clear()
         self._before = []
 
-    # ----------------------------------------------------------------------------------------------------------------
-
     def _needs_shadow(self, name: str) -> bool:
-        """Whether the optimizer writes the parameter itself."""
+        """Return whether the optimizer writes the parameter itself."""
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters; during a run those from before it, as copies may be in their places now."""
+        """Return names and parameters; during a run those from before it, because modules may hold device copies."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
-        """The first name of each parameter."""
+        """Return the first name of each parameter, by the ``id()`` of the parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
@@ -409,7 +402,7 @@ class ParameterStore(InMemory):
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
     def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters that are trained now the dtype of the optimizer."""
+        """Convert trained parameters to the dtype of the optimizer."""
         for parameter in parameters:
             widen([parameter], self.optim_dtype or parameter.dtype)
             kept = self.dtype_between(parameter)
@@ -437,17 +430,14 @@ def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor
 
 
 class _Master:
-    """A parameter in the optimizer's dtype, and what both looked like when they last agreed.
+    """The master weight of a parameter, and the state of both when they last had the same values.
 
-    The version counter of a master weight is not sufficient: torch's fused optimizers write without counting. So it
-    also counts as changed when an optimizer has stepped.
-
-    While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
-    shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.
+    The version of a tensor does not show all writes, because torch's fused optimizers do not count theirs. So the
+    master weight also counts as changed after a step. While the parameter is frozen, the tensor has the shape of the
+    parameter and the memory of one NaN, because an optimizer may already hold the tensor.
     """
 
-    # copy: function that returns a copy of a parameter in a dtype
-    # shown: the gradients that parameters show, and which master weights these belong to; copies belong to none
+    # shown: the gradient that each parameter shows, with its master weight; `None` for copies
     shown: ClassVar[Any] = WeakTensorKeyDictionary()
 
     def __init__(
@@ -471,7 +461,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Freeze or unfreeze the master weight like the parameter, and copy the values when it first is trainable."""
+        """Freeze or unfreeze the master weight like the parameter, and copy the values once it is trainable."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -487,12 +477,12 @@ class _Master:
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
             shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
-            parameter.grad_dtype = None  # any
+            parameter.grad_dtype = None  # allows any dtype
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
         """Copy changes of the parameter's ``grad`` to the master weight and clear it; report whether it was shown."""
-        # adds: whether a gradient of the caller's own is added
+        # adds: whether a gradient that the caller has set is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
         if is_mine and found is not shown and self.tensor.grad is shown:  # replaced, or cleared
@@ -540,7 +530,7 @@ class _Master:
         self._note(parameter)
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """Note that both agree."""
+        """Note that parameter and master weight have the same values."""
         self._mark = Mark.of(parameter, with_numbers=self._has_numbers_at_hand)
         self._version = self.tensor._version
 
@@ -558,5 +548,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Return whether autograd must accumulate the gradient: the parameter has hooks or is not a leaf of autograd."""
+    """Return whether autograd must accumulate the gradient, because the tensor has hooks or a graph."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -1,7 +1,7 @@
-"""Run an optimizer's step in parts, bitwise identical to the whole step, with tensors in memory or in a store.
+"""Run an optimizer's step in parts, bitwise identical to the whole step.
 
-Most optimizers update each parameter separately, from its value, its gradient and its own state. Then a step of
-all parameters is the same as steps of some of them, in any order. Each part is an optimizer of the same class, with
+Most optimizers update each parameter from its value, its gradient and its own state only. Then steps of some parameters
+each, in any order, are the same as a step of all parameters. Each part is run by an optimizer of the same class, with
 the options of the groups, that shares the state.
 """
 
@@ -12,10 +12,12 @@ import copy
 import dataclasses
 import itertools
 import sys
+import threading
 import warnings
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
@@ -27,6 +29,7 @@ from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.generator import generator_kept
 from ..device.protocol import Event
+from ..device.worker import Worker
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
@@ -36,8 +39,8 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class OptimizerParts:
     """Runs one step of an optimizer in parts, with the options and gradients that it had when the step began."""
 
-    # hold_state: function that is given a parameter and its state after each update, and may move the tensors of that.
-    # Default: they stay where the optimizer created them.
+    # hold_state: function that gets a parameter and its state after each update, and may move the tensors of the state.
+    # Default: the tensors stay where the optimizer created them.
 
     def __init__(
         self, optimizer: Optimizer, hold_state: Callable[[torch.Tensor, dict[str, Any]], None] = lambda p, state: None
@@ -93,10 +96,10 @@ class OptimizerParts:
                         'still needed it. Clear gradients in the function given to step(..., is_async="exact"):\n'
                         '    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async="exact")'
                     )
-                # The gradient of the parameter itself may be that of the next run already.
+                # The parameter itself may already have a gradient of the next run.
                 alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 alias.__dict__.update(parameter.__dict__)
-                alias.grad = gradient.to(alias.dtype)  # a master weight may have one of fewer bits
+                alias.grad = gradient.to(alias.dtype)  # the gradient of a master weight may have fewer bits
                 owners[alias] = parameter
                 aliases.append(alias)
             groups.append({**options, "params": aliases})
@@ -109,10 +112,9 @@ class OptimizerParts:
 def _twin(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[torch.Tensor, Any], attributes: Mapping[str, Any]
 ) -> Optimizer:
-    """An optimizer of the class of another one, without its hooks."""
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(attributes)
-    for name in _HOOKS:
+    for name in _HOOKS:  # the hooks of the optimizer do not run for its parts
         twin.__dict__[name] = type(optimizer.__dict__[name])()
     twin.state = defaultdict(dict, state)
     twin.param_groups = groups
@@ -121,34 +123,31 @@ def _twin(
 
 
 def _own_step(optimizer: Optimizer) -> Any:
-    """The step of its class, without the hooks around it."""
     step: Any = type(optimizer).step
-    return step.__wrapped__.__get__(optimizer)
+    return step.__wrapped__.__get__(optimizer)  # torch wraps the method of the class to call hooks
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group; tensors are copied, since a scheduler writes a learning rate in place."""
+    # tensors are copied, because a scheduler writes a learning rate in place
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Everything but parameters, their state, and hooks."""
+    """Return the attributes without parameters, states and hooks."""
     return {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", PART, *_HOOKS)}
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    # A scheduler may have changed a tensor option meanwhile. Options that a step writes are found by the check.
+    # Tensor options are left out, because a scheduler may have written them meanwhile.
     values = {k: v for k, v in after.items() if not isinstance(v, torch.Tensor)}
     return {k: v for k, v in values.items() if k not in before or v is not before[k]}
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Run a step with each gradient converted to its parameter's dtype, because optimizers refuse other dtypes.
+    """Run a step with gradients in the dtype of their parameters; return an optimizer that does the rest of the step.
 
-    Each gradient gets its parameter's dtype, one parameter at a time, if the optimizer allows it.
+    Gradients are converted one parameter at a time if the optimizer can step in parts.
     """
-    # args: positional arguments of its step, itself first
-    # returns: an optimizer that does the rest of the step: the same one if no gradient has another dtype
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -164,15 +163,13 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     return parts.finish()
 
 
-# -- whether an optimizer is one of these ----------------------------------------------------------------------------
-
-# Enough for two of the same shape, one without a gradient, and one of another shape.
+# Parameters of a group in a trial: two of the same shape, one without a gradient, and one of another shape.
 _STAND_INS = 4
 _GROUPS = 8
 _WIDEST = 6
 _STEPS = 2
 
-# Seconds to wait for the generator, which a layer has for the time of a call.
+# Seconds to wait for the random generator, which a layer holds during its call.
 _PATIENCE = 10.0
 
 _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -181,8 +178,8 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
-    The stand-ins have the options and the states of the optimizer's parameters. What depends on several parameters, on
-    the order, or on a random number, gives other bits.
+    The small tensors have the options and the states of the optimizer's parameters. An update that depends on several
+    parameters, on their order, or on random numbers, gives other bits in parts.
     """
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):
@@ -196,8 +193,7 @@ def state_share(optimizer: Optimizer) -> float:
 
 
 def _state_share(optimizer: Optimizer) -> float:
-    with generator_kept(_PATIENCE), warnings.catch_warnings(), _uncompiled():
-        warnings.simplefilter("ignore")
+    with _trial():
         stand_in = _stand_in(optimizer)
         _give_gradients(stand_in, optimizer, 0)
         _own_step(stand_in)()
@@ -209,15 +205,12 @@ def _state_share(optimizer: Optimizer) -> float:
 def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
-    # errors with placeholders are ignored: then nothing is checked
+    # an optimizer that raises an error for small tensors cannot be checked
     return result_or(lambda: _has_same_bits(optimizer), lambda error: False)
 
 
 def _has_same_bits(optimizer: Optimizer) -> bool:
-    # The step may run next to layers that draw from the generator. One that has it may call a pipeline that waits
-    # for this very step.
-    with generator_kept(_PATIENCE), warnings.catch_warnings(), _uncompiled():
-        warnings.simplefilter("ignore")
+    with _trial():
         whole, parts = _stand_in(optimizer), _stand_in(optimizer)
         for step in range(_STEPS):
             _give_gradients(whole, optimizer, step)
@@ -230,9 +223,15 @@ def _has_same_bits(optimizer: Optimizer) -> bool:
         return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """An optimizer may compile its update for each shape, which takes seconds, and these shapes are of no use later."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+@contextlib.contextmanager
+def _trial() -> Iterator[None]:
+    """Context manager for steps of small tensors: nothing is compiled, and the random generator is restored."""
+    # Compilation for the shapes of the trial would take seconds. Layers draw from the generator in parallel. The wait
+    # for the generator is limited, because the layer that holds it may wait for this step.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with generator_kept(_PATIENCE), warnings.catch_warnings(), eager:
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
@@ -243,29 +242,29 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         chosen = _chosen([p for p in group["params"] if p.requires_grad])
         parameters = []
         for parameter in chosen:
-            shape = [min(size, _WIDEST) for size in parameter.shape]  # to cut a DTensor is a call of all ranks
+            shape = [min(size, _WIDEST) for size in parameter.shape]  # slicing a DTensor would be a collective call
             values = torch.randn(shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
             stand_in = nn.Parameter(values, requires_grad=True)
             stand_in.__dict__.update(parameter.__dict__)
             own = optimizer.state.get(parameter, {})
-            # 8-bit moments have a scale per block, and cannot be split. Without a state, the step creates a new one.
+            # 8-bit moments have a scale per block and cannot be sliced, so the step creates a new state.
             if own and not any(map(is_traceable_wrapper_subclass, own.values())):
                 state[stand_in] = {k: _small(v, parameter) for k, v in own.items()}
             parameters.append(stand_in)
         groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters})
-    # A scaler may leave the instruction to skip the optimizer's step.
+    # a gradient scaler may have left an instruction to skip the step
     attributes = {k: None if k in ("grad_scale", "found_inf") else v for k, v in _attributes(optimizer).items()}
     return _twin(optimizer, groups, state, attributes)
 
 
 def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Some parameters of a group: the first ones, and one for each other number of axes."""
+    """Return the first parameters of a group, and one for each other number of axes."""
     others = {p.ndim: p for p in reversed(parameters[_STAND_INS - 1 :])}
     return parameters[: _STAND_INS - 1] + list(others.values())
 
 
 def _small(value: Any, parameter: torch.Tensor) -> Any:
-    """The part of a parameter's state that belongs to its corner."""
+    """Return the part of a state that belongs to the first elements of a parameter along each axis."""
     if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
         return value[tuple(slice(0, _WIDEST) for _ in value.shape)].clone()
     return copy.deepcopy(value)
@@ -303,11 +302,45 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# Has the tensors of a layer in memory for a block.
+# Context manager that keeps the tensors of a layer in memory.
 AtHand: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
-# Gradients on the host, and when they are complete.
+# Gradients on the host, with events for their completion.
 Landed: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
+
+# Number of layers whose gradients may be in transit from devices to the disk or to their step.
+LANDING = 2
+
+
+class LandingQueue:
+    """Runs a task for the gradients of each layer in a thread, and limits how many layers are in transit."""
+
+    def __init__(self, name: str) -> None:
+        self._worker = Worker(name)
+        self._left: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
+        """Start a task, and wait for the tasks of earlier layers; raise the error of a failed task."""
+        with self._lock:
+            started = self._worker.submit(task, *args)
+            self._left.append(started)
+            earlier = [self._left.popleft() for _ in range(len(self._left) - LANDING)]
+        for one in earlier:
+            one.result()
+        return started
+
+    def wait(self) -> None:
+        """Wait for all tasks; raise the error of a failed task."""
+        with self._lock:
+            left = list(self._left)
+            self._left.clear()
+        for one in left:
+            one.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
 
 
 class HasParameters(Protocol):
@@ -366,16 +399,13 @@ def _in_memory(layer: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-# A mark of a tensor detects later writes, including those through ``tensor.data``, which torch does not count.
-
-
-# Numbers of a tensor that are compared.
+# Number of values of a tensor that are compared.
 _SAMPLE = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """The state of a tensor at one moment, to see later whether it changed.
+    """The state of a tensor at one moment, to detect later writes, also by ``tensor.data``, which torch does not count.
 
     >>> tensor = torch.zeros(100)
     >>> mark = Mark.of(tensor)
@@ -405,9 +435,9 @@ class Mark:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Report whether torch counts in-place writes to a tensor, which it does not for tensors made of other tensors."""
+    """Report whether torch counts in-place writes to a tensor; it does not for tensors that wrap other tensors."""
     is_itself = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return is_itself and not tensor.is_inference()  # such a tensor has no version
+    return is_itself and not tensor.is_inference()  # an inference tensor has no version
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

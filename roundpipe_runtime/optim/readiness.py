@@ -1,7 +1,7 @@
 """Decide when a layer's parameters may be read and when they may be replaced.
 
-The rules are :class:`LayerReadiness`, plain data without a thread, so that a test can walk through every order of
-events. :class:`ReadinessTable` adds a lock and waiting, for one of them per layer.
+:class:`LayerReadiness` has the rules, without threads, so that a test can try every order of events.
+:class:`ReadinessTable` has one instance per layer, and adds a lock and waiting.
 
 ::
 
@@ -29,10 +29,10 @@ class LayerReadiness:
     True
     """
 
-    version: int = 0  # current version of the parameters
-    readers: int = 0  # number of current readers
+    version: int = 0
+    readers: int = 0
     writing: bool = False  # whether the parameters are being replaced
-    # number of runs that still need each version; it is not replaced before they have let go
+    # number of runs that still need each version, which is not replaced before that
     holds: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def can_read(self, version: int) -> bool:
@@ -133,17 +133,14 @@ class ReadinessTable:
         self._each([layer], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
-        """Wait until the layer may be replaced, then call ``fill`` to do it.
-
-        An error of ``fill`` leaves the version that was there.
-        """
-        # done: whether the layer is complete then; otherwise another call will complete it
+        """Wait until a layer may be replaced, then call ``fill``; if it fails, the version stays the same."""
+        # done: whether the layer is complete afterwards; otherwise another call will complete it
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
             self._layers[layer].start_write(version)
         filled = False
         try:
-            fill()  # no code of a user runs under the lock
+            fill()  # not under the lock, because it runs code of the user
             filled = True
         finally:
             self._each([layer], lambda state: state.end_write(done=filled and done))

@@ -4,9 +4,9 @@
 
     # exact (default)   run t | step t | run t+1 ...            the step runs in the caller's thread
     # is_async="exact"  run t | run t+1 ...                     a thread, layer by layer: run t+1 waits for each
-    #                         | step t   |                      layer's update, and reads what `exact` would
+    #                         | step t   |                      layer's update, with results as by default
     # is_async=True     run t | run t+1       | run t+2 ...     a thread next to the runs; run t+1 reads the
-    #                         | step t   |pub.| step t+1        parameters before step t, always exactly those
+    #                         | step t   |pub.| step t+1        parameters before step t
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GradScaler(_GradScaler):
     ) -> None:
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled:
-            # Two devices may scale their first losses at the same time, so the tensor must be there before.
+            # two devices may scale their first losses at the same time, so the tensor must exist before
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def scale(self, outputs: Any) -> Any:
@@ -91,15 +91,15 @@ class GradScaler(_GradScaler):
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
-        """Return the growth factor, which is always up to date, also with ``up_to_date=False``."""
+        """Return the growth factor; ``up_to_date`` has no effect here."""
         return super().get_growth_factor()
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
-        """Return the backoff factor, which is always up to date, also with ``up_to_date=False``."""
+        """Return the backoff factor; ``up_to_date`` has no effect here."""
         return super().get_backoff_factor()
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
-        """Return the growth interval, which is always up to date, also with ``up_to_date=False``."""
+        """Return the growth interval; ``up_to_date`` has no effect here."""
         return super().get_growth_interval()
 
 
@@ -180,7 +180,7 @@ class StepRunner:
 
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
         """Start a step function in the background; the next run waits until each layer is updated."""
-        # returns: the step, for `wait_exact`. No run may begin between `synchronize` and this.
+        # no run may begin between the call of `synchronize` and this call
         self.synchronize()
         self._store.adopt()
         self._store.note_names()
@@ -215,7 +215,7 @@ class StepRunner:
         return self._unpublished or self._publication is not None or ahead
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Report whether a background step that the next run waits for may change one of these parameters."""
+        """Report whether a background step may change one of these parameters before the next run reads it."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
 
@@ -230,8 +230,7 @@ class StepRunner:
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
-                # Counted only once the work is accepted: the next run would wait forever for a version that no thread
-                # publishes.
+                # advance after the work is accepted, because a run waits forever for a version that is not published
                 self._publication = self._worker.submit(self._publish, self._table.latest + 1)
                 self._table.advance()
                 self._unpublished = False
@@ -254,7 +253,7 @@ class StepRunner:
     def wait_update(self) -> None:
         """Wait for the background step, if there is one, and raise its error."""
         update, ahead = self._update, self._ahead
-        if self.is_here():  # maybe before the caller of the step has its future
+        if self.is_here():  # `_update` may not be set yet
             if ahead is not None and not ahead.is_ahead:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
@@ -269,7 +268,7 @@ class StepRunner:
             with noting(f"This happened while waiting for the function given to {call}."):
                 wait_for(update)
         finally:
-            if is_done(update):  # an interruption ends the wait, and not the step
+            if is_done(update):  # an interruption ends the wait, but not the step
                 self._update = None
                 self._end_exact()
 
@@ -313,12 +312,12 @@ class StepRunner:
         try:
             self.run_ended()
         finally:
-            self.run_ended()  # an error of the step is raised once; what it did is there nevertheless
+            self.run_ended()  # an error of the step is raised once, and its result is still published
             self._wait_publication()
 
     def _wait_publication(self) -> None:
         if (publication := self._publication) is not None:
-            wait_for(publication)  # one that failed stays, for `resume`
+            wait_for(publication)  # a failed publication is kept for `resume`
             self._publication = None
 
     def wait_written(self) -> None:
@@ -346,7 +345,7 @@ class StepRunner:
             "This happened while the result of step(..., is_async=True) was copied to the parameters of the next run. "
             "Nothing is lost: the next call of the pipeline continues the copy."
         )
-        with on_error(self._table.fail), noting(note):  # runs that wait for this version hear of it
+        with on_error(self._table.fail), noting(note):  # also runs that wait for this version raise the error
             for contents in self._scan():
                 if self._table.version(contents.index) < version:
                     self._table.write(contents.index, version, partial(self._store.refresh, contents.parameters()))
@@ -362,7 +361,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Report an error at the end of the process that no call raised: a failed last step must not look like success."""
+    """Log an error of the last step that no call has raised, so that the process does not seem to succeed."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)
@@ -376,26 +375,23 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
     """Wait for background steps of all pipelines; an error of a step is raised by the next call of its pipeline."""
-    # which: function that chooses the pipelines by what runs their steps. Default: all.
+    # which: function that chooses the pipelines. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
     for runner in runners:
         update = runner._update
-        if update is not None and which(runner) and not runner.is_here():  # a step may ask from inside
+        if update is not None and which(runner) and not runner.is_here():  # a step must not wait for itself
             with contextlib.suppress(Exception):
                 wait_for(update)
-
-
-# One step of optimizers, layer by layer in forward order, in parallel with the run that waits for each layer.
 
 
 class LayerSteps:
     """Runs a step function in the background, and lets the next run read each layer as soon as it is updated."""
 
-    # expected: number of optimizers that the function will step, as far as is known: the caller of the step continues
-    # when the last one has begun. `None`: when the function has ended.
-    # has_begun: future that is done when the caller may continue: schedulers and gradients have been read
-    # reason: why an optimizer was not stepped layer by layer, a sentence that names its class. Default: `None`.
+    # expected: number of optimizers that the function steps; the caller continues when the last step has begun. `None`
+    # if the number is not known: the caller continues when the function has ended.
+    # has_begun: future that is done when the caller may continue, because options and gradients have been read
+    # reason: why an optimizer was not stepped layer by layer, as a sentence
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, contents: Sequence[LayerContents], expected: int | None
@@ -433,7 +429,7 @@ class LayerSteps:
                 self.has_begun.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Notify the run that reads layers meanwhile of an error."""
+        """Raise an error in the run that waits for layers."""
         if self.is_ahead:
             self._table.fail(error)
 
@@ -446,8 +442,6 @@ class LayerSteps:
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Report whether the step may change one of these parameters of a layer."""
         return any(id(parameter) in self._parameters for parameter in parameters)
-
-    # -- in the thread of the step -----------------------------------------------------------------------------------
 
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         parts = OptimizerParts(optimizer, self._store.hold_state)
@@ -465,7 +459,7 @@ class LayerSteps:
             self._pending = {id(t) for targets in self._targets.values() for t in targets if t.grad is not None}
         if self.reason is not None or self._expected is None or self.met < self._expected:
             self._pending -= mine
-            return self._store.take_step(optimizer, args, kwargs)  # at once, since the caller waits
+            return self._store.take_step(optimizer, args, kwargs)  # the caller waits for this step
         under_way(optimizer, self._ended)
         if not self.is_ahead:
             self._table.advance()
@@ -484,7 +478,7 @@ class LayerSteps:
             if contents.index in self._released:
                 continue
             with at_hand(contents.index):
-                if self._pending.isdisjoint(targets):  # no optimizer that is still to come changes the layer
+                if self._pending.isdisjoint(targets):  # no later optimizer changes the layer
                     self._release(contents, partial(parts.step, mine))
                 else:
                     self._table.write(contents.index, self._table.latest, partial(parts.step, mine), done=False)
@@ -505,7 +499,7 @@ class LayerSteps:
         def fill() -> None:
             update()
             parameters = [p for p in contents.parameters() if id(p) not in self._published]
-            self._store.refresh(parameters)  # one that a layer before shares may be read by now
+            self._store.refresh(parameters)  # a parameter that an earlier layer shares may already be read
             self._published.update(map(id, parameters))
 
         self._table.write(contents.index, self._table.latest, fill)

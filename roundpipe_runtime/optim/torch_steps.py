@@ -1,7 +1,7 @@
 """Count or take over the steps of torch's optimizers, and refuse those of parameters that have master weights.
 
-torch calls hooks around the step of every optimizer, of any class and from any caller. They are
-registered with the first pipeline, since an import changes nothing of torch.
+torch calls global hooks around the step of every optimizer. The first pipeline registers these hooks, because an import
+must not change torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import ConfigError
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 
-# Gets an optimizer and the arguments of its step, itself first. Returns the optimizer that steps instead.
+# Function of an optimizer and the arguments of its step, which returns the optimizer that steps instead.
 Taker: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Optimizer]
 Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 
@@ -35,21 +35,21 @@ class _Taking(threading.local):
     def __init__(self) -> None:
         self.taker: Taker | None = None
         self.hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        self.depths: dict[Optimizer, int] = {}  # how many steps of it call each other, by `super().step()`
+        self.depths: dict[Optimizer, int] = {}  # number of nested steps, which call `super().step()`
 
 
 _TAKING = _Taking()
 
-# Optimizers with a running step: its thread, and an event set at its end.
+# Optimizers with a running step: the thread, and an event that is set when the step has ended.
 _UNDER_WAY: weakref.WeakKeyDictionary[Optimizer, tuple[int, threading.Event]] = weakref.WeakKeyDictionary()
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-# Attribute of an optimizer that is a part of another one: its steps are not taken over.
+# Attribute of an optimizer that runs a part of another optimizer's step; its own steps are not taken over.
 PART = "_roundpipe_part"
 
 _counted = 0
 
-# Fallback for steps that no other taker takes over.
+# Takers of the steps that no `taking_over` block takes over.
 _OTHERWISE: list[Taker] = []
 
 
@@ -70,7 +70,7 @@ def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
     return chosen or tensor.dtype
 
 
-# Our own hooks after a step, which read no gradient.
+# Hooks of this package after a step, which read no gradient.
 _OWN: set[Hook] = set()
 
 
@@ -82,8 +82,6 @@ def install() -> None:
 
 def hear_steps(before: Hook, after: Hook) -> None:
     """Call two functions of this package before and after each step of every optimizer."""
-    # before: function that is called before each step
-    # after: function that is called after each step
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
@@ -91,18 +89,15 @@ def hear_steps(before: Hook, after: Hook) -> None:
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
     """Let a function run the optimizer steps of all threads, except those in a ``taking_over`` block."""
-    # first: whether it is called before those already registered. Default: `False`.
+    # first: whether the function is called before functions that are already registered
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
 
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Context manager in which a function runs the steps of optimizers, in this thread.
-
-    It is called after the optimizer's own hooks: gradients are as the step would find them.
-    """
-    # taker: function that gets an optimizer and the arguments of its step. `None`: steps run normally.
+    """Context manager in which a function runs optimizer steps of this thread, after the optimizers' own hooks."""
+    # taker: function that runs the steps; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
         yield
@@ -139,7 +134,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         _wait(optimizer)
         if not _OTHERWISE:
             return
-    # An optimizer's hooks run after the global ones, in order of registration: this one last.
+    # hooks of an optimizer run after the global hooks, in order of registration; this hook must be the last
     earlier = _TAKING.hooks.pop(optimizer, None)
     if earlier is not None:
         earlier.remove()
@@ -208,7 +203,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise an error if clipping these parameters has no effect, for example as their gradients are already used."""
+    """Raise an error if clipping these parameters has no effect, because their gradients are already used."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):
@@ -229,5 +224,5 @@ def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                 f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer, write "
                 "self.pipeline.optim_parameters()."
             )
-        if not given:  # a script may have set gradients of its own, and steps the parameters themselves
+        if not given:  # a script may have set gradients of the parameters, and steps the parameters themselves
             store.take_gradients()

@@ -1,4 +1,4 @@
-"""Activations that pass between the pieces of a split model: each tensor's producer and readers, for an example."""
+"""List the tensors that pass between the pieces of a split model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PassedTensor:
     """A tensor that passes between the pieces of a split model.
 
     Attributes:
-        name: argument of the first layer that takes it, or name under which the model captures it.
+        name: name of the argument of the first layer that takes the tensor, or name of a captured output.
         kind: ``"hidden"``, passed from each layer to the next one; ``"side"``, passed from the model's own code to
             layers in addition to the hidden state; ``"carried"``, passed from a layer to later layers, or to the
             model's own code; ``"captured"``, captured in a layer by hooks for the output of the model.
@@ -47,7 +47,7 @@ class PassedTensor:
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
     """Return the tensors that pass between the pieces of a split model, in the order of their creation.
 
-    The arguments of the model itself are not included: every phase receives those.
+    The arguments of the model are not included, because every phase gets them.
 
     Args:
         made: split model. Parameters on ``meta`` are enough.
@@ -99,7 +99,7 @@ class _StateTensor:
 
 
 def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallLog]:
-    """Run all pieces but the last; return the passed tensors, and the call log with all calls."""
+    """Run all pieces except the last; return the passed tensors and the log of all calls."""
     seen: dict[Any, _StateTensor] = {}
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
@@ -117,7 +117,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallL
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
-    """The tensors of a state: by their keys, and those in boxes by ``(number of the box, path)``."""
+    """Return the tensors of a state by key; tensors in boxes by the number of the box and their path."""
     found: dict[Any, torch.Tensor] = dict(state.values)
     for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -127,7 +127,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """The keys of the tensors that a piece reads; a phase reads all that are still in the state."""
+    """Return the keys of the tensors that a piece reads; a phase may read all tensors of the state."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)
@@ -139,7 +139,7 @@ def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tenso
 
 
 class _Names:
-    """Names for passed tensors: the arguments of the layers that take them."""
+    """Names and kinds of passed tensors, from the arguments of the layers that take them."""
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program
@@ -176,22 +176,18 @@ class _Names:
         return "hidden" if self._is_main(key) and read[0] == made + 1 else "carried"
 
     def _is_main(self, key: Any) -> bool:
-        """Whether it is the first tensor that a layer returns with unchanged shape: the hidden state."""
-        if not isinstance(key, Key):
-            return False
-        leaves = self._program.calls[key.call].form.leaves
-        return key.leaf == next((i for i, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf >= 0), None)
+        """Return whether a tensor is the hidden state that a layer returns."""
+        return isinstance(key, Key) and not self._program.is_extra(*key)
 
 
 def _leaves(tree: Tree) -> Iterator[tuple[Any, Any]]:
-    """The leaves of a tree with their paths."""
     numbered = pytree.tree_unflatten(list(range(len(tree.leaves))), tree.spec)
     for path, number in pytree.tree_flatten_with_path(numbered)[0]:
         yield path, tree.leaves[number]
 
 
 def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
-    """The tensors and boxes among the arguments of a call, named after the parameters of the layer's forward."""
+    """Yield the tensors and boxes among the arguments of a call, with names from the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
     for path, leaf in _leaves(call.arguments):
         if not isinstance(leaf, (Key, BoxUse)):

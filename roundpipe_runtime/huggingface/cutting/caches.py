@@ -1,14 +1,13 @@
-"""Key/value caches in a pipeline, including those that the model's code creates: they stay on the host.
+"""Key/value caches in a pipeline, which stay on the host; also caches that the model's code creates.
 
 ::
 
     forward     the cache is split by its registration: a HeldCache for each microbatch
-    phase       runs with the cache from before this forward, so masks and positions are always the same
-    layer       reads its own entry, which is copied to the device, updated, copied back and kept
-    afterwards  the kept entries are joined and put into the caller's cache; after an exception it is unchanged
+    phase       gets the cache from before this forward, so masks and positions are the same in all phases
+    layer       reads its own entry, which is copied to the device, updated and copied back
+    afterwards  the entries are joined and put into the caller's cache; after an exception the cache is unchanged
 
-An entry passes only through the stages that read it, whatever the names of the layers. The cache of an encoder-decoder
-consists of two caches and a dictionary of the layers that have read the encoder.
+The cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class HeldCache(Static):
     def __init__(self, cache: Any) -> None:
         changed: dict[tuple[int, int], Any] = {}
         read: dict[int, bool] = {}
-        # a closure, so that code which walks through attributes finds no tensors to copy
+        # a closure, so that code that walks through attributes finds no tensors to copy
         self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
             cache,
             changed,
@@ -68,8 +67,7 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Context manager that yields the cache for a layer; its entries are copied to ``device`` when read."""
-        # yields: A cache whose entries are copied to the device when they are read, and back at the end of the block
+        """Context manager that yields the cache for a layer; entries that are read are on ``device`` until the end."""
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
         view = with_layers(cache, entries, read)
@@ -134,7 +132,6 @@ def has_layers(cache: Any) -> bool:
 
 
 def _moved(layer: Any, device: torch.device) -> Any:
-    """A copy of an entry on a device."""
     made = copy.copy(layer)
     made.__dict__.update({name: _moved_value(value, device) for name, value in vars(layer).items()})
     return made
@@ -162,7 +159,7 @@ def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
     """Context manager that yields the arguments with each held KV cache replaced by one for a layer on ``device``."""
-    # yields: the arguments with open caches, and the held cache of each open one by the id of the open one
+    # yields: the arguments with open caches, and the held caches by the ``id()`` of the open ones
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
         opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
@@ -178,9 +175,9 @@ def cache_argument(model: nn.Module) -> str | None:
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Return keyword arguments with the KV cache under the argument name of the model.
 
-    Another name, such as that of an earlier version of transformers, is a `FutureWarning` at the caller's line. Without
-    this, the model's forward would warn in each phase and microbatch, at a line of this package.
+    Another name, such as that of an earlier version of transformers, gives a `FutureWarning` at the caller's line.
     """
+    # without this, the model's forward would warn in each phase and microbatch, at a line of this package
     renamed = named_for(model_inside(model).forward, kwargs)
     given, wanted = name_in(kwargs), name_in(renamed)
     if given != wanted:
@@ -198,7 +195,7 @@ def home(model: TransformersModel) -> Any:
 
     if not getattr(model.config, "is_encoder_decoder", False):
         return DynamicCache(config=model.config)
-    # cross-attention has no window, whatever window the decoder's configuration has
+    # cross-attention has no window, even if the decoder's configuration has one
     return EncoderDecoderCache(DynamicCache(config=text_config(model)), DynamicCache())
 
 
@@ -213,9 +210,6 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
     return values
 
 
-# -- splitting and joining -----------------------------------------------------------------------------------------
-
-
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that splits a call with a held KV cache among its keyword arguments into microbatches."""
     # cut: split function for the other arguments; `None` for the default
@@ -226,7 +220,7 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)
         else:
-            # passed whole to each microbatch, even if it has as many entries as the batch has rows
+            # `cache_position` has no rows, even if it has as many entries as the batch has rows
             rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
             parts = split(args, rest, None, num_microbatch, split_input=rules)
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
@@ -245,7 +239,7 @@ def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
     if len(rows) == 1:
         return [held]
-    # an additional tensor with the rows, as an empty cache has no tensor to read the batch size from
+    # an additional tensor gives the batch size, because an empty cache has no tensor
     batch = torch.zeros(sum(rows))
     with register_flattening_functions(patch_transformers=True):
         parts = split((), {"held": held.before(), "rows": batch}, None, len(rows))
@@ -264,21 +258,20 @@ def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> No
         cache.is_updated.update(made[0].is_updated)
 
 
-# Key of an entry: 1 for cross-attention, else 0, and the index in its list.
+# An entry of a cache: 1 for cross-attention or 0, and the index in the list of layers.
 Entry: TypeAlias = tuple[int, int]
 
 # The class of an entry, and its attributes: their structure, and their values with a `Key` for each tensor.
 _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 
-# Caches that the model's own code creates and fills, such as the keys and values of a learned prefix.
+# Caches that the model's own code creates and fills, such as the keys and values of a learned prefix:
 #
-#     phase 0     makes the cache: the tensors in it are values of the state, through which gradients flow back
+#     phase 0     creates the cache: its tensors are values of the state, through which gradients flow back
 #     layer       gets a cache with the entries that it reads; its writes to them are dropped after the call
-#     phase 1     makes the cache again
+#     phase 1     creates the cache again
 #
-# That is exact if no layer reads an entry that another layer has written. The entries that a layer reads are recorded
-# while the plan is made; other entries are left out.
+# The results are exact, because `check_apart` refuses models in which two layers use the same entry.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,13 +279,13 @@ class MadeCache:
     """A KV cache that the model created as an argument of a layer, described by keys instead of tensors."""
 
     empty: Any  # the cache without entries
-    # description of each entry, by part; `None` for one that the layer does not read
+    # description of each entry, by part; `None` for an entry that the layer does not read
     entries: tuple[tuple[_Described | None, ...], ...]
 
     @classmethod
     def of(cls, cache: Any, named: Callable[[Any], Any], read: frozenset[Entry] | None) -> MadeCache:
         """Describe a cache."""
-        # read: entries that the layer reads; `None` for all
+        # read: entries to describe, which the layer reads; `None` for all
         found = []
         for side, part in enumerate(parts_of(cache)):
             described: list[_Described | None] = []
@@ -374,8 +367,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return a model's output without KV caches, for a caller who did not request any."""
-    # output: output of the model; a mapping is changed in place
+    """Return a model's output without KV caches, which the caller did not request; a mapping is changed in place."""
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:
             output[name] = None

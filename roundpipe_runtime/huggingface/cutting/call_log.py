@@ -23,9 +23,8 @@ from .stub import Key
 class Tree:
     """A nested value, such as the arguments of a layer, in which a :class:`Key` stands for each tensor."""
 
-    spec: pytree.TreeSpec  # structure
-    # A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else the value
-    # itself
+    spec: pytree.TreeSpec
+    # a `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else the value
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
@@ -61,15 +60,15 @@ class BoxUse:
 
     number: int  # number of the box in its microbatch
     kind: type  # class of the box
-    # content that the model's own code put into it before this call; `None` if only layers have changed it
+    # content that the model's own code has put into the box; `None` if only layers have changed it since
     content: Tree | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty KV cache among the arguments of a call. Each call gets a copy, as no other layer reads its writes."""
+    """An empty KV cache among the arguments of a call; each call gets a copy."""
 
-    empty: Any  # cache to copy
+    empty: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ class CallSpec:
     """A layer call that the model's own code made, recorded to be run by a later piece of the pipeline."""
 
     arguments: Tree  # arguments of the call, `(args, kwargs)`
-    # names of the outputs that the model captures by hooks inside layers, each with the number captured
-    # before this call
+    # names of the outputs that hooks capture, each with the number of outputs captured before this call
     collect: tuple[tuple[str, int], ...] = ()
 
     def boxes(self) -> list[BoxUse]:
@@ -94,9 +92,9 @@ class CallSpec:
 class Embedded:
     """Key, shape and dtype of the output of an embedding that only the first piece, phase 0, computes."""
 
-    key: Key  # key of the tensor
-    shape: torch.Size  # shape of the tensor
-    dtype: torch.dtype  # dtype of the tensor
+    key: Key
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,7 @@ class CallLog(Static):
     """The layer calls of one microbatch so far: their arguments and results, with keys instead of tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
-    # keys of the tensors that a phase needs to continue, and which the next phase reads
+    # keys of the tensors without which the next phase cannot continue
     needed: frozenset[Key] = frozenset()
     # position of the last recorded call that takes each tensor
     last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)
@@ -114,11 +112,9 @@ class CallLog(Static):
     captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
     # outputs of each embedding that only phase 0 computes, call by call
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
-    # layer outputs that are kept to the end because the model returns them: `"none"` (default), `"extras"` (all but
-    # hidden states) or `"all"`
+    # layer outputs that the model returns: `"none"`, `"extras"` (all except hidden states) or `"all"`
     keep: Literal["none", "extras", "all"] = "none"
-    # whether layers were called with different rows or masks than the last phase has: for some rows, for example,
-    # a mask is omitted. Default: `False`.
+    # whether layers were called with other rows than the last phase: states of microbatches were joined
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
@@ -132,7 +128,6 @@ class CallLog(Static):
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
         """Return a copy of the call log in which the call at ``place`` has completed with this result."""
-        # captured: structure of the outputs that hooks captured; `None` without any
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -141,7 +136,7 @@ def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
     """Return the tensors that pieces after the layer call at ``place`` still need."""
-    # Values dropped here are neither copied to the next device nor kept for the backward.
+    # dropped values are not copied to the next device, and not kept for the backward
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
         key: value
@@ -175,7 +170,7 @@ class Candidate:
 
     path: str  # name of the list in the model
     layers: dict[str, nn.Module]  # layers by their name in the model
-    size: int  # number of elements in their parameters
+    size: int  # number of elements of all parameters
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
@@ -202,7 +197,7 @@ def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
 
 
 def _is_of_layers(module: nn.Module) -> bool:
-    # the same module can occur several times, and children() would list it only once
+    # children() lists a module that occurs several times only once
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
         return False
@@ -215,7 +210,7 @@ def _is_of_layers(module: nn.Module) -> bool:
 class OutputSpec:
     """The structure of the output of a layer."""
 
-    spec: pytree.TreeSpec  # structure
+    spec: pytree.TreeSpec
     # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for other leaves
     leaves: tuple[int | tuple[Any], ...]
 
@@ -246,7 +241,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments ``(args, kwargs)``, in order, except tensors inside dictionaries and lists."""
-    # kwargs is a dictionary but no box; compared by its id, as a reference in the function would form a cycle
+    # kwargs itself is not a box; it is compared by its id, because a reference to it would form a cycle
     outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,10 +1,10 @@
 """Outputs that transformers captures by hooks inside layers: router logits, attentions, hidden states.
 
-A forward that returns them sets a context variable of its thread, the collector: ``{name: list}``. Hooks append to the
-lists. In a pipeline the layers run in other threads, at other times and more than once, so there are two collectors::
+A forward that returns such outputs sets a context variable, the collector ``{name: list}``, and hooks append to the
+lists. In a pipeline, layers run in other threads, later, and more than once, so there are two kinds of collectors::
 
-    phase       the model's own        a completed call extends it, a recorded call appends a placeholder
-    layer       one for each call      hooks append to it; its lists pass to later phases like other outputs
+    phase       the model's collector        completed calls extend it, recorded calls append a placeholder
+    layer       a collector for each call    hooks append to it; its lists pass to later phases like other outputs
 """
 
 from __future__ import annotations
@@ -26,39 +26,37 @@ _SELECTION = "_hidden_states_layers"
 
 
 def _collector() -> Any:
-    """The context variable of the collector; ``None`` without transformers."""
+    """Return the context variable of the collector; ``None`` without transformers."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return COLLECTOR if is_old() else None
     return module._active_collector
 
 
+def _collected() -> dict[str, Any]:
+    """Return the outputs that the running forward has captured; empty if it captures none."""
+    collector = _collector()
+    return (collector.get() if collector is not None else None) or {}
+
+
 def collected_so_far() -> tuple[tuple[str, int], ...]:
     """Return how many outputs of each name, such as attentions, the running forward has captured by hooks."""
-    collector = _collector()
-    held = collector.get() if collector is not None else None
-    return tuple((name, len(found)) for name, found in held.items() if name != _SELECTION) if held else ()
+    return tuple((name, len(found)) for name, found in _collected().items() if name != _SELECTION)
 
 
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
-    Without it, the model would return too short lists. With it, code that computes with a captured output ends
-    the phase, as does code that computes with the output of a layer.
+    The lists get the right lengths, and code that computes with a captured output ends the phase.
     """
-    collector = _collector()
-    held = (collector.get() if collector is not None else None) or {}
-    for name, found in held.items():
+    for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
             found.extend([stand_in] * (2 if name == "hidden_states" and not found else 1))
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
     """Append outputs that hooks captured in a completed layer call to those that the running forward captures."""
-    collector = _collector()
-    held = collector.get() if collector is not None else None
-    if not held:
-        return
+    held = _collected()
     for name, found in captured.items():
         if name not in held:
             continue
@@ -92,8 +90,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks with which transformers captures outputs, on the layers themselves and before any forward.
 
-    transformers installs them in the first forward that returns such outputs. In a pipeline, that would be the forward
-    of a copy, which has stubs instead of layers.
+    Otherwise transformers installs them in the first forward, which is that of a copy without layers.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -103,8 +100,8 @@ def install_hooks(model: nn.Module) -> None:
     base = sys.modules["transformers"].PreTrainedModel
     done = "_output_capturing_hooks_installed"
 
-    # One call covers all modules inside a model. If a part has its hooks already, a call for the whole would install
-    # them twice there, and outputs would be captured twice; so the search continues below.
+    # A call installs hooks on all modules of a model. If a part has hooks already, it would get them twice, so the call
+    # is made for the other parts only.
     def descend(part: nn.Module) -> None:
         models = [inner for inner in part.modules() if isinstance(inner, base)]
         if isinstance(part, base) and not any(getattr(inner, done, False) for inner in models):
@@ -118,8 +115,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which outputs of layers a model call returns, such as hidden states."""
-    # returns: `"all"` with hidden states; `"extras"` with attentions or router logits only; else `"none"`
+    """Return which layer outputs a call returns: ``"all"`` with hidden states, else ``"extras"`` or ``"none"``."""
 
     def asked(name: str) -> bool:
         given = kwargs.get(name)
@@ -130,9 +126,7 @@ def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "e
     return "extras" if asked("output_attentions") or asked("output_router_logits") else "none"
 
 
-# The collector of :mod:`.capture` for versions of transformers without one, such as 4.56 and 5.0.
-
-
+# The collector for versions of transformers without one, such as 4.56 and 5.0.
 COLLECTOR: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("roundpipe_outputs", default=None)
 _HOOKED = "_rp_hooked_outputs"
 
@@ -140,7 +134,7 @@ _HOOKED = "_rp_hooked_outputs"
 def is_old() -> bool:
     """Report whether the imported version of transformers captures outputs without a collector, as 4.56 and 5.0 do."""
     generic = sys.modules.get("transformers.utils.generic")
-    return "transformers.utils.output_capturing" not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
+    return _MODULE not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
 
 def hook_layers(model: nn.Module) -> None:
@@ -205,7 +199,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """The function that ``check_model_inputs`` has created, in a forward or in one that it wraps."""
+    """Return the function that ``check_model_inputs`` has made: this one, or one that it wraps."""
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code
@@ -214,14 +208,14 @@ def _wrapper(function: Any) -> Callable[..., Any] | None:
 
 
 def _ties_last(forward: Any) -> bool:
-    """Whether the last hidden state is the output; the decorator has an argument for that since 5.0."""
+    """Return whether the last hidden state is the output: an argument of the decorator since 5.0."""
     wrapper = _wrapper(forward)
     assert wrapper is not None
     return bool(inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True))
 
 
 def _recorders(module: nn.Module) -> dict[str, list[Any]]:
-    """The outputs that a module records, by class or name of its submodules."""
+    """Return how the outputs of a module are recorded, by the name of the output."""
     generic = sys.modules["transformers.utils.generic"]
     found: Mapping[str, Any] = generic._CAN_RECORD_REGISTRY.get(str(type(module))) or {}
     made = {}

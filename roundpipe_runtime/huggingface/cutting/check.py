@@ -1,4 +1,4 @@
-"""Compare a split model with the reference model on a small batch, and report its layers, pieces and errors."""
+"""Compare a split model with the original model on a small batch, and report its pieces and differences."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Check that the pieces, run by the engine on one device, give the outputs and gradients of the model.
 
-    It needs memory for the gradients of one piece: gradients of the reference model are digested as they are computed,
-    those of the split model after each piece, and parameters are not copied. The model's ``grad`` is unchanged.
+    The check needs memory for the gradients of one piece, because gradients are replaced by digests as they are
+    computed, and parameters are not copied. ``grad`` of the parameters is unchanged.
     """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
@@ -73,7 +73,7 @@ def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> contextlib.
 
 
 class _Host(VirtualDevice):
-    """A device without copies of parameters, since pieces run on it one after the other."""
+    """A device that does not copy parameters, because pieces run on it one after the other."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         return tensor if parameter else super().copy_in(tensor, ready)
@@ -99,10 +99,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager in which all modules of a model are in evaluation mode; restores their modes afterwards.
-
-    Modules with quantized weights also change mode, and a library may repack the weights then.
-    """
+    """Context manager in which all modules of a model are in evaluation mode; restores their modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
 
     def restore() -> None:
@@ -111,16 +108,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     with (undoing := Undoing(restore)), undoing:
         model.eval()
-        with weights_kept(model):
+        with weights_kept(model):  # a library may repack quantized weights in evaluation mode
             yield
 
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model is in evaluation mode, but modules with a quantized weight in training mode.
-
-    They use one kernel in training, and others in evaluation, some of which give no gradient.
-    """
+    """Context manager in which a model is in evaluation mode, but modules with a quantized weight in training mode."""
+    # the kernels that quantized modules use in evaluation mode may give no gradient
     with evaluating(model):
         for module in filter(has_few_bits, model.modules()):
             module.training = True
@@ -128,23 +123,20 @@ def checking(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
-    """The tensors by key path: the model may set an output's entries in any order."""
+    """Return the tensors sorted by key path, because the model may set the entries of an output in any order."""
     found = {leaf.path: leaf.value for leaf in leaves(outputs, name="outputs") if isinstance(leaf.value, torch.Tensor)}
     return dict(sorted(found.items()))
 
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The difference of a tensor from its reference; infinite if only one of them exists."""
+    """Return the difference of a tensor from its reference; infinity if only one of them exists."""
     if one is None or other is None:
         return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
     return distance(digest(one), digest(other))
 
 
-# Digest the gradients of a model as they are computed, so that only one gradient exists at a time.
-
-
-# Size limits below which gradients are kept whole: of the whole model, in bytes; of one gradient, in elements.
+# Gradients are kept whole in a model of at most this many bytes, or with at most this many elements.
 _SMALL = 2**26
 _WHOLE = 2**10
 
@@ -152,7 +144,7 @@ _WHOLE = 2**10
 class Gradients:
     """Collects digests of the gradients of a model, which are compared instead of the gradients themselves."""
 
-    # digests: digest of each gradient by the name of the parameter
+    # digests: digests of gradients, by the name of the parameter
 
     def __init__(self, model: nn.Module) -> None:
         self.digests: dict[str, Digest] = {}
@@ -167,7 +159,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Add a summand of a gradient to the digest and return true; false if hooks of the parameter need the sum."""
+        """Add a summand of a gradient to the digest and return true; return false if hooks need the sum."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -190,15 +182,15 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
             stack.enter_context(_collecting(found, parameter, parameter))
         yield found
         for parameter, _ in before:
-            _collect(found, parameter, parameter)  # gradients that were assigned without autograd
+            _collect(found, parameter, parameter)  # gradients that were set without autograd
 
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
     """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
-    Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of
-    that size. The digests are summed instead.
+    Otherwise autograd sums the gradients of an embedding and its tied head, which needs three more tensors of that
+    size. The digests are summed instead.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -218,7 +210,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 def _collecting(
     found: Gradients, parameter: nn.Parameter, place: nn.Parameter
 ) -> contextlib.AbstractContextManager[object]:
-    """Digest the gradients that autograd accumulates in the placeholder of a parameter."""
+    """Return a context manager in which gradients of a parameter's placeholder are added to the digests."""
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
     handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
@@ -236,10 +228,10 @@ class Equivalence:
     """Relative differences, by norm, between the split model and the original model on the example.
 
     Attributes:
-        outputs: largest error of the tensors that the model returns, including the loss.
-        gradients: largest error of the gradients of all parameters.
-        worst: parameter with that error.
-        parameters: number of parameters that got a gradient from the reference model.
+        outputs: largest difference of the tensors that the model returns, including the loss.
+        gradients: largest difference of the gradients of all parameters.
+        worst: name of the parameter with this difference.
+        parameters: number of parameters that got a gradient in the original model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -266,8 +258,8 @@ class CutReport:
         pieces: pieces of the pipeline, in order.
         bytes: bytes of the parameters of each piece.
         equivalence: differences from the model; ``None`` if they were not checked.
-        refused: reason and message of each split that was tried before.
-        losses: how the loss of each kind of call is computed, checked at its first call. Default: no call yet.
+        refused: reason and message of each split that was tried before and rejected.
+        losses: how the loss of each kind of call is computed, which is checked at its first call.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -293,7 +285,7 @@ class CutReport:
 
     @property
     def phases(self) -> int:
-        """How many parts of the model's own code run around the layers: 2 means before and after all layers."""
+        """The number of parts of the model's own code; 2 for code before and after all layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

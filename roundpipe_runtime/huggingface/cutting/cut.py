@@ -1,4 +1,4 @@
-"""``cut``: split a Hugging Face model into pieces of a pipeline by record and replay, without code per architecture."""
+"""Split a Hugging Face model into pieces of a pipeline by record and replay, without code per architecture."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Cut:
     """A model that was split into pieces, each run by a pipeline after the previous one.
 
     Attributes:
-        model: Original model, whose parameters the pieces share.
-        pieces: Modules of the pipeline. The first one takes the arguments of the model, the last one returns its
-            output; a model that could not be split is the only piece.
-        report: Result of the split in words and numbers.
-        layers: Layers that became pieces, by name.
-        reading: Record of the model's modules and parameters at the time of the split.
+        model: original model, whose parameters the pieces share.
+        pieces: modules of the pipeline. The first one takes the arguments of the model, and the last one returns its
+            output. A model that could not be split is the only piece.
+        report: result of the split in words and numbers.
+        layers: layers that became pieces, by name.
+        reading: record of the model's modules and parameters at the time of the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -61,10 +61,10 @@ class Cut:
         """Return the split of a model into these pieces, which get the model's current mode, parameters and attributes.
 
         Args:
-            model: The model to read.
-            pieces: Modules of the pipeline, in order.
-            report: Result of the split in words and numbers.
-            layers: Layers that became pieces, by name.
+            model: original model.
+            pieces: modules of the pipeline, in order.
+            report: result of the split in words and numbers.
+            layers: layers that became pieces, by name.
         """
         made = cls(model, pieces, report, layers, _read(model, layers))
         made.sync()
@@ -109,11 +109,9 @@ class Cut:
         return made
 
     def _renew(self) -> None:
-        """Copy the model's own code again, after its modules, functions or objects changed.
-
-        It is not known which phases read new parameters, so all phases get them; nor whether later phases still pass
-        the outputs of embeddings to layers only, so all phases compute them.
-        """
+        """Copy the model's own code again after its modules, functions or objects changed."""
+        # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with the
+        # outputs of embeddings, so all phases compute these outputs.
         program = self.program
         assert program is not None
         inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
@@ -130,7 +128,7 @@ class Cut:
                 piece.copy = copy_with_stubs(self.model, self.layers)
 
     def _modules_of_other_classes(self) -> set[str]:
-        """Names of modules whose class differs from that of their copies."""
+        """Return the names of modules whose class or forward differs from their copies."""
         first = self.pieces[0]
         assert isinstance(first, Phase)
         copies = dict(first.copy.named_modules())
@@ -143,11 +141,11 @@ class Cut:
 
 
 def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
-    return read_model(model, layers.values() or [model])  # one piece runs the model itself
+    return read_model(model, layers.values() or [model])  # a model that was not split is its own layer
 
 
 def _children(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """The current modules of a list, by their names in the model; none if the list is gone."""
+    """Return the current modules of a list by name; none if the list was removed."""
     found = result_or(lambda: model.get_submodule(path), lambda error: None)
     return {} if found is None else {f"{path}.{key}": one for key, one in found._modules.items() if one is not None}
 
@@ -161,17 +159,16 @@ def cut(
 ) -> Cut:
     """Split a transformers model into the pieces of a pipeline.
 
-    The layers, and the model's own code around them, are found by running its forward on an example. Then the outputs
-    and gradients of the pieces are compared with the model's. If any differ, fewer layers are split off,
-    down to none: then the model is one piece, and the report states the reason.
+    The layers, and the model's own code around them, are found by a run of its forward on an example. Then outputs and
+    gradients of the pieces are compared with the model's. If they differ, fewer layers are split. If no layers can be
+    split, the model is one piece, and the report states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
             ``meta`` are enough for a plan, without a comparison.
         example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
-            the model as later batches: include pictures if those have pictures. Default: a few tokens, one row padded.
-        check: whether to compare the pieces with the model. It costs a forward and a backward of the example on the
-            host, twice.
+            the model as later batches: include pictures if batches have pictures. Default: a few tokens, one row padded.
+        check: whether to compare the pieces with the model, by two forwards and backwards of the example on the host.
         skip_modules: lists of layers, or modules around them, that must not be split.
 
     Returns:
@@ -189,7 +186,7 @@ def cut(
     kwargs = plain_rows(without_cache(model, dict(example if example is not None else example_inputs(model))))
     if asked_for(model, kwargs) != "none":
         install_hooks(model)
-    # parameters on meta have no values: calls can be observed, but no outputs compared
+    # parameters on meta have no values, so calls can be observed, but outputs cannot be compared
     is_planned = any(p.is_meta for p in model.parameters())
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
@@ -209,7 +206,6 @@ def cut(
 
 
 def _reason(error: Exception) -> tuple[str, str]:
-    """The reason and the message of a split that failed."""
     if isinstance(error, CutError):
         return error.reason, str(error)
     return "structure", f"{type(error).__name__}: {error}"
@@ -217,14 +213,13 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     """Return a :class:`Cut` that has the whole model as its only piece."""
-    # refused: reason and message of each split that was tried before
     size = sum(map(stored_bytes, model.parameters()))
     report = CutReport(type(model).__name__, (), (type(model).__name__,), (size,), None, tuple(refused))
     return Cut.of(model, [Whole(model)], report, {})
 
 
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
-    """The lists of which the forward calls at least one element."""
+    """Return the lists of which the forward calls at least one element."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
 
     def refused(error: Exception) -> CutError:
@@ -241,10 +236,10 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
 
 
 def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[list[Candidate]]:
-    """Choices of lists to split, best first: all that are worth it, then the largest alone."""
+    """Return the choices of lists to split: all large lists, then only the largest."""
     skip = {id(inner) for module in skipped for inner in module.modules()}
     allowed = [one for one in found if not any(id(layer) in skip for layer in one.layers.values())]
-    # a list with less than a tenth of the largest one's parameters costs more in stages than it saves in memory
+    # stages for a list with less than a tenth of the largest list's parameters cost more time than they save memory
     worth = [one for one in allowed if one.size * 10 >= allowed[0].size]
     choices = [worth, allowed[:1]] if len(worth) > 1 else [worth]
     return [choice for choice in choices if choice]
@@ -298,9 +293,6 @@ def _report(
     )
 
 
-# Add labels to an example, so that the check of a split also covers the training loss.
-
-
 # The names of logits in transformers, by the names of their labels.
 _LOGITS = {
     "start_positions": "start_logits",
@@ -310,11 +302,8 @@ _LOGITS = {
 
 
 def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return an example with labels, if the model accepts labels and returns a loss.
-
-    It tries labels in turn: tokens for logits of tokens, classes or numbers for logits of rows.
-    """
-    # returns: the example with labels; unchanged if no labels give a finite loss
+    """Return an example with labels that give a finite loss, so that the check of a split covers the training loss."""
+    # returns: the example, unchanged if no labels give a finite loss
     taken = inspect.signature(model_inside(model).forward).parameters
     names = sorted(label_names(model) & set(taken))
     if not names or any(kwargs.get(name) is not None for name in names):
@@ -332,7 +321,7 @@ def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def _candidates(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
-    """Labels to try, for all names at once and then for "labels" alone."""
+    """Yield labels to try: tokens, classes and numbers, for all names at once and then for "labels" alone."""
     tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
     if not tokens:
         return
@@ -360,10 +349,7 @@ def _logits(outputs: PyTree) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-# Find the plan of a split: run the model's forward on an example, and observe where it needs the output of a layer.
-
-
-# With more phases, one piece is better for a model: each phase repeats the code of all earlier phases.
+# With more phases, a model is better not split, because each phase repeats the code of all earlier phases.
 _MOST_PHASES = 300
 
 
@@ -379,7 +365,7 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
         while True:
             try:
                 return _run(program, model, layers, args, kwargs, copies, reads_of)
-            # a trial shows what the plan still lacks: an embedding computed in later phases, or an output read there
+            # the trial has shown that a later phase computes with the output of an embedding, or reads that of a layer
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
                 copies, reads_of = [], []
@@ -405,8 +391,8 @@ def _run(
     while True:
         number = len(ends)
         if number == len(copies):
-            # a copy for each phase, as in the pipeline: a module that caches a value computed from a parameter reads
-            # the parameter in its first call only, and each phase makes this call on another device
+            # each phase has its own copy, as in the pipeline, because a module that caches a value computed from a
+            # parameter reads the parameter in its first call only
             copies.append(copy_with_stubs(model, layers, program.embeddings))
             reads_of.append(_tracked(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
@@ -442,7 +428,6 @@ def _fails_alone(layer: str, error: Exception) -> CutError:
 
 
 def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Names of the embeddings outside of layers."""
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module) not in inside:
@@ -450,7 +435,7 @@ def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[s
 
 
 def _tracked(copied: nn.Module) -> set[str]:
-    """Record reads of a copy's parameters; return the set that gets the names of those that are read."""
+    """Return a set to which the names of parameters are added when the copy reads them."""
     read: set[str] = set()
     for path, module in copied.named_modules():
         module.__dict__["_parameters"] = _Tracked(module._parameters, f"{path}." if path else "", read)
@@ -470,7 +455,7 @@ class _Tracked(dict[str, Any]):
 
 
 def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
-    """The parameters of each phase. Parameters that the example did not use go to all phases: other batches may."""
+    """Return the parameters of each phase, with those that the example did not use, because other batches may use them."""
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
     unread = names.difference(*used)
@@ -479,7 +464,7 @@ def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.M
 
 _LENGTH = 12
 _PADDING = 3
-_LARGEST_TOKEN = 100  # larger ids are often placeholders of images
+_LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
 def example_inputs(model: nn.Module) -> Kwargs:

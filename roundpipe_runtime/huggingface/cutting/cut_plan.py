@@ -1,4 +1,4 @@
-"""The plan of a split, as plain data, and the joined states for the model's own code after its layers."""
+"""The plan of a split, the state that passes between its pieces, and the joined state of several microbatches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class CutPlan:
     """The plan of a split model: phases, which run the model's own code, and between them calls of layers."""
 
     calls: Sequence[Observed]  # calls of layers, in order
-    ends: Sequence[int]  # position after the last call that each phase records; the last phase records none
+    ends: Sequence[int]  # position after the last call that each phase records
     keep: frozenset[Key] = frozenset()  # outputs of layers that phases read
     # names of the parameters that each phase reads; `None` if not known yet
     used: Sequence[frozenset[str] | None] = ()
-    # names of the embeddings that only phase 0 computes. Later phases pass their outputs only to layers that have
-    # already run, so a placeholder is enough there.
+    # names of the embeddings that only phase 0 computes; later phases pass only placeholders to layers that have run
     embeddings: frozenset[str] = frozenset()
     # entries that each call reads from caches that the model created; `None` if not known yet
     cache_reads: Mapping[int, frozenset[Entry]] | None = None
@@ -70,32 +69,25 @@ class CutPlan:
         return found
 
 
-# The state of one microbatch, which each piece of a split model takes and returns.
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
     """The values that a piece of a split model passes to the next one, for one microbatch.
 
-    The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state but
-    returns a new one, since the engine may call the piece with the same state again, to recompute it.
+    The engine flattens the state between two pieces, to copy its tensors to the next device. A piece never changes a
+    state, because the engine may call the piece with the same state again for recomputation.
     """
 
-    call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`, from which every phase starts
-    # options of the call; `None` if the last phase returns the model's output unchanged
-    options: CallOptions | None
-    # tensors by `Key` while they are needed: those that phases pass to layers, and outputs of layers
-    values: dict[Key, torch.Tensor]
-    # contents of dictionaries and lists that layers read and write (the shared keys and values of Gemma)
+    call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
+    options: CallOptions | None  # `None` if the last phase returns the model's output unchanged
+    values: dict[Key, torch.Tensor]  # arguments and outputs of layers, while they are needed
+    # contents of dictionaries and lists that layers read and write, such as the shared keys and values of Gemma
     boxes: dict[int, Any]
-    call_log: CallLog  # plan of the calls, without tensors
+    call_log: CallLog
     seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
-        """Seed the random generators of the device and of the CPU as before the model's own code ran first.
-
-        Models draw on the device, and on the CPU whatever the device: transformers draws there which layers to drop.
-        """
+        """Seed the random generators of the device and of the CPU as before the first run of the model's own code."""
+        # transformers draws on the CPU which layers to drop, also if the model is on another device
         torch.default_generator.manual_seed(self.seed)
         _generator(self.call).manual_seed(self.seed)
 
@@ -106,7 +98,7 @@ pytree_dataclass(CutState, backends="torch")
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
     """Return the state with which a microbatch enters the first piece of a split model."""
     kwargs, options = split_options(kwargs)
-    # if the last layer may be dropped, the code after it reads the output of any other layer
+    # if layers may be dropped, the code after the layers may read the output of any layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
     seed = _generator((args, kwargs)).initial_seed()
     return CutState((args, kwargs), options, values={}, boxes={}, call_log=CallLog(keep=keep), seed=seed)
@@ -125,20 +117,20 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def _generator(call: Any) -> Any:
-    """The generator, or the module with the seed functions, of the device that a call runs on."""
+    """Return the generator, or the module with the seed functions, of the device of a call."""
     device = device_of(call)
     is_host = device.type in ("cpu", "meta")
     return torch.default_generator if is_host else torch.get_device_module(device)
 
 
-# Join the states of microbatches before the last phase, so that the model's own code runs once for the whole batch.
+# The states of microbatches are joined before the last phase, so that the phase runs once for the whole batch:
 #
 #     microbatch 0    layers ... --> state: hidden (2, 8, 16)
 #                                                              --> state: hidden (3, 8, 16) --> last phase
 #     microbatch 1    layers ... --> state: hidden (1, 8, 16)
 #
-# The row axis of a tensor is the axis whose size differs between two states with different numbers of rows.
-# A tensor of the same shape in both belongs to all rows, such as the position bias of T5.
+# The row axis of a tensor is the axis whose size differs between two states with different numbers of rows. A tensor of
+# the same shape in both states belongs to all rows, such as the position bias of T5.
 
 
 class CannotJoinError(Exception):
@@ -149,10 +141,9 @@ class CannotJoinError(Exception):
 class RowAxes:
     """The row axis of each tensor that passes between the pieces of a split model."""
 
-    # axis of each tensor among the values and boxes, in the order of their leaves; `None` for one that belongs to all
-    # rows
+    # axis of each leaf of values and boxes; `None` for a tensor that belongs to all rows
     values: tuple[int | None, ...]
-    embedded: Mapping[str, tuple[int | None, ...]]  # axis of each output of an embedding, by the name of the embedding
+    embedded: Mapping[str, tuple[int | None, ...]]  # axis of each output of an embedding, by the embedding's name
 
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
@@ -174,7 +165,6 @@ class RowAxes:
 
 def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...], kwargs: Kwargs) -> CutState:
     """Join the states of the microbatches into the state of the whole batch."""
-    # states: states of the microbatches, in the order of the rows
     flat = [_leaves(state) for state in states]
     _, spec = flat[0]
     logs = [state.call_log for state in states]
@@ -199,7 +189,7 @@ def _leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether tensors are in the same positions: a mask may be omitted for some rows (Zaya's)."""
+    """Return whether tensors are in the same positions; a model may omit a mask for some rows, as Zaya does."""
     return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 
@@ -226,7 +216,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
 
 
 def _is_alike(log: CallLog, other: CallLog) -> bool:
-    """Whether layers had equal calls, and returned the same structures."""
+    """Return whether layers had the same calls, and returned the same structures."""
     own, others = (
         (one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in (log, other)
     )

@@ -18,8 +18,7 @@ from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
 from .weights import counting, with_loss_weight
 
-# The only keyword argument that never reaches the model. It is an argument so that the engine splits it: labels
-# belong to rows.
+# Name of the keyword argument with the options. The model never gets it; the engine splits it, because it has labels.
 CALL_OPTIONS = "roundpipe_call_options"
 
 
@@ -30,13 +29,10 @@ class CallOptions:
     With options, the last piece returns ``(output, items, rows)``; see `with_loss_weight`.
     """
 
-    # whether only the loss of the output is used, so that logits are not needed; `False` by default
-    loss_only: bool = False
-    # loss that the last piece computes from the logits; `None` (default) if the model computes its own, or none
-    smoothed_loss: SmoothedLoss | None = None
-    labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch; `None` by default
-    # checked weights of the losses of microbatches; `None` (default) before a check
-    weight_by: Way | None = None
+    loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed
+    smoothed_loss: SmoothedLoss | None = None  # loss that the last piece computes from the logits
+    labels: torch.Tensor | None = None  # labels of the smoothed loss, with the rows of the batch
+    weight_by: Way | None = None  # checked weights of the losses of microbatches; `None` before a check
 
 
 pytree_dataclass(CallOptions, backends="torch")
@@ -48,8 +44,6 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
     >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
     ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None, weight_by=None))
     """
-    # kwargs: keyword arguments of a call, of which one may be `CALL_OPTIONS`
-    # returns: A copy of the keyword arguments without the options, and the options; `None` if there are none
     given = dict(kwargs)
     options = given.pop(CALL_OPTIONS, None)
     if options is not None and not isinstance(options, CallOptions):
@@ -61,9 +55,9 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the summed loss of a microbatch is already its share of the loss of the whole batch.
+    """Report whether the summed loss of a microbatch is its share of the loss of the whole batch.
 
-    It is, if it was divided by the number of items of the whole batch, or if losses were checked to add up.
+    The loss was divided by the number of items of the batch, or a check has found that losses are added.
     """
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
@@ -81,7 +75,7 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
     """Run a forward that returns the output of a model, and return the output as the options request."""
-    # options: options of the call; `None` returns the output alone
+    # options: options of the call; without options, the output alone is returned
     if options is None:
         return run()
     loss, labels = options.smoothed_loss, options.labels

@@ -1,7 +1,7 @@
 """Label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a microbatch.
 
-The model is called without its labels, as the Trainer calls it, so it computes no loss of its own and adds none for
-experts. Labels are passed to its last phase in addition to the arguments of the model.
+Like the Trainer, this package calls the model without labels, so that the model computes no loss. The labels go to the
+last phase of the model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .weights import with_loss
 class SmoothedLoss(Static):
     """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
 
-    It is ``(1 - factor)`` times the cross-entropy with the labels, plus ``factor`` times that with uniform labels. A
-    Hugging Face model computes it without keeping the logits of all tokens.
+    The loss is ``(1 - factor)`` times the cross-entropy with the labels, plus ``factor`` times the cross-entropy with
+    uniform labels. A Hugging Face model computes it without keeping the logits of all tokens.
 
     Args:
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
-        shift_labels: whether token i predicts label i + 1. Default: for classes that transformers lists as causal
-            language models.
+        shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
+            causal language models.
         num_items_in_batch: divisor of the sum. Default: the number of labels in the batch that are not ignored.
         ignore_index: label that is ignored.
         scale: factor of the loss.
@@ -64,15 +64,17 @@ class SmoothedLoss(Static):
         """Return the loss of outputs that hold logits.
 
         Args:
-            outputs: a dictionary with ``"logits"``, or a tuple that begins with them.
+            outputs: a dictionary with ``"logits"``, or a tuple whose first item is the logits.
             labels: labels of these rows.
 
         Returns:
-            The sum and the number of labels that are not ignored; one number, if ``num_items_in_batch`` is given.
+            The sum and the number of labels that are not ignored; or the loss if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
-            raise LossError("SmoothedLoss: without a Hugging Face model, state whether labels are shifted:\n"
-                            "    SmoothedLoss(0.1, shift_labels=True)")  # fmt: skip
+            raise LossError(
+                "SmoothedLoss: without a Hugging Face model, state whether labels are shifted:\n"
+                "    SmoothedLoss(0.1, shift_labels=True)"
+            )
         if self.num_items_in_batch is not None:
             return self.of_logits(_logits(outputs), labels)
         counted = labels[..., 1:] if self.shift_labels else labels
@@ -119,10 +121,9 @@ def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
 ) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
     """Separate the labels of a call from the model's arguments, so that the model itself computes no loss."""
-    # kwargs: keyword arguments of its forward. Labels are removed, and an encoder-decoder without decoder inputs
-    # gets those that it computes from the labels.
     # label: labels; `None` if they are among the arguments
-    # returns: the keyword arguments of the model; the loss, which knows whether labels are shifted; and the labels
+    # returns: the keyword arguments of the model, with the decoder inputs that an encoder-decoder computes from labels;
+    # the loss, with `shift_labels` set; and the labels
     made = dict(kwargs)
     among = made.pop("labels", None)
     labels = among if label is None else label

@@ -1,10 +1,9 @@
 """Lazy logits, which are not computed if only their loss is needed.
 
-The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory, which
-records elementwise operations (a scale, a soft cap, a wider dtype) and selections of rows.
-`cross_entropy` of it is computed in chunks. Other operations compute the real logits and use those. Code that
-writes into logits, or operates on them below torch functions, ends the forward with `NotLazy`; the forward is then
-repeated with a plain head. So the result is always the model's own.
+The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
+(a scale, a soft cap, a wider dtype) and selections of rows. Its `cross_entropy` is computed in chunks. For other
+operations the real logits are computed. Code that writes into logits, or calls operators instead of torch functions,
+ends the forward with `NotLazy`, and the forward is repeated with the real head. So results are always the model's own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .sliced import chunked_cross_entropy, sliced_cross_entropy
 
 on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
-# Logits with at most this many values (64 MB in float32) are computed as the model does.
+# Logits with at most this many values (64 MB in float32) are computed by the model.
 _SMALL = 2**24
 
 _FORM = {
@@ -50,7 +49,7 @@ _RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
 class NotLazy(BaseException):
-    """Raised when a forward needs the values of its logits. It is no `Exception`, because models catch these."""
+    """Raised when a forward needs the values of its logits; a `BaseException`, because models catch an `Exception`."""
 
 
 class LazyLogits(torch.Tensor):
@@ -59,7 +58,7 @@ class LazyLogits(torch.Tensor):
     hidden: torch.Tensor
     head: tuple[torch.Tensor, torch.Tensor | None]
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    #: the computed values of these logits and of those they derive from, with their versions
+    # computed values of these logits and of the logits that they derive from, with their versions
     computed: list[tuple[torch.Tensor, int]]
 
     @staticmethod
@@ -70,8 +69,8 @@ class LazyLogits(torch.Tensor):
         steps: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         computed: list[tuple[torch.Tensor, int]] | None = None,
     ) -> LazyLogits:
-        """Make one without memory."""
-        with torch.no_grad():  # an empty product gives the dtype, also under autocast
+        """Make lazy logits, which take no memory."""
+        with torch.no_grad():  # an empty product has the right dtype, also under autocast
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
         made: LazyLogits = make_wrapper_subclass(
@@ -140,7 +139,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
 
 
 def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """The result without computing the logits; ``None`` if that is impossible."""
+    """Return the result without computing the logits; ``None`` if that is impossible."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
@@ -176,7 +175,7 @@ def _reshaped(logits: LazyLogits, sizes: Sequence[int]) -> LazyLogits | None:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Rows selected by slices; the vocabulary axis stays whole."""
+    """Return rows that are selected by slices; ``None`` if the index cuts the vocabulary."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:
@@ -203,7 +202,7 @@ def _loss(
         return None
     if reduction not in ("mean", "sum") or source.dim() != 2 or target.is_floating_point():
         return None
-    # a loss that the model does not compute in a wider dtype has the dtype of its logits
+    # the chunked loss has at least 32 bits, but the model's loss has the dtype of the logits
     if source.dtype not in (torch.float32, torch.float64):
         return None
     source.check_unwritten()
@@ -237,7 +236,6 @@ class _Head(TorchFunctionMode):
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
     """Context manager in which the head of a model returns :class:`LazyLogits` if the logits are large."""
-    # model: Hugging Face model, or PEFT's model around one. Any other model computes its logits as usual.
     weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
         yield
@@ -245,7 +243,6 @@ def lazy_head(model: nn.Module) -> Iterator[None]:
 
 def weight_of_head(model: nn.Module) -> torch.Tensor | None:
     """Return the weight of the layer that computes the logits of a model; ``None`` if not known."""
-    # model: Hugging Face model, or PEFT's model around one
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
@@ -253,7 +250,7 @@ def weight_of_head(model: nn.Module) -> torch.Tensor | None:
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
     """Run a forward whose output is used only for its loss, without computing all logits at once."""
-    # run: function that runs the forward; it is called again if the forward needs its logits
+    # run: function that runs the forward, which is called again if the forward needs its logits
     try:
         with lazy_head(model):
             output = run()
@@ -263,11 +260,8 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
 
 
 def without_logits(model: nn.Module, output: PyTree) -> PyTree:
-    """Return the output with ``None`` for logits over the vocabulary, whether they were computed or not.
-
-    So the outputs of all microbatches have one structure, whatever their number of rows.
-    """
-    # output: output of `loss_only`; a mapping is changed in place
+    """Return the output with ``None`` instead of logits over the vocabulary; a mapping is changed in place."""
+    # logits of few rows are computed, and the outputs of all microbatches must have the same structure
     weight = weight_of_head(model)
     if weight is None:
         return output

@@ -1,8 +1,8 @@
-"""Auxiliary load-balancing loss of mixtures of experts, for a whole batch: it is not a mean over rows.
+"""Auxiliary load-balancing loss of mixtures of experts, which is not a mean over rows.
 
-For each expert it multiplies the share of tokens by the mean of probabilities, both over the batch. The product for the
-batch cannot be computed from those of its microbatches; so the loss is computed once, from the joined router logits, by
-the function of the model's own module.
+For each expert, the loss multiplies the expert's share of tokens by its mean probability, both over the batch. This
+product cannot be computed from microbatches. So the function of the model's own module computes the loss once, from the
+joined router logits.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any],
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
     """Return the auxiliary loss of router logits, and its contribution to the model's loss."""
-    # routers: logits of the routers, one tensor per layer with a row per token
-    # returns: `(loss, part of the model's loss)`; `None` if the model has no such loss
+    # routers: one tensor per layer, with a row per token
+    # returns: `(loss, contribution to the model's loss)`; `None` if the model has no such loss
     function = _function(model)
     if function is None:
         return None
@@ -85,7 +85,7 @@ def _experts(model: nn.Module) -> tuple[Any, Any]:
 
 
 def _setting(model: nn.Module, names: Sequence[str]) -> Any:
-    """A number that the model, or its configuration, has under one of these names."""
+    """Return a number that the model or its configuration has under one of these names."""
     for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
         for name in names:
             value = getattr(holder, name, None)

@@ -1,11 +1,11 @@
-"""Cross-entropy over slices of a vocabulary: a device never has the whole weight of the head, nor all logits.
+"""Cross-entropy in slices of a vocabulary or in chunks of rows, so that all logits never exist at once.
 
 ::
 
     forward    slice by slice: the logits, their log-sum-exp, and the logit of the label; then log-sum-exp over slices
     backward   slice by slice: the logits again, their softmax, the gradients; the weight's gradient goes to the host
 
-Slices are ascending in both, so sums have the same order for any device and any plan.
+Slices are in ascending order, so sums have the same order for any device and any plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ...engine.parameters.host_table import HostTable, TableAccess, wide
 from ...errors import LossError
 
-# Number of logits of some rows and a slice: 256 MB in float32.
+# Number of logits that are computed at once: 256 MB in float32.
 _MOST = 2**26
 
 
@@ -37,7 +37,7 @@ class _Settings:
     ignore_index: int
     smoothing: float
     kind: str  # kind of the device
-    autocast: torch.dtype | None  # dtype of products in the forward, where autocast chooses it
+    autocast: torch.dtype | None  # dtype of products under autocast
 
     @property
     def chunk(self) -> int:
@@ -70,7 +70,7 @@ def sliced_cross_entropy(
     rows: int | None = None,
 ) -> Any:
     """Compute :func:`chunked_cross_entropy` with a weight that stays on the host and is copied slice by slice."""
-    # rows: ignored, as a slice has few logits per row
+    # rows: ignored, because a slice has few logits per row
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     access, kind = weight.access, hidden.device.type
@@ -88,7 +88,7 @@ def sliced_cross_entropy(
 
 
 def _check_labels(labels: torch.Tensor, size: int, ignored: int) -> None:
-    """Check labels against the vocabulary; on an accelerator, without a wait, a wrong one makes the loss NaN."""
+    """Check labels of a CPU tensor; on an accelerator, a wrong label makes the loss NaN, without a wait."""
     if labels.device.type != "cpu":
         return
     wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= size))]
@@ -117,7 +117,7 @@ class _Sliced(torch.autograd.Function):
                 logits = settings.logits(hidden[rows], part, None if bias is None else bias[place])
                 values = settings.of_logits(logits)
                 del logits
-                if chosen is None:  # a label of no slice stays NaN
+                if chosen is None:  # a label outside of the vocabulary stays NaN
                     chosen = values.new_full((len(hidden),), float("nan"))
                     all_values = values.new_zeros(len(hidden))
                 found.append(values.logsumexp(-1))
@@ -142,7 +142,7 @@ class _Sliced(torch.autograd.Function):
         hidden, bias, labels, whole = ctx.saved_tensors
         settings: _Settings = ctx.settings
         wanted = ctx.needs_input_grad
-        # a mean over nothing divides by zero, but its gradient is zero
+        # the mean of no losses divides by zero, but its gradient is zero
         gradient = torch.where(gradient.isfinite(), gradient, 0.0).to(whole.dtype)
         factors = torch.where(labels != settings.ignore_index, gradient, 0.0)
         of_hidden = torch.zeros_like(hidden, dtype=wide(hidden.dtype)) if wanted[0] else None
@@ -173,7 +173,7 @@ def _slope(
     whole: torch.Tensor,
     factors: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of the logits of some rows and a slice."""
+    """Return the gradient of the logits of some rows for a slice."""
     # whole: log-sum-exp of all logits of each row
     # factors: gradient of the loss of each row
     size, smoothing = settings.access.size, settings.smoothing
@@ -191,7 +191,7 @@ def _slope(
 
 
 def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether a slice has each label, and its index in the slice; for other labels, index 0."""
+    """Return whether each label is in a slice, and its index in the slice; 0 for other labels."""
     inside = (labels >= place.start) & (labels < place.stop)
     return inside, torch.where(inside, labels - place.start, 0)
 
@@ -201,12 +201,7 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-# Chunked cross-entropy for large vocabularies: the logits of all tokens never exist at once.
-
-
-# Number of logits in a chunk: 256 MB in float32.
-_CHUNK = 2**26
-# With fewer rows, reading the weight would take longer than computing with it.
+# Smallest number of rows in a chunk: with fewer rows, reading the weight takes longer than computing with it.
 _LEAST_ROWS = 64
 
 
@@ -237,7 +232,7 @@ def chunked_cross_entropy(
         rows: number of rows per chunk. Default: as many as take 256 MB of logits in float32, but at least 64.
 
     Returns:
-        The loss, without axes, in float32, or float64 where the logits are.
+        The loss, without axes, in float32; in float64 if the logits have float64.
 
     Raises:
         LossError: shapes do not fit, or the reduction is unknown.
@@ -262,7 +257,7 @@ def chunked_cross_entropy(
             "hidden, weight and labels must have the shapes (..., width), (vocabulary, width) and (...), found "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}."
         )
-    rows = rows or max(_LEAST_ROWS, _CHUNK // max(weight.shape[0], 1))
+    rows = rows or max(_LEAST_ROWS, _MOST // max(weight.shape[0], 1))
     settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     is_trainable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     total: torch.Tensor = _Chunked.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -296,14 +291,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # a mean over nothing divides by zero, but its gradient is zero
+        # the mean of no losses divides by zero, but its gradient is zero
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
-        saved = ctx.saved_tensors  # torch reports that the graph was freed
+        saved = ctx.saved_tensors  # raises torch's error if the graph was freed
         found, ctx.found = ctx.found, None
         if found is None:  # a second backward of a retained graph: the stored gradients were scaled in the first one
             with torch.enable_grad():
                 _, found = ctx.run(*saved)
-        # in place: the weight's gradient is as large as the weight
+        # in place, because the weight's gradient is as large as the weight
         scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
         return (*scaled, None, None, None, None, None)
 
@@ -319,20 +314,19 @@ def _by_chunks(
     rows: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The sum of the losses, and its requested gradients: of hidden states, weight and bias."""
+    """Return the sum of the losses, and the wanted gradients of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     found = [
         torch.zeros_like(t) if want and t is not None else None
         for t, want in zip((hidden, weight, bias), wanted, strict=True)
     ]
-    total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    for start in range(0, len(hidden), rows):
-        part = slice(start, start + rows)
+    total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+    for part in _chunks(len(hidden), rows):
         logits = functional.linear(hidden[part], weight, bias)
         with torch.set_grad_enabled(any(wanted)):
             logits.requires_grad_(any(wanted))
             values = logits if transform is None else transform(logits)
-            values = values.to(_wide(values))
+            values = values.to(wide(values.dtype))
             loss = functional.cross_entropy(values, labels[part], reduction="sum", **options)
         total += loss.detach()
         if any(wanted):
@@ -343,16 +337,12 @@ def _by_chunks(
     return total, found
 
 
-def _wide(values: torch.Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
 def _add(
     found: list[torch.Tensor | None], slope: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, part: slice
 ) -> None:
     """Add the contribution of a chunk to the gradients of hidden states, weight and bias."""
     of_hidden, of_weight, of_bias = found
-    dtype = slope.dtype  # under autocast, differs from the weight's dtype
+    dtype = slope.dtype  # under autocast not the dtype of the weight
     if of_hidden is not None:
         of_hidden[part] = slope @ weight.to(dtype)
     if of_weight is not None and of_weight.dtype == dtype == hidden.dtype:

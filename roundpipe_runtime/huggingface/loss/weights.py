@@ -1,9 +1,8 @@
 """Weights of microbatch losses: the number of items that a model's own loss averages over, observed as it runs.
 
-A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over tokens shifted
-by one; neither its class nor its configuration states which. So calls of torch's averaging functions are intercepted
-while the loss is computed. The loss of the batch is the sum of (mean x items) over the sum of items, for any split.
-This is checked for each model before it is used; see `loss_proof`.
+A model with labels may return a mean over rows, tokens, tokens that are not ignored, or tokens shifted by one, and its
+configuration does not state which. So calls of torch's averaging functions are intercepted while the loss is computed.
+The loss of the batch is the sum of (mean x items), divided by the sum of items; `loss_proof` checks each model.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def with_loss_weight(
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch, the weight of its loss, and its number of rows."""
     # weight_by: weights of the losses. Default: the items, if they are known.
-    # returns: `(output, items, rows)`. A loss that is a sum has -1 items: it is a share of the batch's if the model
-    # got `num_items_in_batch`. Means over different numbers of items have infinity, which holds for this batch
-    # only; an unknown loss has NaN. A loss over no items is zero.
+    # returns: `(output, items, rows)`. A loss that is a sum has -1 items, and is a share of the batch's loss if the model
+    # got `num_items_in_batch`. Means over different numbers of items have infinity, because they cannot be weighted.
+    # An unknown loss has NaN. A loss over no items is zero.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
@@ -81,9 +80,9 @@ class UnprovenLossError(LossError):
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
-    """A loss of zero with a graph, for a microbatch whose labels are all ignored."""
+    """Return a loss of zero with a graph, for a microbatch whose labels are all ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
-    if not found:  # lazy logits
+    if not found:  # the logits are lazy
         return torch.zeros_like(loss)
     return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
 
@@ -98,7 +97,7 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
     """Return the output with ``loss`` instead of its own loss."""
-    # output: output of the model: a tuple, which begins with its loss, or a mapping, which is changed in place
+    # output: a tuple, whose first item is the loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss
@@ -132,7 +131,7 @@ class ShareOfOwnLoss:
     share: float
 
     def __call__(self, outputs: PyTree, labels: Any) -> Any:
-        """Return the quotient."""
+        """Return the loss divided by ``share``."""
         return own_loss(outputs, labels) / self.share
 
 

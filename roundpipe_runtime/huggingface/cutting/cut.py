@@ -167,7 +167,8 @@ def cut(
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
             ``meta`` are enough for a plan, without a comparison.
         example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
-            the model as later batches: include pictures if batches have pictures. Default: a few tokens, one row padded.
+            the model as later batches: include pictures if batches have pictures. Default: a few tokens, with one row
+            padded.
         check: whether to compare the pieces with the model, by two forwards and backwards of the example on the host.
         skip_modules: lists of layers, or modules around them, that must not be split.
 
@@ -365,7 +366,7 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
         while True:
             try:
                 return _run(program, model, layers, args, kwargs, copies, reads_of)
-            # the trial has shown that a later phase computes with the output of an embedding, or reads that of a layer
+            # the trial has shown that a later phase needs the output of an embedding or of a layer
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
                 copies, reads_of = [], []
@@ -455,7 +456,7 @@ class _Tracked(dict[str, Any]):
 
 
 def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
-    """Return the parameters of each phase, with those that the example did not use, because other batches may use them."""
+    """Return the parameters of each phase, and those that the example did not use, which other batches may use."""
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
     unread = names.difference(*used)

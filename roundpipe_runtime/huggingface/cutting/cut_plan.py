@@ -29,7 +29,7 @@ class CutPlan:
     keep: frozenset[Key] = frozenset()  # outputs of layers that phases read
     # names of the parameters that each phase reads; `None` if not known yet
     used: Sequence[frozenset[str] | None] = ()
-    # names of the embeddings that only phase 0 computes; later phases pass only placeholders to layers that have run
+    # names of the embeddings that only phase 0 computes; later phases pass placeholders of them to completed layers
     embeddings: frozenset[str] = frozenset()
     # entries that each call reads from caches that the model created; `None` if not known yet
     cache_reads: Mapping[int, frozenset[Entry]] | None = None

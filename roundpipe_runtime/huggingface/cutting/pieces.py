@@ -44,15 +44,15 @@ from .stub import Key, NeedsValue, Placeholder, holds_placeholder, running
 class Finished:
     """The result of :meth:`Phase.advance` if the forward of the model has completed."""
 
-    output: PyTree  # output of the model
+    output: PyTree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paused:
     """The result of :meth:`Phase.advance` if the forward needs an output of a layer that has not run yet."""
 
-    state: CutState  # state for the layers, whose calls are recorded in it
-    needed: Key  # output without which the forward cannot continue
+    state: CutState  # state with the recorded calls of layers
+    needed: Key  # output that the forward needs to continue
 
 
 class Phase(nn.Module):
@@ -68,20 +68,20 @@ class Phase(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own code up to the next layers."""
-        # args: positional arguments of the model, in phase 0; else the state
-        # returns: the state; from the last phase, the output of the model in the requested form
+        # args: arguments of the model in phase 0; else the state
+        # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         run = functools.partial(self._run, state)
         if not self._is_last:
             return run()
         return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
 
-    def __repr__(self) -> str:  # modules of the copy may lack parameters that another phase has
+    def __repr__(self) -> str:  # modules of the copy may lack parameters
         return f"Phase {self.number} of {type(self.copy).__name__}"
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The key under which all phases may write buffers of the model's own code: each phase repeats that code."""
+        """The key of pieces that may write the same buffers: all phases, because each repeats the model's own code."""
         return self.program
 
     @property
@@ -91,7 +91,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """Nothing: an exception stops the model's own code where it needs a layer."""
+        """``None``, because an exception ends the model's own code where the code needs a layer."""
         return
 
     @property
@@ -114,8 +114,8 @@ class Phase(nn.Module):
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
         kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
-        # The code runs again from the start of the forward, so it must draw the same numbers as in earlier phases.
-        # With two phases this only matters if the draws decide which layers run.
+        # The forward runs again from its start, so it must draw the same numbers as in earlier phases. With two phases
+        # this matters only if the draws decide which layers run.
         restart_generators()
         if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
             state.restart_noise()
@@ -130,20 +130,16 @@ class Phase(nn.Module):
                 output = session.held_again(output)
                 return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
-        # a call of an earlier phase: it is completed, so running layers would not produce this output
+        # an output of a completed call was not kept, and running layers would not produce it
         if needed.call not in session.calls:
             raise _missing(needed, session.call_log)
         call_log = session.call_log.record(session.calls, needed)
         if self.number == 0:
             call_log = dataclasses.replace(call_log, embedded=session.embedded)
         kept = self.program.keep | _kept_outputs(call_log, self.program)
-        values = live(session.values, call_log, self.last_made(call_log), kept)
+        last_made = max(call_log.results, default=-1)
+        values = live(session.values, call_log, last_made, kept)
         return Paused(dataclasses.replace(state, values=values, call_log=call_log), needed)
-
-    @staticmethod
-    def last_made(call_log: CallLog) -> int:
-        """Return the position of the last completed call, -1 before the first."""
-        return max(call_log.results, default=-1)
 
 
 class MissingValueError(BatchStructureError):
@@ -181,7 +177,7 @@ class Whole(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """Nothing: the piece also returns the loss and caches."""
+        """``None``, because the piece also returns the loss and caches."""
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,12 +204,12 @@ class LayerCall(nn.Module):
 
     @property
     def _rp_to_compile(self) -> nn.Module:
-        """The layer, without the surrounding code that takes its arguments out of the state."""
+        """The layer, without the code that reads its arguments from the state."""
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
         """Call the layer with the arguments that the model's own code has recorded before."""
-        # returns: the state after the call; the same state, if this microbatch skips the layer
+        # returns: the state after the call; the same state if this microbatch skips the layer
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
@@ -232,7 +228,7 @@ class LayerCall(nn.Module):
         with collecting(spec.collect) as captured, caches as (args, kwargs, _):
             try:
                 out = self.layer(*args, **kwargs)
-            except Exception as error:  # a layer that did not get the actual outputs of earlier layers for this batch
+            except Exception as error:  # earlier layers may have returned other outputs than for the example
                 if self.program.returned_others(state.call_log.results):
                     raise BatchStructureError(changed_results(self.program.calls[self.place].layer)) from error
                 raise
@@ -250,11 +246,8 @@ class LayerCall(nn.Module):
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """Outputs of layers and embeddings that the model returns, and embeddings of a single token.
-
-    The embedding of one token is small, and some models compare it with the inputs in a later phase, to find the
-    positions of images. So it is always kept.
-    """
+    """Return the outputs of layers and embeddings that the model returns, and embeddings of a single token."""
+    # some models compare the embedding of an image token with the inputs in a later phase
     embedded = frozenset(
         one.key
         for made in call_log.embedded.values()
@@ -287,17 +280,14 @@ def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[T
     return Tree(spec, tuple(named)), found
 
 
-# Run a model's forward with stubs for its layers: completed calls are replayed, new ones are recorded.
-
-
-# classes whose objects contain no tensors to flatten
+# Classes whose objects contain no tensors.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
 
 
 class PhaseSession:
     """Answers calls of layers while the model's own code runs: replays completed calls and records new calls.
 
-    The model's forward restarts in every phase, as Python cannot continue it in the middle::
+    The model's forward restarts in every phase, because Python cannot continue a function in the middle::
 
         phase 1 of 2    embed        placeholder with the shape of phase 0's output
                         layers.0     replayed: the output that the state holds
@@ -317,39 +307,37 @@ class PhaseSession:
         self._made = sorted(self.call_log.results)
         self._asked = 0
         self._place = self._made[-1] + 1 if self._made else 0
-        # Tensors and boxes are compared by identity: a tensor passed to twelve layers is one value, copied once.
+        # by identity, so that a tensor that is passed to several layers is copied once
         self._keys = {id(value): key for key, value in self.values.items()}
         self._sides = 0
-        self._newest = Key(-1, 0)  # an output of the last call that was recorded
+        self._newest = Key(-1, 0)  # an output of the last recorded call
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}
         self._held: dict[int, HeldCache] = {}
         self._embeds: dict[str, int] = {}
         self.embedded: dict[str, list[Embedded]] = {}
-        self._alive: list[Any] = []  # the id of a deleted object can be reused, so objects known by id stay referenced
+        self._alive: list[Any] = []  # objects that are known by id, because the id of a deleted object can be reused
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return a copy of a held KV cache for the model's own code, and remember which cache the copy stands for."""
+        """Return a copy of a held KV cache for the model's own code, and remember the held cache of the copy."""
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model with each copy that :meth:`hand_out` made replaced by the held KV cache."""
+        """Return the output of the model with held KV caches instead of the copies from :meth:`hand_out`."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer that has already run; otherwise record the call and return placeholders."""
-        # returns: the output of the layer, if the call was completed; placeholders for it otherwise
         self._asked += 1
         if self._asked <= len(self._made):
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute the output of an embedding in the first piece (phase 0); in later phases, return a placeholder."""
-        # returns: the output of the embedding; in later phases a placeholder, or the output if the state has it
+        """Compute the output of an embedding in phase 0; later, return the output in the state, or a placeholder."""
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:
@@ -360,8 +348,8 @@ class PhaseSession:
         made = self.call_log.embedded.get(name, ())
         if number >= len(made):
             raise MissingEmbeddingError(name)
-        # While the plan is being found, values in the state are ignored: outputs for a single token are always kept,
-        # and a phase that read one would fail for longer inputs.
+        # Outputs for a single token are always in the state. While the plan is found they are ignored, because a phase
+        # that reads such an output would fail for longer inputs.
         found = self.values.get(made[number].key) if self.program.used else None
         if found is None:
             form = torch.empty((), dtype=made[number].dtype, device=device).expand(made[number].shape)
@@ -393,18 +381,16 @@ class PhaseSession:
         return pytree.tree_unflatten(leaves, result.spec)
 
     def _check_given(self, place: int, given: Sequence[Any]) -> None:
-        """Check that a layer got its current arguments, now that the layers before it have run.
-
-        The call was recorded with the outputs of the example: if an earlier layer returns a tensor for this batch
-        but `None` for the example, the tensor was missing from the arguments.
-        """
+        """Raise an error if a completed call had other arguments than the model gives to the layer now."""
+        # The call was recorded before earlier layers ran. If an earlier layer returned a tensor for this batch, but
+        # `None` for the example, the recorded arguments lack the tensor.
         if self.call_log.is_of_others:
             return
         recorded = self.call_log.calls[place].arguments.leaves
         if len(given) == len(recorded):
             differs = any(_is_or_is_none(one, other) for one, other in zip(given, recorded, strict=True))
         else:
-            differs = not self._held  # caches that were handed out stand for others
+            differs = not self._held  # with caches, the numbers of leaves differ
         if differs:
             raise BatchStructureError(changed_results(self.program.calls[place].layer))
 
@@ -418,14 +404,14 @@ class PhaseSession:
     # -- new calls ---------------------------------------------------------------------------------------------------
 
     def _next_place(self, layer: str) -> int:
-        """The position of a call in the plan. Earlier calls that the batch skipped are never recorded (LayerDrop)."""
+        """Return the position of a call in the plan; calls that the batch skips (LayerDrop) are not recorded."""
         places = range(self._place, self.program.ends[self._phase])
         for place in places:
             if self.program.calls[place].layer == layer:
                 self._place = place + 1
                 return place
         if self.calls and any(call.layer == layer for call in self.program.calls[self.program.ends[self._phase] :]):
-            # With the example, the model computed between the two layers, as some do in evaluation only.
+            # for the example, the model has computed between the two layers, as some models do in evaluation only
             raise NeedsValue(self._newest)
         expected = [self.program.calls[place].layer for place in places]
         raise BatchStructureError(
@@ -455,7 +441,7 @@ class PhaseSession:
 
     def _named(self, leaf: Any, place: int) -> Any:
         if isinstance(leaf, Placeholder):
-            if leaf.key.call < 0:  # an embedding of phase 0, which the state no longer holds
+            if leaf.key.call < 0:  # an embedding of phase 0, which is not in the state
                 raise NeedsValue(leaf.key)
             return leaf.key
         if isinstance(leaf, torch.Tensor):
@@ -490,7 +476,7 @@ class PhaseSession:
 
     def _box(self, box: Any, place: int) -> BoxUse:
         number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
-        # unchanged since a layer had it: then the state has its content, or will have it when that layer has run
+        # if no code but layers has changed the box, its content is in the state when this layer runs
         held = _ids(box)
         if self._box_seen.get(number) == held:
             return BoxUse(number, type(box), None)
@@ -506,12 +492,12 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
-    """Return a test for boxes that is false for the keyword arguments themselves, which are also a dictionary."""
-    # torch's flattening makes a reference cycle with this function, so it must not reference tensors
+    """Return a test for boxes that is false for the keyword arguments, which are a dictionary."""
+    # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)
 
 
 def _is_or_is_none(given: Any, recorded: Any) -> bool:
-    """Whether one of them is a tensor, and the other is ``None``."""
+    """Return whether one argument is a tensor, and the other is ``None``."""
     return (given is None and isinstance(recorded, Key)) or (recorded is None and isinstance(given, torch.Tensor))

@@ -1,8 +1,7 @@
 """Copy a model with stubs instead of its layers, and placeholders for the tensors that layers would return.
 
 A copy shares parameters, buffers and configuration with the model, but has its own module objects. So its modules can
-use the parameters of one device while the layers, and the copies of other phases, run on other devices. Only these
-objects take additional memory.
+have the parameters of one device while layers and other copies run on other devices.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .capture import collect_on_copy
 
 
 class Session(Protocol):
-    """The methods with which an object answers calls of stubs, which replace layers in a copy of a model."""
+    """An object that answers the calls of stubs."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it."""
@@ -72,7 +71,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """A subclass of an embedding's class whose objects ask the session before they compute."""
+    """Return a subclass of an embedding's class that calls the session instead of computing."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -82,9 +81,9 @@ def _from_layer(self: nn.Module, name: str) -> Any:
 
 @functools.cache
 def _stub_class(kind: Any) -> type:
-    """A subclass of a layer's class, so that ``isinstance`` holds, whose objects have no modules or parameters."""
+    """Return a subclass of a layer's class, so that ``isinstance`` holds, without modules and parameters."""
     made = type(kind.__name__, (kind,), {"__module__": kind.__module__})
-    # set after the class exists: `__init_subclass__` of transformers would wrap forward
+    # set afterwards, because `__init_subclass__` of transformers would wrap forward
     for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", _from_layer)):
         setattr(made, name, function)
     return made
@@ -99,7 +98,7 @@ def _stub(layer: nn.Module, name: str) -> nn.Module:
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
     """Return a copy of a model, with the same parameters, in which stubs replace these layers."""
-    # embeddings: names of modules that ask the session before they compute; none by default
+    # embeddings: names of embeddings that call the session
     memo: dict[int, Any] = {id(layer): _stub(layer, name) for name, layer in layers.items()}
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for module in model.modules():
@@ -107,7 +106,7 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
             memo.update((id(value), value) for value in _shared(module))
     keep_alive = list(memo.values())  # deepcopy looks objects up by id
     try:
-        with with_own_forwards(model):  # a pipeline may be generating
+        with with_own_forwards(model):  # `generate` of a pipeline may have replaced the forward
             made: nn.Module = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError, copy.Error) as error:
         raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
@@ -122,16 +121,16 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:
-    """The objects that a copy of a module shares with it."""
+    """Yield the objects that a copy of a module shares with the module."""
     yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
     yield from tensors_held(module)
-    # hooks that are registered or removed later count for the copy, and objects that hooks belong to are not copied
+    # the dictionaries of hooks are shared, so hooks that are registered or removed later also apply to the copy
     yield from (value for name, value in module.__dict__.items() if "config" in name or name.endswith(_HOOKS))
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
     """Give a copy the current parameters, buffers, training mode and plain attributes of its model."""
-    # used: names of the parameters that the copy gets; `None` for all
+    # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
             continue
@@ -148,7 +147,7 @@ def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
         for name, value in original.__dict__.items():
             if _is_simple(value) or isinstance(value, torch.Tensor):
                 module.__dict__[name] = value
-            elif _is_plain(value) and module.__dict__.get(name) != value:  # such as the active adapters
+            elif _is_plain(value) and module.__dict__.get(name) != value:  # for example the active adapters
                 module.__dict__[name] = copy.deepcopy(value)
 
 
@@ -157,7 +156,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Report whether a value consists of numbers and strings."""
+    """Return whether a value consists of numbers and strings."""
     if type(value) is dict:
         return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
     if type(value) in (list, tuple, set):
@@ -165,11 +164,8 @@ def _is_plain(value: Any) -> bool:
     return _is_simple(value)
 
 
-# Make functions that were set on modules, such as a replaced ``forward``, call the copy of a copied module.
-
-
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Make functions that were set on modules of a copy use modules of the copy instead of modules of the model."""
+    """Make functions set on modules of a copy, such as a replaced ``forward``, use modules of the copy."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):
@@ -178,7 +174,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The value with copies instead of modules; the value itself if it contains none."""
+    """Return a function or module with copies instead of modules; the value itself if it contains no module."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -200,12 +196,12 @@ def _function(value: types.FunctionType, copies: Mapping[int, Any], made: dict[i
     new = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
     new.__kwdefaults__, new.__qualname__ = value.__kwdefaults__, value.__qualname__
     new.__module__, new.__doc__ = value.__module__, value.__doc__
-    new.__dict__.update(value.__dict__)  # such as ``__wrapped__``, which has the signature
+    new.__dict__.update(value.__dict__)  # for example ``__wrapped__``, which has the signature
     return new
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
-    """The closure cell itself, unless it contains a module: a counter in a cell stays shared."""
+    """Return a new cell if the closure cell contains a module; otherwise the same cell, for example of a counter."""
     try:
         held = cell.cell_contents
     except ValueError:  # not set yet
@@ -214,22 +210,19 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
     return cell if new is held else types.CellType(new)
 
 
-# Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
-#
-# While the forward of a model is recorded, its layers do not run, and placeholders replace their outputs. A model
-# that only passes them from layer to layer runs to its end. A model that computes with one has its own code between two
-# layers: the first operation on a placeholder ends the forward with `NeedsValue`.
+# While the forward of a model is recorded, layers do not run, and placeholders replace their outputs. A model can pass
+# placeholders from layer to layer. The first operation on a placeholder ends the forward with `NeedsValue`.
 
 
 class Key(NamedTuple):
-    """Name of a tensor: output ``leaf`` of layer call ``call``; if ``call`` is negative, of the model's own code."""
+    """The name of a tensor: output ``leaf`` of layer call ``call``; a negative call is the model's own code."""
 
     call: int
     leaf: int
 
 
 class NeedsValue(BaseException):
-    """Raised when a forward computes with a placeholder. It is no `Exception`, because models catch these."""
+    """Raised when a forward computes with a placeholder; a `BaseException`, because models catch an `Exception`."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
@@ -256,14 +249,12 @@ _ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__
 class Placeholder(torch.Tensor):
     """A tensor without memory that stands for a tensor that is not computed yet, such as an output of a layer."""
 
-    # like: tensor of the same shape, dtype and device; `None` if these are not known
-
-    key: Key  # name of the tensor
+    key: Key
     has_form: bool  # whether shape, dtype and device are known
 
     @staticmethod
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
-        """Make a placeholder, which takes no memory."""
+        """Make a placeholder with the shape, dtype and device of ``like``; ``None`` if these are not known."""
         known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
         with DisableTorchFunctionSubclass():
             form = like if known and like is not None else torch.empty(0)
@@ -279,7 +270,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries about a known shape; end the forward for every other operation."""
+        """Answer queries about a known shape; end the forward for any other operation."""
         found = _first([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
@@ -294,7 +285,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """End the forward: an operator that torch functions do not cover reads the value."""
+        """End the forward, because an operator that no torch function covers reads the values."""
         found = _first([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

@@ -36,8 +36,8 @@ def with_loss_weight(
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch, the weight of its loss, and its number of rows."""
     # weight_by: weights of the losses. Default: the items, if they are known.
-    # returns: `(output, items, rows)`. A loss that is a sum has -1 items, and is a share of the batch's loss if the model
-    # got `num_items_in_batch`. Means over different numbers of items have infinity, because they cannot be weighted.
+    # returns: `(output, items, rows)`. A sum has -1 items, and is a share of the batch's loss if the model got
+    # `num_items_in_batch`. Means over different numbers of items have infinity, because they cannot be weighted.
     # An unknown loss has NaN. A loss over no items is zero.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows

@@ -2,10 +2,10 @@
 
 ::
 
-    Trainer          self.model, the model on the host: its names, configuration, saving, generation
-                     self.model_wrapped, the model that runs: the pipeline around the same parameters
-    per batch        training_step -> forward_backward of the pipeline: gradients are on the host
-    per step         clip, optimizer and scheduler of the Trainer, on these
+    Trainer          self.model            the model on the host, for names, configuration, saving and generation
+                     self.model_wrapped    the pipeline around the same parameters, which runs
+    per batch        training_step         forward_backward of the pipeline, with gradients on the host
+    per step         clipping, optimizer and scheduler of the Trainer, on the host
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ from ..wrapped_model import WrappedModel
 from .pipeline_trainer import PipelineTrainer, check_overrides
 from .saving_trainer import SavingTrainer
 
-# A Trainer whose reference, reward and teacher models also run through pipelines.
+# Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters, the
+# reference is the model without adapters:
 #
-# Preference trainers compare the model with frozen models, and pass each of those to accelerate. With
-# adapters, a trainer calls the model itself instead, with the adapters off:
-#
-#     accelerator.prepare_model(reference, evaluation_mode=True)     its own pipeline, on the same devices
-#     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model, which holds the weights
+#     accelerator.prepare_model(reference, evaluation_mode=True)     another pipeline, on the same devices
+#     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model
 
 
 class FrozenModelTrainer(PipelineTrainer):
@@ -71,7 +69,7 @@ class FrozenModelTrainer(PipelineTrainer):
         if not evaluation_mode:
             return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
-        with generator_kept():  # seeds the order in which the data come anyway
+        with generator_kept():  # the generator also decides the order of the data
             frozen = wrap_model_to_roundpipe(
                 model, devices=self._rp_devices(), model_run_config=config, pin_model="off"
             )
@@ -83,7 +81,7 @@ class FrozenModelTrainer(PipelineTrainer):
         return frozen
 
     def _rp_devices(self) -> Any:
-        """The devices of the pipeline around the model, which may not exist yet."""
+        """Return the devices of the pipeline around the model, which may not exist yet."""
         if self._rp_pipeline is not None:
             return self._rp_pipeline.devices
         if "devices" not in self._rp_options:
@@ -107,8 +105,6 @@ class FrozenModelTrainer(PipelineTrainer):
             self._rp_pipeline.close()
             self._rp_pipeline = None
 
-    # -- the model as its own reference --------------------------------------------------------------------------------
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, while calls of the model run through its pipeline."""
         with self._rp_called_through_pipeline():
@@ -120,12 +116,12 @@ class FrozenModelTrainer(PipelineTrainer):
             return super().evaluate(*args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Let TRL compute the reference before the first step; a Trainer without this method does not call it."""
+        """Compute the log-probabilities of the reference as TRL does, through the pipeline."""
         with self._rp_called_through_pipeline():
             return super()._precompute_ref_logps(*args, **kwargs)
 
     def _rp_called_through_pipeline(self) -> contextlib.AbstractContextManager[None]:
-        """Run calls of the model itself through its pipeline in the block."""
+        """Return a context manager in which calls of the model run through its pipeline."""
         held = None if getattr(self, "model_init", None) is not None else self.model.__dict__
         if held is None or isinstance(held.get("forward"), PipelineForward) or self.pipeline.cut.report.is_whole:
             return contextlib.nullcontext()
@@ -142,7 +138,7 @@ class PipelineForward(OtherForward):
         self._is_running = False
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        # `generate` fills a cache and has its own path; and the pipeline may call the model to check its loss
+        # the model itself runs for `generate`, which fills a cache, and when the pipeline checks the model's loss
         if self._is_running or cache_of(kwargs) is not None or kwargs.get("use_cache"):
             return self._own(self._trainer.model)(*args, **kwargs)
         self._is_running = True
@@ -156,12 +152,9 @@ class PipelineForward(OtherForward):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give a copy of the model its original forward: the pipeline has the weights of this one."""
+        """Return the original forward for a copy of the model, because the pipeline has the weights of this model."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
-
-
-# Read the data in groups of rows, so that a batch has the rows of all processes.
 
 
 class GroupTrainer(PipelineTrainer):
@@ -170,10 +163,8 @@ class GroupTrainer(PipelineTrainer):
     compute_loss_func: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader of this process's rows; with groups, a batch spans all processes.
-
-        A subclass's ``compute_loss`` may compare rows, so each process then gets the batches of the plain Trainer.
-        """
+        """Return the loader of this process's rows; with groups, a batch has the rows of all processes."""
+        # the `compute_loss` of a subclass may compare rows, so each process then gets the batches of the plain Trainer
         if not self._rp_has_groups():
             return super().get_train_dataloader()
         if self.args.world_size > 1 and self._rp_has_other_loss():
@@ -195,14 +186,14 @@ class GroupTrainer(PipelineTrainer):
         return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
 
     def _rp_has_other_loss(self) -> bool:
-        """Whether other code computes the loss or the step of a batch, from the joined output of a process's rows."""
-        # A step that comes after this class, of `class Own(RoundPipeTrainer, Mine)`, calls that of a Trainer.
+        """Return whether other code computes the loss or the step, from the joined output of a process's rows."""
+        # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
         methods = ("compute_loss", self.compute_loss), ("training_step", super().training_step)
         return self.compute_loss_func is not None or not all(_is_of_trainer(*method) for method in methods)
 
     @contextlib.contextmanager
     def _rp_failing_together(self) -> Iterator[None]:
-        """Raise an error before the backward of one process on all processes, which would wait for it there."""
+        """Context manager that raises an error of one process in all processes, which would wait in the backward."""
         self._rp_is_before_backward = True
         try:
             yield
@@ -217,7 +208,7 @@ class GroupTrainer(PipelineTrainer):
         super()._rp_backward(loss, **kwargs)
 
     def _rp_global_batch(self) -> int:
-        """The number of rows of a batch over all processes."""
+        """Return the number of rows of a batch over all processes."""
         rows: int = self._train_batch_size
         return rows * self.pipeline.replicas
 
@@ -234,7 +225,7 @@ class GroupTrainer(PipelineTrainer):
         return super().get_batch_samples(iter(taken), num_batches, *args)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does. First wait for a background step, because generation uses the model."""
+        """Evaluate as the Trainer does, after the end of a background step, because generation uses the model."""
         self.pipeline.synchronize()
         ranks = self.pipeline.ranks
         return super().evaluation_loop(
@@ -247,9 +238,7 @@ def _is_of_trainer(name: str, method: Any) -> bool:
     return function is getattr(Trainer, name) and function.__module__.startswith("transformers.")
 
 
-# Split the batches of a Trainer into groups of rows that do not depend on the number of processes.
-
-
+# Options of a Trainer's data loader that a loader of groups also gets.
 _KEPT = (
     "num_workers",
     "pin_memory",
@@ -271,7 +260,6 @@ class GroupLoader(DataLoader[Any]):
 
 def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]:
     """Return the next batches of this process; if one process fails, its error is raised in all processes."""
-    # count: number to take; fewer at the end of the data
     found: list[Any] = []
     with Outcome() as outcome:
         found = list(itertools.islice(batches, count))
@@ -300,7 +288,7 @@ class CheckedLoader:
 
 def has_rows(loader: DataLoader[Any]) -> bool:
     """Report whether a loader draws single rows, which can form groups; streams and batch loaders do not."""
-    # torch also gives a stream a batch sampler, whose sampler is infinite
+    # a stream also has a batch sampler, which is infinite
     return type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -312,7 +300,7 @@ def loader_of_groups(
     batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
     collate = loader.collate_fn
     tail = len(own.sampler) % batch
-    if 0 < tail < pipeline.replicas and not own.drop_last:  # some process would get no row
+    if 0 < tail < pipeline.replicas and not own.drop_last:  # a process gets no row of the last batch
         collate = collate_with_empty(collate, loader.dataset[0])
     return GroupLoader(
         loader.dataset,
@@ -323,7 +311,7 @@ def loader_of_groups(
 
 
 def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
-    """An order that depends on the epoch and a seed, as accelerate's, and not on the number of earlier draws."""
+    """Return a sampler whose order depends only on the epoch and a seed, as accelerate's does."""
     if type(sampler) is not RandomSampler:
         return sampler
     from accelerate.data_loader import SeedableRandomSampler
@@ -341,30 +329,30 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
+    It takes the arguments of a Trainer and writes the same files. ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
-    one batch, which is then split into microbatches; loss and gradients are those of the whole batch. Under torchrun
-    each process has its own devices and a group of this size, and loss and gradients are those of all groups. Each
-    process keeps its part of the optimizer's state, if the optimizer made by the Trainer can step parts of a parameter.
+    one batch, which is split into microbatches; loss and gradients are those of the whole batch. Under torchrun, each
+    process has its own devices and a group of this many rows, and loss and gradients are those of all groups. Each
+    process keeps a part of the optimizer's state if the Trainer makes the optimizer, and the optimizer is elementwise.
 
     Args:
-        model: Hugging Face model, or one that :func:`wrap_model_to_roundpipe` has wrapped.
+        model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
         *positional: further arguments, in the order of the other base class's parameters.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`: for adapters. Default: 0, none stay.
-        optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
-        example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
-            of the training data, for a model that reads images or sounds, or that does not run on the tokens.
-        use_sequential_preset: as for :func:`wrap_model_to_roundpipe`: ``True`` makes a model that cannot be split an
-            error, ``False`` leaves it in one piece. Default: it is split if possible.
-        replicas: number of groups of ``per_device_train_batch_size`` rows in a batch; group g is trained by
-            process g modulo the number of processes, so that results do not depend on that number. Default: number of
-            processes.
+            :class:`RoundPipeRunConfig`. Use it for adapters. Default: 0.
+        optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`; ``torch.float32`` for a model in 16
+            bits.
+        example: example for the split, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; or the first two
+            rows of the training data, if the model reads images or sounds or does not run on tokens.
+        use_sequential_preset: as for :func:`wrap_model_to_roundpipe`. ``True``: raise an error if the model cannot be
+            split. ``False``: do not split the model. Default: split the model if possible.
+        replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Process ``g % N`` of ``N``
+            processes trains group ``g``, so results do not depend on ``N``. Default: number of processes.
         host: where the host stores the training state, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
-        update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` needs
+        update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` requires
             ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.
         **options: keyword arguments of a Trainer.
 
@@ -428,7 +416,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             self.label_smoother = _Shifted(self.label_smoother)
 
     def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
-        """The arguments by name in the next class: the second one of a Trainer may be another model."""
+        """Return the arguments by their names in the next class, whose second argument may be another model."""
         if not positional and (args is None or isinstance(args, TrainingArguments)):
             return {"model": model, "args": args}
         names = inspect.signature(super().__init__)
@@ -443,14 +431,14 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     ) -> torch.Tensor:
         """Add the gradient of a batch to the accumulated gradient, and return the loss of the batch.
 
-        The model's own loss is computed stage by stage, also with label smoothing. A ``compute_loss`` of a subclass
-        and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the
-        pipeline. So does that of a ``training_step`` of a class after this one: ``class Own(RoundPipeTrainer, Mine)``.
+        The model's own loss is computed in microbatches, also with label smoothing. A ``compute_loss`` of a subclass,
+        a ``compute_loss_func``, and a ``training_step`` of ``Mine`` in ``class Own(RoundPipeTrainer, Mine)`` get the
+        joined output of the batch, and the backward of their loss runs through the pipeline.
 
         Args:
             model: pipeline.
             inputs: batch.
-            num_items_in_batch: divisor of the loss of an accumulated batch.
+            num_items_in_batch: number of items of the accumulated batch, by which the loss is divided.
 
         Returns:
             The loss of the batch.
@@ -507,7 +495,7 @@ class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore
 
 
 class _Shifted:
-    """Smooths labels of causal models, which the Trainer recognizes by the called class: here the pipeline's."""
+    """Smooths labels of causal models, because the Trainer checks the class of the pipeline instead."""
 
     def __init__(self, smoother: Any) -> None:
         self.smoother = smoother

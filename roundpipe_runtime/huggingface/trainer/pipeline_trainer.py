@@ -42,22 +42,20 @@ from ..wrap import wrap_model_to_roundpipe
 from ..wrapped_model import WrappedModel
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_STATE = "trainer_state.json"  # what a Trainer writes last
-_SENTINEL = "checkpoint-is-incomplete.txt"  # the file that it adds to a checkpoint requested by a signal
+_STATE = "trainer_state.json"  # the file that a Trainer writes last
+_SENTINEL = "checkpoint-is-incomplete.txt"  # a file that marks a checkpoint as incomplete, which a signal requested
 
 
-# Crash-safe checkpoints of the Trainer: they appear when they are complete, and a run resumes from the newest one.
-#
-#     output_dir/checkpoint-6/                            complete: transformers' files and a manifest
-#     output_dir/.checkpoint-9.writing/checkpoint-9/      what the Trainer is writing to
-#     output_dir/.checkpoint-3.leaving/                   no more
+#     output_dir/checkpoint-6/                            complete, with transformers' files and a manifest
+#     output_dir/.checkpoint-9.writing/checkpoint-9/      the Trainer is writing it
+#     output_dir/.checkpoint-3.leaving/                   being removed
 
 
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
     """A ``transformers.Trainer`` whose checkpoints stay complete when the process is killed.
 
-    The files are those of the Trainer. They are written under another name, flushed, and renamed, and
-    ``resume_from_checkpoint=True`` resumes from the newest undamaged one.
+    The files of the Trainer are written to another folder, which is flushed and renamed.
+    ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint.
     """
 
     _rp_writing_to: pathlib.Path | None = None
@@ -65,11 +63,13 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
     ) -> object:
-        """Train as a Trainer does; ``resume_from_checkpoint=True`` takes the newest undamaged checkpoint, or raises."""
+        """Train as a Trainer does; ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint."""
         if resume_from_checkpoint is True:
-            with self.args.main_process_first(local=False, desc="the newest checkpoint"):  # it removes leftovers
+            with self.args.main_process_first(
+                local=False, desc="the newest checkpoint"
+            ):  # `newest_whole` removes leftovers
                 found = newest_whole(pathlib.Path(self.args.output_dir))
-            resume_from_checkpoint = found or True  # without any, the Trainer reports it
+            resume_from_checkpoint = found or True  # without a checkpoint, the Trainer raises its error
         elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
             _verify_given(pathlib.Path(resume_from_checkpoint))
         if isinstance(resume_from_checkpoint, os.PathLike):
@@ -77,13 +77,13 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: object) -> str:
-        """The folder of checkpoints; while a checkpoint is being written, its folder."""
+        """Return the folder of checkpoints; while a checkpoint is written, its temporary folder."""
         return str(self._rp_writing_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
         run = pathlib.Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        if not self.args.should_save:  # rank 0 writes; files of other ranks go to a separate folder
+        if not self.args.should_save:  # rank 0 writes, and files of other ranks are not kept
             with tempfile.TemporaryDirectory() as scratch, self._rp_into(pathlib.Path(scratch)):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
             self.accelerator.wait_for_everyone()
@@ -113,7 +113,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             self._rp_writing_to = None
 
     def _rp_name_best(self, run: pathlib.Path, name: str) -> None:
-        """Set the final path of the best checkpoint, which the Trainer set to the temporary folder."""
+        """Set the final path of the best checkpoint, because the Trainer has set the temporary one."""
         best = f"checkpoint-{self.state.best_global_step}"
         if self.args.save_strategy != "no" and self.state.best_global_step and (best == name or (run / best).is_dir()):
             self.state.best_model_checkpoint = str(run / best)
@@ -126,11 +126,11 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
 def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     """Return the undamaged checkpoint with the most steps; ``None`` if there are no checkpoints.
 
-    Each damaged one with more steps gets a warning. A checkpoint of a plain Trainer counts as undamaged if it has the
-    file that is written last.
+    There is a warning for each damaged checkpoint with more steps. A checkpoint of a plain Trainer counts as undamaged
+    if it has the file that is written last.
     """
     if run.is_dir():
-        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # nor is there a half of one that writes
+        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
             _settle(run)
     there = sorted(_checkpoints(run), key=step_of, reverse=True)
     errors = []
@@ -158,7 +158,6 @@ def _settle(run: pathlib.Path) -> None:
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
     """Remove the oldest checkpoints until ``limit`` are left. The newest and the best one stay."""
     # limit: number of checkpoints to keep; `None` and 0 keep all
-    # best: path of the best checkpoint, if it is known
     if not limit or limit < 0:
         return
     newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
@@ -177,7 +176,7 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify(path: pathlib.Path) -> None:
-    """Compare a checkpoint with its manifest; a plain Trainer's checkpoint has none."""
+    """Compare a checkpoint with its manifest, which a checkpoint of a plain Trainer lacks."""
     if (path / MANIFEST).exists():
         verify(path)
     elif not _is_whole(path):
@@ -195,7 +194,7 @@ def _verify_given(path: pathlib.Path) -> None:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether all files exist, without reading their contents."""
+    """Return whether all files of a checkpoint exist, without reading their contents."""
     if (path / MANIFEST).exists():
         return is_complete(path)
     try:
@@ -205,7 +204,7 @@ def _is_whole(path: pathlib.Path) -> bool:
     return not (path / _SENTINEL).exists()
 
 
-# Elementwise optimizers, so that a process can step a part of the rows.
+# Optimizers that update each element separately, so that a process can step a part of a parameter.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
@@ -221,10 +220,10 @@ class PipelineTrainer(CheckpointingTrainer):
     def pipeline(self) -> WrappedModel:
         """The pipeline around ``model``, created at the first access."""
         found = self._rp_pipeline
-        if found is None or found.cut.model is not self.model:  # ``model_init`` creates a new model for each training
+        if found is None or found.cut.model is not self.model:  # `model_init` creates a model for each training
             if found is not None:
                 found.close()
-            with generator_kept():  # seeds the order in which the data come anyway
+            with generator_kept():  # the generator also decides the order of the data
                 found = self._rp_wrapped()
             self._rp_pipeline = found
         return found
@@ -244,13 +243,13 @@ class PipelineTrainer(CheckpointingTrainer):
         if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
             try:
                 return wrap(**self._rp_options)
-            except CutError as error:  # a few tokens in a row are no valid example for multiple choice
+            except CutError as error:  # models for multiple choice do not run on rows of tokens
                 if error.reason != "example" or self._rp_example() is None:
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)
 
     def _rp_mesh(self) -> DeviceMesh | None:
-        """The mesh of the processes of torchrun, with a sharded optimizer state if the optimizer allows it."""
+        """Return the mesh of the processes of torchrun, with a sharded optimizer state if the optimizer allows it."""
         size: int = self.args.world_size
         if size == 1:
             return None
@@ -260,46 +259,43 @@ class PipelineTrainer(CheckpointingTrainer):
         return init_device_mesh("cpu", (size,) if makes_it and is_known else (size, 1))
 
     def _rp_example(self) -> Kwargs | None:
-        """The first two rows of the training data, if they can be read without iterating over it."""
+        """Return the first two rows of the training data; ``None`` for data without an index."""
         data = self.train_dataset
         if not hasattr(data, "__getitem__"):
             return None
         collate = self._get_collator_with_removed_columns(self.data_collator)
         return dict(collate([data[0], data[min(1, len(data) - 1)]]))
 
-    # -- placement of the model --------------------------------------------------------------------------------------
-
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which must leave batches on the host: the pipeline copies what a device needs."""
+        """Make the accelerator, which must leave batches on the host, because the pipeline copies them to devices."""
         check_arguments(self.args)
-        # every stage recomputes its activations: doing so again in each layer would only cost time
+        # stages already recompute their activations
         self.args.activation_checkpointing = self.args.gradient_checkpointing = False
         if self.args.n_gpu > 1:
-            self.args._n_gpu = 1  # as the Trainer does for other models that use several devices themselves
+            self.args._n_gpu = 1  # otherwise the Trainer multiplies the batch size
         super().create_accelerator_and_postprocess()
         check_precision(self.accelerator.mixed_precision)
         self.accelerator.device_placement = False
         self._rp_plain_clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._rp_norm
         if self.args.world_size > 1:
-            # the gradient of a backward is the sum over the processes, where DDP takes their mean
+            # a pipeline sums gradients over processes, but DDP takes their mean
             self._rp_plain_backward = self.accelerator.backward
             self.accelerator.backward = self._rp_backward
-        # Gradients accumulated locally until the last batch of a step would be added in an order that depends on the
-        # number of processes, and take 4 bytes per parameter and group.
+        # the order of the sum would depend on the number of processes if gradients were accumulated in each process
         self.accelerator.no_sync = lambda model=None: contextlib.nullcontext()
 
     def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of a loss of this process's rows, as a share of the mean over all processes."""
+        """Run the backward of the loss of this process's rows, divided by the number of processes."""
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
-        """Clip, and return the norm; ``None`` if the gradients are already consumed."""
+        """Clip gradients and return their norm; ``None`` if the gradients are already consumed."""
         is_gone = self.pipeline._rp_options.update == "in_backward"
         return None if is_gone else self._rp_clip_grad_norm(*args, **options)
 
     def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip as accelerate does, or bitwise equally for any number of processes."""
+        """Clip as accelerate does; with groups, bitwise equally for any number of processes."""
         if not self._rp_has_groups():
             clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
             return clipped
@@ -326,13 +322,11 @@ class PipelineTrainer(CheckpointingTrainer):
             stack.enter_context(torch.autocast(kind, torch.bfloat16))
         return stack
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer for the parameters that the pipeline gives to optimizers."""
         pipeline, own = self.pipeline, self.model
         try:
-            self.model = pipeline  # whose parameters an optimizer is made of: no argument before transformers 5
+            self.model = pipeline  # before transformers 5, `create_optimizer` takes no model
             with OptimizerCtx():
                 made: torch.optim.Optimizer = super().create_optimizer()
         finally:
@@ -347,19 +341,16 @@ class PipelineTrainer(CheckpointingTrainer):
         return made
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with OptimizerCtx():  # the loop clips the gradients of what ``parameters()`` of the pipeline are
+        with OptimizerCtx():  # the loop clips the gradients of `parameters()` of the pipeline
             result = super()._inner_training_loop(*args, **kwargs)
         self.pipeline.synchronize()
         return result
 
 
-# Check for training arguments that a pipeline does not support, before anything runs.
-
-
-# Parameters with fewer than 4,096 elements have moments in 32 bits, even with 8-bit optimizers.
+# Elements of a trial parameter; moments of fewer than 4,096 elements have 32 bits, even in 8-bit optimizers.
 _WITH_8_BITS = 8192
 
-# field of TrainingArguments -> why it is not supported, and what to write instead
+# Reason why a training argument is not supported, and what to write instead, by the name of the argument.
 _UNSUPPORTED = {
     "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
     "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
@@ -417,7 +408,7 @@ def compile_options(args: Any) -> dict[str, str]:
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
     """Check that a bitsandbytes optimizer can update parameters on the host, by a step on a small parameter."""
-    # has_copies: whether it works on copies of the parameters, because of `optim_dtype`
+    # has_copies: whether the optimizer works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
             "RoundPipeTrainer: optim_dtype gives the optimizer copies of the parameters, but the Trainer configures "
@@ -439,8 +430,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Check that mixed precision does not scale gradients: these are on the host, and the scale is on a device."""
-    # precision: mixed precision of the accelerator, which an `accelerate` configuration can also set
+    """Raise an error for mixed precision that scales gradients, because the scale would be on a device."""
     if precision not in ("no", "bf16"):
         raise ConfigError(
             f"RoundPipeTrainer: mixed precision {precision!r} is not supported. Use bf16=True; or load the model with "
@@ -456,7 +446,7 @@ def check_overrides(kind: type[Trainer]) -> None:
         name
         for base in own
         for name, value in vars(base).items()
-        if isinstance(value, types.FunctionType) and hasattr(Trainer, name) and "__class__" not in _free_names(value)
+        if isinstance(value, types.FunctionType) and hasattr(Trainer, name) and not _calls_super(value)
     }
     for base in mro[mro.index(own[-1]) + 1 :]:
         hidden = sorted(replaced.intersection(vars(base))) if not base.__module__.startswith("transformers.") else []
@@ -469,6 +459,5 @@ def check_overrides(kind: type[Trainer]) -> None:
             )
 
 
-def _free_names(function: types.FunctionType) -> tuple[str, ...]:
-    """Free variables of a function: ``__class__`` is one of them if the function calls ``super()``."""
-    return function.__code__.co_freevars
+def _calls_super(function: types.FunctionType) -> bool:
+    return "__class__" in function.__code__.co_freevars

@@ -2,10 +2,10 @@
 
 ::
 
-    optimizer.pt                       one process, or a mesh that keeps everything whole
-    roundpipe.json, .safetensors       number of runs for seeds; master weights; with shards or a disk, also the
+    optimizer.pt                       the optimizer of one process, or of a mesh without shards
+    roundpipe.json, .safetensors       number of runs, for seeds; master weights; with shards or a disk, also the
                                        optimizer by name, written and read one tensor after the other
-    shards/                            several processes: the rows of each; readable by any number of processes
+    shards/                            the rows of each of several processes, readable by any number of processes
 """
 
 from __future__ import annotations
@@ -30,29 +30,24 @@ from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe
 from .pipeline_trainer import PipelineTrainer
 
-# In addition to the files of the Trainer.
+# Name of the files that a plain Trainer does not write.
 _PROGRESS = "roundpipe"
 
 
 def _saves_by_name(pipeline: RoundPipe) -> bool:
-    """Report whether the optimizer is saved by name: in shards, or from a disk, as it may not fit into memory."""
+    """Report whether the optimizer is saved by name, because it has shards, or may not fit into memory."""
     return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
 
 
-def _save_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Write the state of a pipeline that the Trainer does not write."""
-    write_values(folder, _PROGRESS, collect_progress(pipeline))
-
-
 def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load the file of :func:`_save_progress`, which a plain Trainer does not write."""
+    """Load the state of a pipeline, which a checkpoint of a plain Trainer lacks."""
     if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
 
 def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Write the progress of a pipeline and its optimizer, each process its part; a collective call."""
-    # folder: folder of the checkpoint in the first process, which is the one that is written to
+    """Write the progress of a pipeline and its optimizer in shards; all processes must call it."""
+    # folder: folder of the checkpoint; all processes write into the folder of the first process
     targets = optimizer_targets(pipeline)
     ranks = ranks_of(pipeline, targets)
     home = pathlib.Path(ranks.exchange(str(folder))[0])
@@ -68,7 +63,7 @@ def _has_shards(folder: pathlib.Path) -> bool:
 
 
 def _load_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Load what :func:`_save_shards` wrote, in any number of processes."""
+    """Load a checkpoint of :func:`_save_shards`, which any number of processes may have written."""
     stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
     check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
     restore_progress(pipeline, stored)
@@ -119,10 +114,10 @@ class SavingTrainer(PipelineTrainer):
             return
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            _save_progress(folder, self.pipeline)
+            write_values(folder, _PROGRESS, collect_progress(self.pipeline))
 
     def _rp_own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without accelerate's wrapper."""
+        """Return the optimizer without accelerate's wrapper."""
         found: Any = self.optimizer
         own: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return own
@@ -146,7 +141,7 @@ class SavingTrainer(PipelineTrainer):
     def _rp_load_converted(self, folder: str) -> None:
         """Load weights whose saved names differ from the model's, such as experts of mixtures.
 
-        The Trainer warns, and ignores these weights: https://github.com/huggingface/transformers/issues/43701
+        The Trainer ignores these weights with a warning: https://github.com/huggingface/transformers/issues/43701
         """
         if self._rp_is_converted:
             with generator_kept():

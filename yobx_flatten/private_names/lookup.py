@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Private(NamedTuple):
-    """The location of a private name in another library, and what can replace it."""
+    """The location of a private name in another library, and a replacement for the name."""
 
     module: str
     name: str  # its name in the module, with dots for an attribute of a class
@@ -19,9 +19,7 @@ class Private(NamedTuple):
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module that provides private names of a library."""
-    # names: the location of each name, by the provided name
-    # returns: the function; it raises `AttributeError` for any other name, and `ImportError` with the version, the
-    # place and what to use instead if a release lacks the name
+    # names: the location of each private name, by the name that the module provides
 
     @functools.cache
     def find(name: str) -> Any:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     type_promotion_rule: Any
 
 # -- the pytree ------------------------------------------------------------------------------------------------------
-# If gone: torch.utils.pytree, torch's public module, which has functions but no tables since 2.13.
+# A replacement is torch.utils.pytree, torch's public module; since 2.13 it has functions, but no tables.
 
 NODE_REGISTRY_LOCK = pytree._NODE_REGISTRY_LOCK
 get_node_type = pytree._get_node_type
@@ -69,7 +69,7 @@ def cxx_pytree_pending() -> list[Any]:
 
 
 # -- tensors and modes that see each operator ------------------------------------------------------------------------
-# Gone: torch.overrides and torch.utils._python_dispatch have the modes; a wrapper subclass has no public constructor.
+# torch.overrides and torch.utils._python_dispatch have the modes; a wrapper subclass has no public constructor.
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -84,12 +84,12 @@ def dispatch_depth() -> int:
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running. A slower replacement: ``torch.jit.is_tracing``."""
+    """Return whether ``torch.jit.trace`` is running; a slower replacement is ``torch.jit.is_tracing``."""
     return torch._C._get_tracing_state() is not None
 
 
 def storage_use_count() -> Any:
-    """Return torch's function that counts the uses of a storage; without it, ``None``: storages count as used."""
+    """Return torch's function that counts the uses of a storage; ``None`` if torch lacks the function."""
     return getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -99,13 +99,13 @@ def grouped_products() -> set[Any]:
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Count the references to a tensor, also from graphs. Without torch's count: 1, so no late gradient is refused."""
+    """Count the references to a tensor, also from graphs; return 1 if torch lacks the function."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return module and name of each gradient-clipping function. If torch drops a private one: only public names."""
+    """Return module and name of each gradient-clipping function; only public names if torch drops the private one."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
@@ -130,13 +130,13 @@ def setter_of_parametrizations() -> tuple[Any, str]:
 
 
 def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
-    """Return the values that ``torch.nn.utils.parametrize.cached`` holds, by module; empty if torch has no cache."""
+    """Return the values in the cache of ``torch.nn.utils.parametrize.cached``; empty if torch has no cache."""
     found: dict[tuple[int, str], torch.Tensor] = getattr(torch.nn.utils.parametrize, "_cache", {})
     return found
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter, after the tensor's values were restored; without torch's function, do nothing."""
+    """Set a tensor's version counter, if torch has a function for it."""
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is not None:
         setter((tensor,), (version,))
@@ -146,12 +146,12 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def operator_names() -> list[str]:
-    """Return the names of all operators of torch; without this function, ``torch.ops`` lists those used before."""
+    """Return the names of all operators of torch."""
     return list(torch._C._dispatch_get_all_op_names())
 
 
 def has_instructions(name: str) -> bool:
-    """Return whether this processor has the instructions ``"AVX2"`` or ``"AVX512"``."""
+    """Return whether the CPU has the instruction set ``"AVX2"`` or ``"AVX512"``."""
     return bool(getattr(torch.cpu, f"_is_{name.lower()}_supported")())
 
 
@@ -170,7 +170,7 @@ def default_store() -> Any:
 
 def backend_options(device: torch.device) -> Any:
     """Return the options, such as the timeout, of the default process group's backend for a device."""
-    return torch.distributed.group.WORLD._get_backend(device).options  # type: ignore[union-attr] # it is there
+    return torch.distributed.group.WORLD._get_backend(device).options  # type: ignore[union-attr] # the group exists
 
 
 # -- inductor: documented by torch under these names -----------------------------------------------------------------
@@ -182,7 +182,7 @@ def aot_compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def cpp_kernels() -> type | None:
-    """Return inductor's class that writes the loops of C++ kernels, to patch a bug in it; ``None`` if it is gone."""
+    """Return inductor's class that writes the loops of C++ kernels, to patch a bug; ``None`` if torch lacks it."""
     return getattr(importlib.import_module("torch._inductor.codegen.cpp"), "CppKernelProxy", None)
 
 

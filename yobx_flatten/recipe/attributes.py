@@ -27,6 +27,7 @@ from .contract import FlattenFunctions, held_attributes, own_copy, require_node,
 from .static_codec import check_static
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # type flags of CPython: a ``class`` statement sets only the first
+# types of static data that need no check
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
 _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
@@ -57,13 +58,13 @@ def functions_from_fields(
 
     Returns:
         ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``, as a named tuple that
-        :func:`~yobx_flatten.register_class_flattening` takes whole. The static part is the list
-        ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
-        ``None``, or a tuple of the values, which is hashable if all values are, as JAX requires. The items of a
-        subclass of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come
-        last in the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the
-        attribute, for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for an
-        instance with an attribute that is not named.
+        :func:`~yobx_flatten.register_class_flattening` accepts as one argument. The static part is the list ``names``,
+        or ``[names, values of static_names]`` if there are static attributes. With ``names_in_static=False`` it is
+        ``None``, or a tuple of the values, which is hashable if all values are hashable, as JAX requires. The items of
+        a subclass of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` are
+        the last entry of the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name
+        of the attribute, for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for
+        an instance with an attribute that is not named.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
@@ -86,7 +87,7 @@ def functions_from_fields(
 
 
 class _Content:
-    """Where the instances of a class hold children and static data."""
+    """The places where the instances of a class store children and static data."""
 
     def __init__(self, cls: type, names: list[str], static_names: list[str], names_in_static: bool) -> None:
         self.cls, self.names, self.static_names, self.names_in_static = cls, names, static_names, names_in_static
@@ -95,10 +96,9 @@ class _Content:
 
 
 def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions ``flatten`` and ``flatten_with_keys``."""
     cls, names, builtin, has_keys = content.cls, content.names, content.builtin, content.has_keys
     has_items, names_in_static = content.has_items, content.names_in_static
-    # where the method is the built-in one, it is called by its name: dynamo follows no other
+    # dynamo traces the iteration of a container, but not a call of `list.__iter__`
     iterates = has_items and getattr(cls, "__iter__", None) is builtin.__iter__
     keys = [GetAttrKey(name) for name in names]
     places = [(name, f"{cls.__qualname__}.{name}") for name in content.static_names]
@@ -135,7 +135,6 @@ def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., An
 
 
 def _unflattening(content: _Content) -> Callable[..., Any]:
-    """Return the function ``unflatten``."""
     cls, names, static_names, builtin = content.cls, content.names, content.static_names, content.builtin
     has_keys, has_items, names_in_static = content.has_keys, content.has_items, content.names_in_static
     extends = getattr(cls, "extend", None) is list.extend
@@ -143,7 +142,7 @@ def _unflattening(content: _Content) -> Callable[..., Any]:
     def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
         children = list(children)
         values, items = (children[: len(names)], children[len(names) :]) if has_items else (children, [])
-        # `builtin.__new__` and `object.__setattr__`: dynamo follows no other names of these functions
+        # dynamo traces these functions only under the names `builtin.__new__` and `object.__setattr__`
         obj: Any = builtin.__new__(cls, items) if issubclass(builtin, tuple) else builtin.__new__(cls)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(obj, name, value)
@@ -173,22 +172,19 @@ def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
 
 
 def checked(value: Static, where: str) -> Static:
-    """Return the value of a static attribute, or raise if it cannot be static; accepted values are cached.
-
-    A list, dict or set is copied: a program stores it and compares it at every call, and must not change when the
-    caller appends to the list.
-    """
+    """Return the value of a static attribute, or raise an error if the value cannot be static data."""
     if type(value) in _FIT:
         return value
     if not (_is_fit(value) or _approved.get(id(value)) is value):
         check_static(value, where=where)
         with contextlib.suppress(TypeError):  # objects without weak references are checked each time
             _approved[id(value)] = value
+    # a program compares the stored value at every call, and must not change when the caller changes a list
     return own_copy(value)
 
 
 def _is_fit(value: Any) -> bool:
-    """Return whether static data is of a common simple type; ``False`` needs a full check."""
+    """Return whether static data is of a simple type; other types need a full check."""
     kind = type(value)
     if kind in _FIT or (kind is float and value == value):  # false for NaN
         return True

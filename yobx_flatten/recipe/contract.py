@@ -42,13 +42,13 @@ class Recipe:
     flatten_with_keys: FlattenWithKeys  # `obj -> ([(key, child), ...], static)`
     name: str  # the name stored in saved programs; unique and stable across versions
     remedy: str  # the line a user types to have the class registered; part of error messages
-    # `key -> {axis: meaning}` of a leaf, for the axes that vary between calls (`{0: "batch"}`); `None` if unknown: then
-    # every axis may vary
+    # `key -> {axis: meaning}` for the axes of a leaf that vary between calls (`{0: "batch"}`). If the function or its
+    # result is `None`, every axis may vary.
     axes: Callable[[str], dict[int, str] | None] | None = None
     # `(key, name below the key) -> name` of a leaf in an exported graph; `None` joins the two by a dot
     label: Callable[[str, str], str] | None = None
-    # whether the static part is stored in torch's default form, as the suspended registration does: a program saved
-    # under either registration then loads under both
+    # whether the static part is stored in torch's default form: a program that was saved under the registration of
+    # another library then loads under this recipe, and vice versa
     plain_static: bool = False
 
     @classmethod
@@ -91,7 +91,7 @@ class Recipe:
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
-    """Raise an error with the line to type if ``target`` is not a class."""
+    """Raise an error if ``target`` is not a class."""
     if isinstance(target, type):
         return
     is_builtin = type(target).__module__ in ("builtins", "types", "typing")
@@ -151,7 +151,7 @@ def require_callable(
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins such as `list` have no signature to check
+    except (TypeError, ValueError):  # builtins such as `list` have no signature
         return
     try:
         signature.bind(*range(arity))
@@ -170,12 +170,9 @@ def _same_function(one: object, other: object) -> bool:
 
 
 def _given(recipe: Recipe) -> FlattenWithKeys | None:
-    """Return the author's keyed function; ``None`` if keys are positions."""
-    return (
-        None
-        if getattr(recipe.flatten_with_keys, "__name__", "") == "flatten_with_positions"
-        else recipe.flatten_with_keys
-    )
+    # `None` if the author gave no keyed function
+    function = recipe.flatten_with_keys
+    return None if getattr(function, "__name__", "") == "flatten_with_positions" else function
 
 
 def with_positions(flatten: Flatten) -> FlattenWithKeys:
@@ -186,9 +183,6 @@ def with_positions(flatten: Flatten) -> FlattenWithKeys:
         return [(SequenceKey(i), child) for i, child in enumerate(children)], static
 
     return flatten_with_positions
-
-
-# Refuse an instance with an attribute that its recipe does not name: flatten would drop it.
 
 
 UNSET = object()  # marks an attribute that is not set
@@ -209,7 +203,7 @@ def held_attributes(obj: object) -> dict[str, Any]:
     """Return the attributes in ``__dict__`` and slots of an instance by name, without running code of its class."""
     held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
     stored = getattr(obj, "__dict__", {})
-    # a dict with `self.__dict__ = self`: its items are not attributes
+    # the items of a dict with `self.__dict__ = self` are not attributes
     return {name: value for name, value in held.items() if value is not UNSET} | ({} if stored is obj else dict(stored))
 
 
@@ -231,10 +225,7 @@ def is_derived(cls: type, name: str, value: object) -> bool:
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], None] | None:
-    """Return a function that raises for an instance with undeclared attributes; ``None`` if no instance can have any.
-
-    It costs a tenth of a microsecond per object.
-    """
+    """Return a function that refuses instances with undeclared attributes; ``None`` if no instance can have any."""
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
@@ -266,7 +257,7 @@ def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
 
 
 def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
-    """Return whether setting a declared attribute also sets this attribute, such as through a property."""
+    """Return whether setting a declared attribute, such as a property, also sets this attribute."""
     behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
     if not behind:
         return False
@@ -289,11 +280,10 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
     )
 
 
-# Make static data hashable and comparable: JAX does both at every call of a compiled function.
-
-
 class HeldStatic:
-    """A wrapper that makes static data hashable for JAX; two wrappers are equal if their contents are equal."""
+    """A wrapper that makes static data hashable; two wrappers are equal if their contents are equal."""
+
+    # JAX hashes and compares static data at every call of a compiled function
 
     __slots__ = ("_hash", "value")
 
@@ -319,7 +309,6 @@ def hashable(static: Static) -> Static:
     >>> original(hashable({"name": [1, 2]}))
     {'name': [1, 2]}
     """
-    # returns: `static` itself where it hashes, else a `HeldStatic` that holds a copy of it
     try:
         hash(static)
     except TypeError:
@@ -360,7 +349,7 @@ def _hash(value: Static) -> int:
         return hash(frozenset((key, _hash(item)) for key, item in value.items()))
     if kind is set:
         return hash(frozenset(value))
-    if kind is slice:  # hashes from Python 3.12 on
+    if kind is slice:  # not hashable before Python 3.12
         return hash((value.start, value.stop, value.step))
     try:
         return hash(value)

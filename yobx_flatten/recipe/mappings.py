@@ -1,10 +1,10 @@
 """Make flatten functions for classes with ``keys()`` and ``values()``.
 
-An instance is rebuilt by its constructor, which can do more than keep items (``self.__dict__ = self``), or less.
-So content outside of the items is refused, and the items that the constructor makes are compared::
+The constructor rebuilds an instance. So content outside of the items is refused, and the items that the constructor
+makes are compared with the given items::
 
-    class Config(dict):                     config.scale = tensor     flatten raises: no item holds it
-        def __init__(self, name):           Config(items)             unflatten raises: {"name": items}
+    class Config(dict):                     config.scale = tensor     flatten raises: the attribute is not an item
+        def __init__(self, name):           Config(items)             unflatten raises: its items are {"name": items}
             super().__init__(name=name)
 """
 
@@ -42,8 +42,6 @@ def is_mapping(cls: type) -> bool:
 
 def mapping_functions(cls: type) -> FlattenFunctions:
     """Return the flatten, keyed flatten and unflatten functions of a mapping class; see :func:`is_mapping`."""
-    # returns: the three functions. Flatten raises `yobx_flatten.errors.RoundTripError` for a `dict` or `UserDict` with
-    # content outside of its items, and unflatten when the constructor makes different items.
     check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 
@@ -65,7 +63,7 @@ _KEEPS_ITEMS = ("__post_init__", "__setitem__")
 
 
 def _written(cls: type) -> list[type]:
-    """The class and those of its bases that are written in Python."""
+    """Return a class and its bases that are written in Python."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 
@@ -85,14 +83,12 @@ def _check_of(cls: type) -> Callable[[Any], None]:
 
 
 def _check_of_fields(cls: type) -> Callable[[Any], None]:
-    """Check that every field is an item, or ``None``."""
     names = [field.name for field in dataclasses.fields(cls)]
-
     known = frozenset(names)
 
     def check_items(obj: Any) -> None:
         for name in names:
-            value = getattr(obj, name, None)
+            value = getattr(obj, name, None)  # a field without an item must be None
             if value is not dict.get(obj, name):
                 raise _not_an_item(obj, name, [name])
         if not vars(obj).keys() <= known:
@@ -118,7 +114,7 @@ def _check_attributes(obj: Any) -> None:
 
 
 def _check_of_constructor(cls: type) -> Callable[[Any], None]:
-    """Check that the constructor sets all attributes; any other attribute would be lost."""
+    """Return a check that the constructor sets all attributes; any other attribute would be lost."""
     rebuild, known = _rebuilding(cls), set[str]()
 
     def check_items(obj: Any) -> None:
@@ -150,14 +146,14 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
 def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
     make: Callable[..., Any] = cls
     if dataclasses.is_dataclass(cls):
-        # a field without an item is None, not its default
+        # the value of a field without an item is None, not its default
         absent = {field.name: None for field in dataclasses.fields(cls) if field.init and field.default is not None}
         return lambda items: make(**{**absent, **items})
     if not issubclass(cls, dict):
         return lambda items: make(**items)
     base: Any = builtin_base(cls)
     if not any(name in vars(written) for written in _written(cls) for name in ("__init__", "__new__")):
-        return make  # any hashable key, not only names
+        return make  # `make(**items)` would accept only names as keys
 
     def rebuild(items: Mapping[Any, Any]) -> Any:
         obj = make(items)

@@ -1,7 +1,4 @@
-"""Check that an object survives flatten and unflatten: the checks of ``f_check`` and ``check_recipe``.
-
-Each check takes a registered recipe and a sample, and raises for one kind of difference.
-"""
+"""Check that an object is equal after flatten and unflatten: the checks of ``f_check`` and ``check_recipe``."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
     """Raise an error if a sample differs after the recipe's functions have flattened and unflattened it."""
-    # recipe: the recipe to check; it must be registered
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
@@ -33,7 +29,6 @@ def check_round_trip(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
-    """The static part holds no tensors or arrays, which change from call to call."""
     _, static = _flatten(recipe, sample)
     for found in _tensors_in(static):
         raise RoundTripError(
@@ -44,7 +39,6 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
 
 
 def _check_keys(recipe: Recipe, sample: object) -> None:
-    """The keyed flatten returns the same children and static part, with keys that torch supports."""
     name = recipe.cls.__qualname__
     children, static = _flatten(recipe, sample)
     keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
@@ -65,7 +59,6 @@ def _check_keys(recipe: Recipe, sample: object) -> None:
 
 
 def _check_rebuilt(recipe: Recipe, sample: object) -> None:
-    """The rebuilt object is of the same class, holds the same children (no copies) and has an equal static part."""
     name, cls = recipe.cls.__qualname__, recipe.cls
     children, static = _flatten(recipe, sample)
     rebuilt = recipe.unflatten(list(children), static)
@@ -91,7 +84,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
-    """Unflatten creates no tensor, which would become a constant of a traced program.
+    """Refuse an unflatten function that creates a tensor, which would become a constant of a traced program.
 
     See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find that constant.
     """
@@ -106,7 +99,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Check that unflatten accepts any object as a leaf: torch.export passes shapes, JAX placeholders."""
+    """Refuse an unflatten function that reads its leaves: torch.export passes shapes, and JAX placeholders."""
     children, static = _flatten(recipe, sample)
     placeholders = [object() if _is_leaf(child) else child for child in children]
 
@@ -122,7 +115,6 @@ def _check_placeholders(recipe: Recipe, sample: object) -> None:
 
 
 def _check_hashable(recipe: Recipe, sample: object) -> None:
-    """Check that the static part is hashable: JAX caches compiled functions by it."""
     _, static = _flatten(recipe, sample)
     try:
         hashable(static)
@@ -131,7 +123,6 @@ def _check_hashable(recipe: Recipe, sample: object) -> None:
 
 
 def _check_stored(recipe: Recipe, sample: object) -> None:
-    """The spec survives ``torch.export.save``."""
     name = recipe.cls.__qualname__
     spec = pytree.tree_structure(sample)
     with raised_as(lambda error: RoundTripError(f"{name}: its tree spec cannot be stored in a saved program: {error}")):
@@ -143,7 +134,6 @@ def _check_stored(recipe: Recipe, sample: object) -> None:
 
 
 def _check_cpp(recipe: Recipe, sample: object) -> None:
-    """Check that torch's C++ pytree sees the same leaves as its Python one, if it is in use."""
     cxx = sys.modules.get("torch.utils._cxx_pytree")
     if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
         name = recipe.cls.__qualname__
@@ -193,10 +183,7 @@ def _tensors_in(static: Static) -> Iterator[Any]:
 
 
 def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
-    """Return attributes that are lost or changed, except cached values that are recomputed.
-
-    Values are also compared, since a default of the constructor can replace a lost value; tensors by identity.
-    """
+    """Yield the names of attributes that are lost or changed, except cached values that are recomputed."""
     after = held_attributes(rebuilt)
     for name, value in held_attributes(sample).items():
         found = after.get(name, UNSET if value is not None else None)
@@ -205,7 +192,7 @@ def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
 
 
 def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
-    """Whether two values are the same; objects without ``__eq__`` are compared by their attributes."""
+    """Return whether two values are equal; objects without ``__eq__`` are compared by their attributes."""
     if before is after or id(before) in seen:
         return True
     if type(before) is not type(after) or isinstance(before, torch.Tensor):
@@ -228,8 +215,6 @@ def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
 
 
 class _OperatorLog(TorchDispatchMode):
-    """Records the operators that run."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
         self.operators: dict[str, None] = {}
@@ -247,7 +232,7 @@ class _OperatorLog(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[str, None]]:
-    # `with recorder:` also sets a flag of the whole process; two threads that do so at once leave the flag set
+    # `with recorder:` also sets a flag of the process, which stays set if two threads do so at the same time
     # (torch.utils._python_dispatch, torch 2.13)
     recorder = _OperatorLog()
     push_mode(recorder)
@@ -262,7 +247,6 @@ def _is_leaf(child: object) -> bool:
 
 
 def _difference(found: list[Any], expected: list[Any]) -> str:
-    """Describe how the children differ from the original ones."""
     if len(found) != len(expected):
         return f"{len(found)} instead of {len(expected)}"
     pairs = enumerate(zip(found, expected, strict=True))
@@ -271,9 +255,10 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Whether the objects are identical; an equal copy would lose the dynamic shapes of a trace."""
+    """Return whether two lists have the same leaves."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
+    # an equal copy of a tensor would lose the dynamic shapes of a trace
     return left_spec == right_spec and all(
         a is b or (not isinstance(a, torch.Tensor) and _equal(a, b))
         for a, b in zip(left_leaves, right_leaves, strict=True)
@@ -281,5 +266,5 @@ def _same(left: list[Any], right: list[Any]) -> bool:
 
 
 def _equal(left: object, right: object) -> bool:
-    # a user's __eq__ can raise anything; then the values are not equal
+    # a user's __eq__ can raise any error; then the values are not equal
     return result_or(lambda: left is right or bool(left == right), lambda error: False)

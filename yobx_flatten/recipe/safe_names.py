@@ -1,9 +1,8 @@
 """Resolve a name in a file without importing or calling code that the file chose.
 
-A file can come from anywhere. Static data name enums, dataclasses, configurations and functions as ``module:name``, and
-resolving such a name could import a module. So names are resolved only in imported modules, and in a fixed table of
-modules in which model libraries define caches, outputs and configurations. The object must be of the expected kind,
-have that name, and not belong to the standard library.
+An untrusted file names enums, dataclasses, configurations and functions as ``module:name``. Names are resolved only in
+imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations.
+The object must be of the expected kind, must be defined under this name, and must not belong to the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from ..errors import NotRegisteredError, StaticDataError, describe_class
 
-# Modules that only define classes. The pattern lists all of them: a file cannot choose others.
+# The modules that a file may import; they only define classes.
 _KNOWN = re.compile(
     r"numpy|ml_dtypes"
     r"|transformers\.(?:cache_utils|modeling_outputs|configuration_utils|tokenization_utils_base|feature_extraction_utils)"
@@ -52,8 +51,7 @@ def import_known(module: str) -> None:
 
 def find_named(name: object, kind: str) -> Any:
     """Return the class, function or constant that a file names as ``module:name``, if the file may use it."""
-    # kind: what it has to be: `"class"`, `"enum"`, `"flag"`, `"namedtuple"`, `"dataclass"`, `"config"`, `"function"`,
-    # `"constant"` or `"numpy scalar"`
+    # kind: the expected kind, a key of `_FITS`
     if not isinstance(name, str):
         raise StaticDataError(f"A file contains {describe_class(name)} instead of the name of a {kind}.")
     module, _, qualified = name.partition(":")
@@ -78,7 +76,7 @@ def _bears(found: object, name: str) -> bool:
 
 
 def _is_of_python(name: str) -> bool:
-    """Return whether a name belongs to the standard library, where some classes execute their arguments."""
+    """Return whether a name belongs to the standard library, which has classes that execute their arguments."""
     return name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 
@@ -98,7 +96,7 @@ def _is_class(base: type) -> Callable[[Any, str], bool]:
 
 
 def _is_plain_dataclass(found: object, name: str) -> bool:
-    """Whether creating and deleting an object of this dataclass runs no code of its class."""
+    """Return whether no code of a dataclass runs when an object of the class is created and deleted."""
     return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
 
 
@@ -129,7 +127,7 @@ def _is_numpy_scalar(found: object, name: str) -> bool:
 
 
 def _is_config(found: object, name: str) -> bool:
-    """Whether a class is a transformers configuration; ``from_dict`` of other classes may run anything."""
+    # `from_dict` of a class that is not a transformers configuration may run any code
     base = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", None)
     return base is not None and isinstance(found, type) and issubclass(found, base) and _bears(found, name)
 

@@ -1,9 +1,8 @@
 """Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
-JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
-``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. Values that JSON
-keeps are stored unchanged, so that a saved program is readable; other values become a dict with the single key
-``"!<kind>"``.
+JSON converts tuples to lists and integer keys to strings. With plain JSON, a tree spec that ``torch.export.save``
+stored would differ from the spec of the inputs, and the loaded program would refuse its own inputs. So a value that
+JSON changes is stored as a dict with the single key ``"!<kind>"``.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ def dump_static(value: Static, *, where: str = "") -> Any:
     >>> load_static(dump_static({1: (2, torch.float16)}))
     {1: (2, torch.float16)}
     """
-    # value: strings, numbers, `None`, lists, tuples, named tuples, dicts with any of these as keys, sets, enums,
-    # dataclasses, dtypes, devices, sizes, slices, ranges, bytes, scalars and dtypes of NumPy, and classes, functions
-    # and constants that a module defines by name; nested to any depth
-    # where: name of the value in messages: `"State.window"`
+    # where: name of the value in messages, such as `"State.window"`
     if type(value) in _PLAIN:
         return value
 
@@ -90,7 +86,7 @@ def load_static(data: Static) -> Static:
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):
-        # specs are compared by ==, where a NaN equals only the identical object: use the common one
+        # specs are compared by ==, and in a container a NaN equals only the same object: return `math.nan` for each NaN
         return math.nan if data != data else data
     if len(data) == 1:
         (key, value), *_ = data.items()
@@ -112,10 +108,10 @@ def check_static(value: Static, *, where: str = "") -> None:
     Traceback (most recent call last):
     yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
     """
-    # where: name of the value in the message: `"State.window"`
+    # where: name of the value in the message, such as `"State.window"`
 
     def fits() -> bool:
-        # in a list, which compares by identity first: the common NaN equals itself
+        # a list compares its items by identity first, so `math.nan` equals itself
         return [load_static(dump_static(value, where=where))] == [value]
 
     def failed(error: Exception) -> bool:
@@ -123,7 +119,7 @@ def check_static(value: Static, *, where: str = "") -> None:
             raise error
         return False
 
-    if not result_or(fits, failed):  # an __eq__ or a from_dict can raise anything
+    if not result_or(fits, failed):  # an __eq__ or a from_dict can raise any error
         raise StaticDataError(
             f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself after it is stored "
             "and loaded: a loaded program would refuse its own inputs. Give the class an __eq__ that compares "
@@ -159,14 +155,13 @@ def _has_name(value: object) -> bool:
 
 
 def _constant_name(value: object) -> str | None:
-    """The name of a sentinel, such as equinox's ``MISSING``, in the module that defines its class."""
+    """Return the name of a sentinel, such as equinox's ``MISSING``, in the module of its class, or ``None``."""
     module = type(value).__module__
     contents = getattr(sys.modules.get(module), "__dict__", {}).copy()  # another thread may import it meanwhile
     return next((f"{module}:{name}" for name, found in contents.items() if found is value), None)
 
 
 def _is_of(library: str, name: str, value: object) -> bool:
-    """`isinstance` by class name, without importing the class's module."""
     cls = getattr(sys.modules.get(library), name, None)
     return cls is not None and isinstance(value, cls)
 
@@ -203,7 +198,7 @@ def _load_namedtuple(name: str, values: list[Any]) -> Any:
     cls = find_named(name, "namedtuple")
     if len(values) != len(cls._fields):
         raise StaticDataError(f"A file gives {len(values)} values for {name}, which has {len(cls._fields)} fields.")
-    return tuple.__new__(cls, [load_static(value) for value in values])  # not through its own constructor
+    return tuple.__new__(cls, [load_static(value) for value in values])  # without the constructor of the class
 
 
 def _load_config(name: str, text: str) -> Any:
@@ -240,7 +235,7 @@ def _load_items(data: list[Any]) -> list[tuple[Any, Any]]:
     return [(load_static(k), load_static(x)) for k, x in data]
 
 
-# The first row that fits is used, so subclasses stand before their bases.
+# The first row that fits is used, so a subclass is before its base class.
 _KINDS: dict[str, _Kind] = {
     # combined and empty flags have no name
     "flag": _Kind(
@@ -304,9 +299,6 @@ _KINDS: dict[str, _Kind] = {
 }
 
 
-# Check untrusted tree specs before torch reads them: it imports the modules that they name.
-
-
 _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
 
 
@@ -324,7 +316,7 @@ def check_spec(text: str) -> None:
 def _parsed(text: str) -> object:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # a class with its own loader may store any text as context
+    except (ValueError, RecursionError):  # a class may store any text as context
         return None
 
 
@@ -345,12 +337,9 @@ def _dicts(tree: object) -> Iterator[dict[str, Any]]:
             waiting.extend(one)
 
 
-# Check a transformers configuration before transformers makes an object of it.
-
-
 _COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads|num_labels)$")
-_MOST = 10_000  # layers, experts or labels; current models have some hundred layers, and 1,000 to 22,000 labels
-_MOST_LABELS = 100_000
+_MOST = 10_000  # layers or experts; current models have some hundred layers
+_MOST_LABELS = 100_000  # current models have 1,000 to 22,000 labels
 
 
 def objection_to(stated: Mapping[str, Any]) -> str | None:
@@ -376,7 +365,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
 
 
 def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The parts of a document with their paths, including nested configurations."""
+    """Yield the values of a document with their dotted paths; all items of a list have the path of the list."""
     waiting: list[tuple[str, Any]] = [("", stated)]
     while waiting:
         key, one = waiting.pop()

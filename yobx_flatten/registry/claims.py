@@ -1,15 +1,15 @@
-"""Which blocks claim each class, and the earlier registration of each library. The only mutable object here.
+"""Store which blocks claim each class, and restore the earlier registration after the last claim.
 
-A *library* is what a user chooses: torch (three tables), optree, JAX. A class without a claim in a library is not
-mentioned here. The first claim on it reads what each table of the library holds (*found*) and registers its recipe;
-the last claim to go restores *found*. Claims may go in any order.
+A *library* is torch (three tables), optree or JAX. The first claim on a class reads the entry of the class in each
+table of the library (*found*), and registers the recipe. The last release restores *found*. Claims are released in any
+order.
 
     claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
     block 1                     ours            written once
     block 1, block 2            ours            nothing (two threads, or nested)
-             block 2            ours            nothing: block 1 left first
-    -                           theirs          found brought back
+             block 2            ours            nothing (block 1 ended first)
+    -                           theirs          found is restored
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class _Slot:
 
 
 class Registry:
-    """The claims on classes per library (torch, optree, JAX): a class stays registered as long as it has a claim.
-
-    No function of a user runs while the lock is held, so that a flatten function may register classes itself.
-    """
+    """The claims on classes per library (torch, optree, JAX): a class stays registered as long as it has a claim."""
 
     def __init__(self, libraries: Mapping[str, tuple[Backend, ...]]) -> None:
         self._libraries = dict(libraries)
@@ -101,7 +98,7 @@ class Registry:
 
     def claim(self, recipe: Recipe) -> Claim | None:
         """Register a class with torch for a with block, and return the block's claim on the class."""
-        # returns: the claim, or `None` when the user registered the class: the user's functions stay
+        # returns: the claim; `None` if the user registered the class, whose functions are then kept
         (library,) = TORCH
         with self._lock:
             slot = self._slots.get((library, recipe.cls))
@@ -110,7 +107,7 @@ class Registry:
             if slot.by_user:
                 return None
             for backend in self._libraries[library]:
-                if backend.read(recipe.cls) is None:  # removed by other code, such as torch's own deregistration
+                if backend.read(recipe.cls) is None:  # other code has unregistered the class
                     backend.write(slot.recipe)
             claim = Claim(slot.recipe, False, TORCH)
             slot.claims.append(claim)
@@ -153,11 +150,11 @@ class Registry:
             raise errors.NotRegisteredError(problem)
 
     def _slot_of_user(self, library: str, cls: type) -> tuple[_Slot | None, bool]:
-        """The claims on a class, and whether the library knows the class at all."""
+        """Return the claims on a class, and whether the library has the class registered."""
         slot = self._slots.get((library, cls))
         known = self._libraries[library][0].read(cls) is not None
         if slot is not None and slot.by_user and not known:
-            self._release(library, slot.claims[0])  # torch's own deregistration removed it
+            self._release(library, slot.claims[0])  # other code has unregistered the class
             slot = None
         return slot, known
 
@@ -228,15 +225,10 @@ def _function_name(function: object) -> str:
 REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})
 
 
-# The interface of a library's table: read a class's entry, write a recipe, restore the previous entry.
-
-
 class Backend(Protocol):
     """The interface of a library's table of registered classes, which :class:`Registry` reads and writes.
 
-    ``read`` returns the library's entry for a class, as an opaque value that compares by identity of the functions, or
-    ``None`` without an entry. ``restore`` brings that entry back. Each call either does all of its work, or raises and
-    changes nothing.
+    Each method either does all of its work, or raises an error and changes nothing.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Register classes with optree and JAX, at once or when a program imports them.
 
 In optree all classes are in the namespace ``"yobx_flatten"``:
-``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens what is registered here, and
-``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` states ``inputs['a'][0].x``.
+``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens the registered classes, and
+``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` returns ``inputs['a'][0].x``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceK
 from ..recipe.aliases import Static
 from ..recipe.contract import Recipe, hashable, original
 from .patches import LOCK, ImportHook
-from .torch_cpp import order_kept, register_again, registered, unregister
+from .torch_cpp import order_kept, register_again, registered, replace, unregister
 
 NAMESPACE = "yobx_flatten"
 
@@ -58,15 +58,7 @@ class Optree:
                 register_again(found)
 
     def _put(self, recipe: Recipe) -> None:
-        found = registered(NAMESPACE, recipe.cls)
-        with order_kept(found):
-            if found is not None:
-                unregister(NAMESPACE, recipe.cls)
-            try:
-                _register(recipe)
-            except BaseException:  # also Ctrl-C; raised again
-                register_again(found)
-                raise
+        replace(registered(NAMESPACE, recipe.cls), NAMESPACE, recipe.cls, lambda: _register(recipe))
 
 
 def _register(recipe: Recipe) -> None:
@@ -112,7 +104,7 @@ class _Index(int):
 
 
 def _entry(key: KeyEntry) -> Any:
-    """The key as optree shows it in a path, with the data that :func:`_entry_type` needs."""
+    """Return a key as optree shows it in a path, in a class from which :func:`_entry_type` gets the kind of the key."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -122,7 +114,7 @@ def _entry(key: KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """The entry class of optree; each child gets the kind of its own key."""
+    """Return an entry class of optree that gives each child the kind of its own key."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
@@ -139,18 +131,14 @@ def _entry_type() -> Any:
 _THEIRS = "registered with JAX by other code"
 
 
-# Register classes with JAX, which never forgets one: its functions look up the current registration.
+# JAX cannot remove or replace the registration of a class, because compiled functions rely on the registration
+# (https://github.com/jax-ml/jax/issues/21666). So the functions that are registered with JAX look up the current recipe:
 #
-# JAX has no way to remove or replace the registration of a class
-# (https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what was registered.
-#
-# Effects on a class when its recipe is removed and added:
-#
-#     registered      JAX flattens it by the recipe
-#     unregistered    JAX continues with the last recipe: the class stays a node, and compiled functions still work
-#     again, same     the same, and nothing is compiled again
-#     again, other    JAX flattens it by the new recipe; tree definitions made before are unflattened by the old one,
-#                     and do not equal those made now, so that a function compiled before is compiled anew
+#     registered                      JAX uses the recipe
+#     unregistered                    JAX continues to use the last recipe, so that compiled functions still work
+#     registered again, same recipe   nothing is compiled again
+#     registered again, new recipe    JAX uses the new recipe and compiles functions again; earlier tree definitions
+#                                     continue to use the earlier recipe
 
 
 class Jax:
@@ -160,7 +148,7 @@ class Jax:
 
     def __init__(self) -> None:
         self.waiting = Waiting("jax", self._put)
-        self._nodes: dict[type, _Node] = {}  # permanently, as in JAX
+        self._nodes: dict[type, _Node] = {}  # entries are never removed, as in JAX
 
     def read(self, cls: type) -> Any:
         """Return this package's recipe for a class, a text if other code registered it with JAX, or ``None``."""
@@ -173,14 +161,11 @@ class Jax:
             return _THEIRS if _is_node(cls) else None
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe."""
+        """Register the recipe's class with JAX, or when JAX is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Note that the recipe is no longer registered; JAX, which cannot unregister a class, continues to use it.
-
-        A class is claimed only if this package had no entry, and entries of other code cannot be replaced.
-        """
+        """Note that the recipe is no longer registered; JAX, which cannot unregister a class, continues to use it."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
@@ -213,7 +198,7 @@ class _Node:
     def __init__(self, recipe: Recipe) -> None:
         self.in_force: Recipe | None = recipe
         self._recipes = [recipe]
-        self._current = (0, recipe)  # one object, so that a flatten in another thread sees one or the other
+        self._current = (0, recipe)  # one tuple, so that another thread never reads a number with a different recipe
 
     def put(self, recipe: Recipe) -> None:
         """Make JAX flatten the class by this recipe instead of the earlier one."""
@@ -254,7 +239,7 @@ def _is_node(cls: type) -> bool:
     tree_util = sys.modules["jax"].tree_util
     if hasattr(tree_util, "is_tree_node"):
         return bool(tree_util.is_tree_node(cls))
-    # older versions have no public function for this
+    # older versions of JAX have no public function for this
     return cls in sys.modules["jax._src.tree_util"]._registry
 
 
@@ -274,8 +259,8 @@ class Waiting:
     """Recipes to register with a library when it is imported."""
 
     # deliver: registers one recipe with the library; called while `lock` is held
-    # lock: guards the waiting recipes. A backend holds it from its check of the library until its change is done, so
-    # that an import in another thread comes before or after.
+    # lock: a backend holds the lock from its check of the library until its change is done, so that no other thread
+    # imports the library between the two
 
     def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
         self._library, self._deliver = library, deliver
@@ -285,14 +270,12 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library is imported; if so, the waiting recipes are registered with it first.
-
-        This neither imports the library nor waits for its import, since the importing thread may wait for our lock.
-        """
+        """Return whether the library is imported, after the waiting recipes were registered with the library."""
+        # no import and no wait for an import: the importing thread may wait for our lock
         with self.lock:
             if not self._there:
                 module = sys.modules.get(self._library)
-                # importlib's own mark of a module whose import has begun and not ended
+                # importlib sets `_initializing` while a module is being imported
                 if module is None or getattr(module.__spec__, "_initializing", False):
                     return False
                 self._imported(module)
@@ -331,7 +314,7 @@ class Waiting:
             self._hook.remove()
             recipes, self._recipes = self._recipes, {}
             for recipe in recipes.values():
-                # an error here must not break another library's import
+                # an error must not break the import of the library
                 result_or(functools.partial(self._deliver, recipe), functools.partial(_refused, module, recipe))
 
 

@@ -27,7 +27,7 @@ class AttributePatch:
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
-        # vars(), not getattr: an inherited attribute is deleted afterwards, not copied into the subclass
+        # vars(), not getattr: an inherited attribute must not be copied to the subclass at the restoration
         self._entries: Mapping[Any, Any] = owner if isinstance(owner, dict) else vars(owner)
         self._found: Any = _MISSING
         self._holders = 0
@@ -123,7 +123,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Stop waiting."""
+        """Remove the hook from Python's import finders."""
         # a new list: an import in another thread iterates over the old one, and would skip the next finder
         with LOCK:
             sys.meta_path = [finder for finder in sys.meta_path.copy() if finder is not self]
@@ -161,7 +161,7 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
 class ImportedPatch:
     """A patch of a module, applied when other code imports the module, or at once if it is imported already."""
 
-    # make: makes the patch; `None` while the module does not define the target yet
+    # make: makes the patch; returns `None` if the module does not define the attribute
 
     def __init__(self, module: str, make: Callable[[ModuleType], AttributePatch | None]) -> None:
         self._module, self._make = module, make
@@ -175,7 +175,7 @@ class ImportedPatch:
             self._wanted = True
             self._hook.install()
             being_imported = self._module in sys.modules
-        if being_imported:  # wait for a thread that may import it; not under our lock, which the import may need
+        if being_imported:  # wait for an import in another thread, without our lock, which the import may need
             self._on_import(importlib.import_module(self._module))
 
     def release(self) -> None:
@@ -195,12 +195,9 @@ class ImportedPatch:
                     self._patch.acquire()
 
 
-# The global lock, which a fork waits for.
-#
-# A forked child has only the forking thread. A lock that another thread held would never be released in the child, and
-# its state would stay incomplete. So a fork acquires the lock first, and both processes have a free lock and a complete
-# state. There is one lock, because a fork would need a fixed order for several. The lock is held for a few lines only:
-# no import and no code of a user runs under it, since these could wait for a thread that waits for the lock.
+# The only lock of the registry. A fork acquires the lock first: a forked child has only the forking thread, so a lock
+# of another thread would never be released in the child, and the state would stay incomplete. No import and no code of
+# a user runs under the lock, since these could wait for a thread that waits for the lock.
 LOCK = threading.RLock()
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork

@@ -1,17 +1,18 @@
 """Register classes with ``torch.utils._cxx_pytree``: optree's ``"torch"`` namespace and its pending list.
 
-``torch.compile`` and dynamo import it, usually long after a class was registered. Until then torch keeps the
-registrations in a pending list, which its own deregistration ignores: a removed class comes back, and a class
-registered twice makes every later ``torch.compile`` in the process fail.
+``torch.compile`` imports the module, usually long after a class was registered. Before the import, torch stores the
+registrations in a pending list. torch's own deregistration ignores the list: an unregistered class is registered again
+at the import, and a class that is in the list twice makes every later ``torch.compile`` in the process fail.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from ..errors.failures import undone_on_failure
 from ..private_names import of_torch
 from ..recipe.contract import Flatten, Recipe, Unflatten
 
@@ -19,7 +20,7 @@ _NAMESPACE = "torch"
 
 
 class _Pending(NamedTuple):
-    """An entry that waits for the first import, and its place in the list."""
+    """An entry of the pending list, and its position."""
 
     place: int
     entry: tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,14 +50,7 @@ class TorchCpp:
         with of_torch.NODE_REGISTRY_LOCK:
             found = self.read(recipe.cls)
             if of_torch.cxx_pytree_is_imported():
-                with order_kept(found):
-                    if found is not None:
-                        unregister(_NAMESPACE, recipe.cls)
-                    try:
-                        _register(recipe.cls, recipe.flatten, recipe.unflatten)
-                    except BaseException:  # also Ctrl-C; raised again
-                        register_again(found)
-                        raise
+                replace(found, _NAMESPACE, recipe.cls, lambda: _register(recipe.cls, recipe.flatten, recipe.unflatten))
             else:
                 entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
                 place = _drop_pending(recipe.cls, None)
@@ -86,7 +80,7 @@ class TorchCpp:
 
 
 def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
-    # torch's own function, which swaps the arguments of `unflatten` for optree
+    # torch's own function swaps the arguments of `unflatten` for optree
     sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
 
 
@@ -101,12 +95,9 @@ def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
     return place
 
 
-# Read and restore entries of optree's table of classes, one namespace at a time.
-
-
 def registered(namespace: str, cls: type) -> Any:
     """Return optree's entry of a class in a namespace, or ``None``; optree must be imported."""
-    # no public function reads one namespace without the global one
+    # optree's public function also returns entries of the global namespace
     return _table().get((namespace, cls))
 
 
@@ -125,6 +116,15 @@ def register_again(found: Any) -> None:
             path_entry_type=found.path_entry_type,
             namespace=found.namespace,
         )
+
+
+def replace(found: Any, namespace: str, cls: type, register: Callable[[], object]) -> None:
+    """Unregister a class, whose entry is ``found``, and call ``register``; an error restores the entry."""
+    with order_kept(found):
+        if found is not None:
+            unregister(namespace, cls)
+        with undone_on_failure(lambda: register_again(found)):
+            register()
 
 
 @contextlib.contextmanager

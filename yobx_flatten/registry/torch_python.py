@@ -1,8 +1,7 @@
 """Register classes with ``torch.utils._pytree``, which ``torch.export`` uses, and with ``torch.fx._pytree``.
 
-torch's own ``_deregister_pytree_node`` cannot undo a registration: it raises ``KeyError`` half-way when two classes
-have no serialized name (they share one key), and it cannot restore an earlier registration. So this file, and no other,
-reads and writes the four tables.
+torch's own ``_deregister_pytree_node`` cannot restore an earlier registration. If two classes have no serialized name,
+it also raises ``KeyError`` after it has changed some tables. So only this file reads and writes the four tables.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TorchPython:
             name = _free_name(recipe)
             dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
             if cls not in pytree.SUPPORTED_NODES:
-                # torch's function also refuses types that can never be a node (opaque types)
+                # torch's function also refuses opaque types, which can never be nodes
                 register_python_node(
                     cls,
                     recipe.flatten,
@@ -57,7 +56,7 @@ class TorchPython:
                     flatten_with_keys_fn=recipe.flatten_with_keys,
                 )
             else:
-                # assigned in place: the class keeps its position in the tables, so that undo is exact
+                # an assignment keeps the position of the class in the tables
                 pytree.SUPPORTED_NODES[cls] = pytree.NodeDef(
                     cls, recipe.flatten, recipe.unflatten, recipe.flatten_with_keys
                 )
@@ -75,7 +74,7 @@ class TorchPython:
             serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
             name = None if serial is None else serial.serialized_type_name
             name_found = None if found is None or found.serial is None else found.serial.serialized_type_name
-            # a shared name stays in place, so that the order of the table does not change
+            # a name that does not change stays in the table, so that the order of the table does not change
             names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
             if name is not None and name != name_found and names.get(name) is cls:
                 del names[name]
@@ -96,7 +95,7 @@ class TorchPython:
 
 
 def _free_name(recipe: Recipe) -> str:
-    """The recipe's name, or a numbered one if another class (such as a local one) has that name already."""
+    """Return the name of a recipe, or a numbered name if a different class has that name."""
     name, count = recipe.name, 1
     while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, recipe.cls) is not recipe.cls:
         count += 1
@@ -105,7 +104,7 @@ def _free_name(recipe: Recipe) -> str:
 
 
 def _forget_loaded_specs() -> None:
-    # `treespec_loads` caches by text, and would return the former class of this name
+    # `treespec_loads` caches specs by text, and would return a spec of the former class with this name
     pytree.treespec_loads.cache_clear()
 
 
@@ -114,9 +113,8 @@ _MISSING = object()
 
 # Register classes with `torch.fx._pytree`, by which a graph module flattens its inputs.
 #
-# Without a rule here fx falls back to the Python pytree and compares whole specs. Another library's rule
-# (transformers' executorch registration has one for `DynamicCache`) would silently flatten our programs' inputs in
-# another order; so this rule is registered together with the other tables, and reports where an input differs.
+# Without a rule, fx uses the Python pytree and compares whole specs. A rule of another library, such as that of
+# transformers for `DynamicCache`, would silently flatten the inputs in a different order.
 
 
 class _FoundRules(NamedTuple):
@@ -162,7 +160,7 @@ class TorchFx:
 
 
 def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[Any]:
-    """Flatten ``obj`` as ``spec`` states, or raise and name where it differs."""
+    """Flatten an object as the spec of a program states, or raise an error that shows the difference."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(
             f"The program was exported with {describe_class(recipe.cls)} here, but it was called with "

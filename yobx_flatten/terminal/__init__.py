@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(program: str) -> Iterator[None]:
-    """End the process with status 130 at Ctrl-C in the with block, where libraries may catch KeyboardInterrupt."""
+    """End the process with status 130 at Ctrl-C in the with block."""
+    # an imported library may catch KeyboardInterrupt, so the handler does not raise it
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

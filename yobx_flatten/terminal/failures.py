@@ -30,7 +30,7 @@ from .output import printable
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
-# names of options in other programs: theirs=ours
+# names of options in other programs, each with the name of our option
 _PAIRS = (
     "learning-rate=lr peak-lr=lr batch-size=batch train-batch-size=batch per-device-train-batch-size=batch "
     "gradient-accumulation-steps=accumulate num-train-epochs=epochs num-epochs=epochs max-steps=steps dataset=text "
@@ -53,7 +53,7 @@ def explain_failure(
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Print the error that ended a command on stderr, and return the exit status of the command."""
-    # error: the error that ended the command. The text of a `KeyboardInterrupt` lists the files written until then.
+    # error: the text of a `KeyboardInterrupt` lists the files that were written before
     # expected: error classes with a complete message; other errors are shown with their class
     if debug:
         traceback.print_exception(error)
@@ -78,7 +78,6 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return INTERRUPTED, str(error) or "interrupted, nothing was written"
     if isinstance(error, ReplayError):
         return CHECK_FAILED, str(error)  # with its report, case by case
-    # the line to type belongs to the message: "Install it:\n    pip install ..."
     if isinstance(error, expected):
         line = possible_cause() if isinstance(error, VersionDependentError) else ""
         return REFUSED, _with(line, " ".join(without_cause(error).split()))
@@ -116,7 +115,7 @@ def meant_option(typed: str, known: Iterable[str]) -> str:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    # libraries in C++ and Rust wrap the system's error
+    # libraries in C++ and Rust raise their own classes, with the text of the system's error
     return "No space left on device" in str(error) or "os error 28" in str(error)
 
 
@@ -135,7 +134,7 @@ class Terminated(KeyboardInterrupt):
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
     """Raise :class:`Terminated` on SIGTERM in the with block, unless the process handles this signal itself."""
-    # outside of the main thread, the only one that gets signals, it does nothing
+    # only the main thread receives signals
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -143,7 +142,7 @@ def terminable() -> Iterator[None]:
     process = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a fork, which its parent process ends
+        if os.getpid() != process:  # a forked process, which SIGTERM ends
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         raise Terminated

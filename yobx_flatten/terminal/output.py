@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Characters that a terminal interprets instead of showing: C0 and C1 controls except for tab and line feed, and marks
-# that change the direction of text. A name in an untrusted file may contain them (CWE-150).
+# Characters that a terminal interprets: C0 and C1 controls except for tab and line feed, and marks that change the
+# direction of text. A name in an untrusted file may contain these characters (CWE-150).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -67,11 +67,9 @@ def _finite(value: object) -> object:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of plain text without rich markup; lines are never broken inside a word.
-
-    If the longest words of all columns do not fit next to each other, a row takes several lines.
-    """
-    # rows: their cells; the first two name the row
+    """Print a table of plain text without rich markup; lines are never broken inside a word."""
+    # rows: the cells of each row; the first two cells name the row. If the longest words of all columns do not fit in
+    # one line, each row takes several lines.
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -101,14 +99,14 @@ def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[s
 
 
 class _Lines(logging.Handler):
-    """Passes logged stages of the package to the progress bar."""
+    """Passes the logged steps of the package to the progress bar."""
 
     def __init__(self, show: Any) -> None:
         super().__init__(logging.INFO)
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "step", False):  # registrations are also logged
+        if getattr(record, "step", False):
             numbers = (getattr(record, name, None) for name in ("total", "share"))
             self._show(record.getMessage(), getattr(record, "done", 0), *numbers)
 
@@ -117,10 +115,10 @@ class _Lines(logging.Handler):
 def progress(first: str) -> Iterator[Any]:
     """Show the progress of a command on stderr: a bar on a terminal, elsewhere a line for each step.
 
-    If a stage is logged with ``done`` and ``total``, the bar shows both and an estimate of the remaining time; after a
-    stage with the finished ``share`` of all work, each stage shows the remaining time of the command.
+    If a step is logged with ``done`` and ``total``, the bar shows both and an estimate of the remaining time. After a
+    step with the finished ``share`` of all work, each step shows the remaining time of the command.
     """
-    # yields: a function that shows another stage; stages that the package logs are shown automatically
+    # yields: a function that shows a step; steps that the package logs are shown automatically
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)
@@ -138,7 +136,7 @@ def progress(first: str) -> Iterator[Any]:
             end = end if share is None else begun + (now - begun) / share
             text = printable(text) + (f" (about {end - now:.0f} s left)" if end > now + 1 else "")
             if total is None:
-                bar.tasks[0].total = None  # None, which `update` treats as no change
+                bar.tasks[0].total = None  # `update` ignores `total=None`
             bar.update(task, description=text, completed=done, total=total)
             if bar.disable and text != last:
                 sys.stderr.write(text + "\n")

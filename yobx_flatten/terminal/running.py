@@ -53,7 +53,7 @@ def reflow_help(app: typer.Typer) -> None:
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """Show no type in the help for options without a value, where typer 0.29 writes ``<bool>``."""
+    """Remove the type ``<bool>``, which typer 0.29 shows for flags, from the help."""
     for one in (command, *getattr(command, "commands", {}).values()):
         one.get_params = functools.partial(_without_types, one.get_params)
 
@@ -62,7 +62,7 @@ def _without_types(get_params: Callable[[Any], list[Any]], context: typer.Contex
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
-            param.display_type_rich = lambda ctx: ""  # only the name
+            param.display_type_rich = lambda ctx: ""
         elif getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
     return params
@@ -76,10 +76,7 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run one command and return its exit status. The command reads its command-line words from ``context.obj``.
-
-    A reader that closes early, like ``| head``, neither ends the command nor changes its status.
-    """
+    """Run one command and return its exit status; the command reads its command-line words from ``context.obj``."""
     with lasting_streams(), terminable():
         return _run(app, argv, program, expected, is_reporter)
 
@@ -94,7 +91,6 @@ def _run(
     import typer
 
     given = list(sys.argv[1:] if argv is None else argv)
-    # at any position: users add it at the end when they see an error
     debug = "--debug" in given
     fail = functools.partial(explain_failure, debug=debug, program=program, expected=expected, is_reporter=is_reporter)
     command: Any = typer.main.get_command(app)
@@ -103,7 +99,7 @@ def _run(
     invoke = command.invoke
 
     def invoke_and_notice(context: typer.Context) -> Any:
-        # typer and click end the command here, differently in each version, and some silently
+        # typer and click catch Ctrl-C, and some of their versions report nothing
         try:
             return invoke(context)
         except KeyboardInterrupt as error:
@@ -117,7 +113,7 @@ def _run(
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
             return fail(interruption[0])
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, which is printed already
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message of this error, the help, is printed already
             return 2
         return fail(error)
     if interruption:
@@ -125,11 +121,8 @@ def _run(
     return status if isinstance(status, int) else 0
 
 
-# Survive an output stream that closes early or lacks characters.
-
-
 class _LastingStream:
-    """A text stream that accepts every character, also after its reader has closed (``... | head``)."""
+    """A text stream that accepts every character, also after its reader has closed the pipe (``... | head``)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -151,7 +144,7 @@ class _LastingStream:
             self._discard()
 
     def _discard(self) -> None:
-        """Redirect the descriptor to the null device, so that Python can flush it at exit."""
+        # Python flushes the descriptor at exit, which would fail again
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

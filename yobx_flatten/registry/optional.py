@@ -132,7 +132,7 @@ _THEIRS = "registered with JAX by other code"
 
 
 # JAX cannot remove or replace the registration of a class, because compiled functions rely on the registration
-# (https://github.com/jax-ml/jax/issues/21666). So the functions that are registered with JAX look up the current recipe:
+# (https://github.com/jax-ml/jax/issues/21666). So the functions that are registered with JAX look up the recipe:
 #
 #     registered                      JAX uses the recipe
 #     unregistered                    JAX continues to use the last recipe, so that compiled functions still work

@@ -1,7 +1,4 @@
-"""``MiniOnnxBuilder`` and the two functions between nested inputs and an ``onnx.ModelProto``.
-
-They make and read the files of :mod:`.nested` in memory.
-"""
+"""Convert nested inputs to an ``onnx.ModelProto`` and back."""
 
 from __future__ import annotations
 
@@ -207,7 +204,6 @@ def create_input_tensors_from_onnx_model(
 
 
 def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of all leaves, in order."""
     if "leaf" in part:
         return [part]
     return [record for child in part["children"] for record in _records(child)]
@@ -224,18 +220,14 @@ def randomized(structure: Structure) -> Structure:
     return structure._replace(payloads=payloads)
 
 
-# Read leaves from the outputs of a run in onnxruntime or ``onnx.reference``.
-
-
 _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
     """Runs an ONNX model that has no inputs, and reads leaves from its outputs; a :class:`.values.Source`."""
 
-    # path: the file it is from; `None` for a model in memory
-    # engine: `"onnxruntime"` or `"ReferenceEvaluator"`
-    # sep: separator between the name of a dict and `keys` or `values`, see `builder.MiniOnnxBuilder`
+    # path: the file of the model; `None` for a model in memory
+    # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`
 
     def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
         # the second name is onnx-diagnostic's evaluator, which runs the same operators as ONNX's reference

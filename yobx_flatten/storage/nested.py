@@ -120,9 +120,6 @@ def read(
         return unflatten_tree(structure, Initializers(model, folder, name), device)
 
 
-# Read initializers from an untrusted ONNX file or model.
-
-
 _PIECE = 16 * 2**20  # bytes read at once
 _LARGEST = 2**31  # bytes; protobuf reads no more
 _KNOWN_VERSION = 1
@@ -171,7 +168,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
     if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
         raise DamagedFileError(f"{name} is damaged: the checksum of its structure is wrong.")
     try:
-        return json.loads(text)  # static data may be any JSON; its content is checked when it is read
+        return json.loads(text)  # the content is checked when it is read
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{name} is damaged: its structure is not JSON ({error}).") from error
 
@@ -179,7 +176,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
 class Initializers:
     """Reads leaves from the initializers of an ONNX model, one at a time; a :class:`.values.Source`."""
 
-    # folder: where its external data are, `None` if it has none
+    # folder: the folder of the external data; `None` for a model in memory
 
     def __init__(self, model: onnx.ModelProto, folder: pathlib.Path | None, name: str) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -232,7 +229,7 @@ class Initializers:
         return tensor
 
     def _place(self, record: dict[str, Any], tensor: onnx.TensorProto) -> tuple[pathlib.Path, int, int]:
-        """The file with a tensor's data, where they begin, and how long they are."""
+        """Return the file with the data of a tensor, and the offset and the length of the data."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         # a file may only refer to files in its own folder
@@ -262,7 +259,6 @@ class Initializers:
 
 
 def _read(file: BinaryIO, view: memoryview) -> int:
-    """Fill memory from a file; return the checksum."""
     checksum = 0
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]

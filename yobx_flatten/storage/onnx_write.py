@@ -23,8 +23,8 @@ FORMAT, VERSION, CONTENT = "yobx_flatten.format", "yobx_flatten.format_version",
 STRUCTURE, CHECKSUM = "yobx_flatten.structure", "yobx_flatten.structure_crc32"
 
 _FLOAT = 1
-_INLINE = 1024  # bytes; smaller tensors stay in the model, next to their names
-_TOGETHER = 16 * 2**20  # bytes; up to this size there is one file
+_INLINE = 1024  # bytes; smaller tensors are stored in the model file
+_TOGETHER = 16 * 2**20  # bytes; up to this size, all tensors are stored in the model file
 _LARGEST = 2**31 - 2**26  # bytes; protobuf's limit, minus room for names and shapes
 _ALIGNED = 64  # bytes
 _PIECE = 16 * 2**20  # bytes written at once
@@ -67,7 +67,7 @@ class OnnxWriter:
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
         """Add one leaf: its initializer, or a node that draws random numbers if the leaf was stored as a seed."""
-        # output: whether the graph returns it; `True` by default
+        # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
         self._taken.add(name)
@@ -101,8 +101,8 @@ class OnnxWriter:
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
         """Make a value an output of the graph."""
-        # code: type of its elements, a value of `onnx.TensorProto.DataType`
-        # sequence: whether it is a sequence of tensors; `False` by default
+        # code: the type of the elements, a value of `onnx.TensorProto.DataType`
+        # sequence: whether the value is a sequence of tensors; `False` by default
         helper = self._onnx.helper
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
@@ -170,11 +170,8 @@ def save(
     content: str = "values",
     external_data: bool | None = None,
 ) -> int:
-    """Write a flattened object to an ONNX file; large tensors are written to a second file next to it.
-
-    Both are written in a hidden folder, and moved when they are complete.
-    """
-    # path: the file. The second one is `<path>.data`, or `<path>.1f0e3dad.data` over an existing file.
+    """Write a flattened object to an ONNX file, and large tensors to a second file in the same folder."""
+    # path: the file; the second file is `<path>.data`, or `<path>.1f0e3dad.data` if `path` or `<path>.data` exists
     # external_data: whether to use a second file; `None` to decide by size
     path = pathlib.Path(path)
     total = sum(payload.nbytes for payload in structure.payloads)

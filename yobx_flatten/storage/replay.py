@@ -146,7 +146,7 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
 
 
 def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
-    """Inputs of the runner, and the names of missing ones."""
+    """Return the inputs of the runner, and the names of leaves that the runner does not accept."""
     named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
     wanted = list(runner.ports)
@@ -163,7 +163,7 @@ def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_data(leaf: object) -> bool:
-    """Whether a leaf can be an input or an output of a graph."""
+    """Return whether a leaf can be an input or an output of a graph."""
     if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
         return True
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
@@ -184,7 +184,6 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
 
 
 def _difference(expected: object, found: object) -> tuple[float, str | None]:
-    """Return the largest difference, and why two values are incomparable."""
     try:
         return largest_difference(expected, found), None
     except ReplayError as error:

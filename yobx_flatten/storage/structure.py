@@ -31,7 +31,7 @@ class Structure(NamedTuple):
 
     json: dict[str, Any]  # the metadata; the records of the payloads are parts of it
     payloads: list[Payload]  # payloads of the initializers, in the order of the leaves
-    again: list[dict[str, Any]]  # the records of tensors that stand in a second place
+    again: list[dict[str, Any]]  # the records of the second and further places of a tensor
 
 
 def flatten_tree(tree: PyTree) -> Structure:
@@ -41,7 +41,7 @@ def flatten_tree(tree: PyTree) -> Structure:
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
     payloads: list[Payload] = []
     again: list[dict[str, Any]] = []
-    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf is also stored, so that its id is not reused
+    seen: dict[int, tuple[Any, str]] = {}  # by id; a reference to the leaf is stored, so that its id is not reused
 
     def visit(obj: object) -> dict[str, Any]:
         node = _functions_of(type(obj), get_node_type(obj))
@@ -54,7 +54,7 @@ def flatten_tree(tree: PyTree) -> Structure:
                 raise StaticDataError(f"{type(obj).__qualname__}: {error}") from error
             return {"node": cls, "static": dumped, "children": [visit(child) for child in children]}
         name = next(names)
-        # one tensor in two places is stored once, and comes back as one tensor
+        # a tensor in two places is stored once, and is read as one tensor
         if id(obj) in seen:
             again.append({"leaf": "same", "name": name, "as": seen[id(obj)][1]})
             return again[-1]
@@ -102,7 +102,7 @@ def unique(name: str, taken: set[str]) -> str:
     >>> unique("a.b", taken), unique("a.b", taken)
     ('a.b', 'a.b#2')
     """
-    # taken: names that are in use; the new one is added
+    # taken: names that are in use; the new name is added
     name = name.encode("utf-8", "replace").decode()
     found, count = name, 1
     while found in taken:
@@ -129,13 +129,13 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
     if recipe is not None:
         return _Functions(recipe.flatten, recipe.unflatten)
     node = pytree.SUPPORTED_NODES.get(node_type)
-    if node is not None and cls is torch.Size:  # torch makes a plain tuple of it
+    if node is not None and cls is torch.Size:  # torch's own unflatten function returns a tuple
         return _Functions(node.flatten_fn, lambda children, static: torch.Size(children))
     return None if node is None else _Functions(node.flatten_fn, node.unflatten_fn)
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse static data that torch would call: a named tuple's class, a defaultdict's factory."""
+    """Refuse static data that torch would call: the class of a named tuple, or the factory of a ``defaultdict``."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
@@ -153,7 +153,7 @@ def _node_named(name: str) -> _Functions:
     cls: Any = sys.modules.get(module)
     for part in qualified.split("."):  # without a module's __getattr__
         cls = vars(cls).get(part) if isinstance(cls, (type, type(sys))) else None
-    if not isinstance(cls, type):  # a class that is defined in a function is found in the table only
+    if not isinstance(cls, type):  # a class that is defined in a function is only in the table
         cls = next((c for c in pytree.SUPPORTED_NODES.copy() if f"{c.__module__}:{c.__qualname__}" == name), None)
     found = None
     if isinstance(cls, type):

@@ -1,7 +1,7 @@
 """Convert one leaf of a nested object to an initializer of an ONNX graph, and back.
 
-A leaf becomes a *record*, a dict that goes into the file's metadata, and, where there is data, a *payload*: what the
-initializer is made of. The bytes of a payload are read when they are written, one payload at a time.
+A leaf is converted to a *record*, a dict in the metadata of the file, and, if the leaf has data, to a *payload*, from
+which the initializer is made. The bytes of a payload are read when they are written, one payload at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
-_DRAWN = 10**9  # bytes; the file's size does not limit random numbers, since they are not stored
+_DRAWN = 10**9  # bytes; a small file could otherwise request any amount of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Payload:
     element: Element  # the type of the elements
     dims: tuple[int, ...]  # the shape of the initializer
     nbytes: int  # the size of the data; 0 for strings
-    data: Callable[[], memoryview]  # gives the bytes; can copy the leaf
-    strings: Sequence[bytes] | None = None  # the elements, for strings, `None` otherwise
+    data: Callable[[], memoryview]  # returns the bytes, possibly of a copy of the leaf
+    strings: Sequence[bytes] | None = None  # the elements of a leaf with strings, else `None`
 
 
 class Source(Protocol):
@@ -60,8 +60,6 @@ class Source(Protocol):
 
 def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
     """Convert a leaf to a record for the file's metadata, and to the data of an initializer if the leaf needs one."""
-    # leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: `None`, enums,
-    # dtypes, slices, sets
     if isinstance(leaf, torch.Tensor):
         return _write_tensor(leaf, name, where)
     numpy = sys.modules.get("numpy")
@@ -84,7 +82,7 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
 
     def data() -> memoryview:
         plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # not reshape: a single element is contiguous with any stride
+        # not reshape: a tensor with one element may be contiguous with any stride, and `view` refuses such a stride
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
     record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
@@ -104,7 +102,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
         "dtype": dtype.name if dtype.hasobject or dtype.type.__module__ != "numpy" else dtype.str,
         "shape": list(array.shape),
     }
-    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # subclasses hold more, such as a mask
+    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # a subclass has more data, such as a mask
     texts = _texts_of(array) if plain_class and dtype.kind in "UO" else None
     if texts is not None:
         return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
@@ -120,7 +118,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
     def data() -> memoryview:
         plain = numpy.ascontiguousarray(array, _low_byte_first(dtype)).reshape(-1)
-        # NumPy exports no bytes for dates and for the types of ml_dtypes
+        # NumPy exports no buffer for dates and for the types of ml_dtypes
         codes = plain.view(numpy.uint8)
         return (codes if element.packed == 1 else pack(codes, element.packed)).data
 
@@ -128,7 +126,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
 
 def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
-    """The type of elements for arrays that are not text, and the axes that are added."""
+    """Return the element type for an array without text, and the axes to add to the shape; else ``None``."""
     if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
         return None
     if dtype.kind in "mM":
@@ -145,7 +143,7 @@ def _low_byte_first(dtype: numpy.dtype[Any]) -> numpy.dtype[Any]:
 
 
 def _texts_of(array: numpy.ndarray[Any, Any]) -> list[bytes] | None:
-    """The elements of an array of text, ``None`` if one of them is something else."""
+    """Return the elements of an array of text; ``None`` if an element is not text that UTF-8 can encode."""
     try:
         return [text.encode() for text in array.reshape(-1).tolist()]
     except (AttributeError, UnicodeEncodeError):
@@ -285,7 +283,7 @@ def _read_scalar(kind: str, record: Record, source: Source) -> Any:
     return complex(*numbers) if kind == "complex" else numbers[0]
 
 
-# Python's own scalars: the elements, how struct packs them, the shape
+# by class of a Python scalar: element type, format for `struct`, shape
 _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
     bool: (BOOL, "<?", ()),
     int: (INT64, "<q", ()),
@@ -296,14 +294,11 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 }
 
 
-# Check whether a tensor has plain data in one piece of memory, and choose what to store if not.
-
-
 class Obstacle(NamedTuple):
-    """Why a tensor cannot be stored directly, and the line that stores a plain tensor instead."""
+    """The reason why a tensor cannot be stored directly, and an expression that can be stored instead."""
 
     what: str  # description of the tensor and the reason, for the message
-    line: str  # what to store instead
+    line: str  # the expression
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
@@ -346,9 +341,6 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
 
 
 _NO_DATA = "which has no plain data to store"
-
-
-# Read static data from an untrusted file, and refuse anything else as damage.
 
 
 def load_trusted(data: Static) -> Static:

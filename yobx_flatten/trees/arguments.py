@@ -72,7 +72,7 @@ def _check_dense(tree: PyTree, name: str) -> None:
 
 
 def instance_hint(given: object) -> str:
-    """A sentence that makes an instance of a class that was given in its place; empty for anything else."""
+    """Return a sentence on how to make an instance, if a class was given instead; else an empty string."""
     how = ".from_pretrained(FOLDER)" if hasattr(given, "from_pretrained") else "(...)"
     return f" Make an instance: {given.__qualname__}{how}." if isinstance(given, type) else ""
 
@@ -143,11 +143,8 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
                 )
 
 
-# Find where the weights of a module are: device, ``meta``, or offloaded.
-
-
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
-    """Return which weight or input has a shape but no data, as the reason why a module cannot run, or an empty text."""
+    """Return a text that names a weight or input with a shape but no data; empty if all have data."""
     # brought: names of weights that are loaded when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 
@@ -174,11 +171,8 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
 
 
 def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the inputs on a different device than the weights, as (path, input's device, weights' device).
-
-    Empty if the weights are on several devices, if there are none, or if hooks of accelerate move the inputs. A 0-d
-    tensor may be on the CPU.
-    """
+    """Return the inputs on a different device than the weights, as (path, input's device, weights' device)."""
+    # several devices are valid if hooks of accelerate move the inputs, and a 0-d tensor may be on the CPU
     devices = Counter(tensor.device for _, tensor in _state(module))
     if len(devices) != 1 or any(hasattr(part, "_hf_hook") for part in module.modules()):
         return []

@@ -1,7 +1,7 @@
 """Describe a nested object in one line: :func:`string_type`.
 
-A table maps class names, looked up along the bases of the object's type, to small functions that write the text. Names
-instead of classes, because NumPy and transformers must not be imported.
+A table maps class names to functions that write the text. The table has names instead of classes, because NumPy and
+transformers must not be imported.
 
 ::
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("yobx_flatten")
 
-# In the order of onnx.TensorProto, from 0. torch, NumPy and ml_dtypes give an element type the same name, so
-# one table for both libraries; ONNX keeps strings in NumPy arrays of objects.
+# The names in torch, NumPy and ml_dtypes of the element types, in the order of onnx.TensorProto. ONNX stores strings in
+# NumPy arrays of objects.
 _ORDER = """
     undefined float32 uint8 int8 uint16 int16 int32 int64 object bool float16 float64 uint32 uint64 complex64
     complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1fn
@@ -44,10 +44,10 @@ _ORDER = """
 _ELEMENT_TYPES = {name: code for code, name in enumerate(_ORDER.split())}
 _STRING, _UNDEFINED = _ELEMENT_TYPES["object"], _ELEMENT_TYPES["undefined"]
 
-# torch has no minimum for these types: convert to the nearest type that has one (uint64: 53 bits are exact).
+# torch has no minimum for these types; they are converted (only 53 bits of uint64 are exact)
 _COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.float64}
 
-# Far below Python's recursion limit: a level needs about four frames, and callers need frames also.
+# far below Python's recursion limit: each level needs about four frames
 _DEEPEST = 100
 _LONGEST_SET = 10
 _PAIR = ("keys", "values")
@@ -71,16 +71,15 @@ def string_type(
     ``Name(...)``. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
 
     Args:
-        obj: Anything: tensors, containers, caches, model outputs, dynamic shapes.
+        obj: Any object, such as tensors, containers, caches, model outputs, dynamic shapes.
         with_shape: Show ``s2x3`` instead of the number of dimensions ``r2``.
-        with_min_max: Show minimum, maximum and average of tensors, values of numbers. Left out if there is no data
-            (FakeTensor, meta), or if a trace would record the read.
+        with_min_max: Show minimum, maximum and average of tensors, and values of numbers; not of tensors without data
+            (FakeTensor, meta), nor during a trace, which would record the read.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
         ignore: Has no effect. It is accepted because functions of this name in other libraries raise on unknown classes
             unless this is set; this function never raises.
         limit: Lists and tuples of this length or longer are cut after their first element.
-        verbose: Hand the trace of the visited classes to the handlers of logger ``yobx_flatten``, even if its
-            level is above ``DEBUG``.
+        verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.
         caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as
             the two ``"lists"`` ``key_cache`` and ``value_cache``, like onnx-diagnostic.
 
@@ -124,7 +123,7 @@ class _Writer:
             return _opaque(self, obj)
 
         try:
-            # a property or flatten function of the user may fail: a description must not
+            # a property or flatten function of the user may raise any error
             return result_or(lambda: _rule(obj)(self, obj), opaque)
         finally:
             self.inside.pop()
@@ -140,7 +139,7 @@ class _Writer:
 
     def log(self, message: str, *args: object) -> None:
         if self.verbose:
-            # Ignore the logger's level for this call only: setting the level would affect other threads.
+            # the level of the logger is not changed, which would affect other threads
             LOGGER.handle(LOGGER.makeRecord(LOGGER.name, logging.DEBUG, __file__, 0, message, args, None))
         else:
             LOGGER.debug(message, *args)
@@ -216,7 +215,7 @@ def _dim(writer: _Writer, obj: object) -> str:
 
 
 def _mean_of_numbers(writer: _Writer, obj: Collection[Any], form: str) -> str:
-    # Callers pass the three spellings of the mean that onnx-diagnostic uses, which its users know from their logs.
+    # each caller passes the format of onnx-diagnostic for its type
     if not writer.values or not all(isinstance(x, int | float) for x in obj):
         return ""
     return form.format(min(obj), max(obj), sum(map(float, obj)) / len(obj))
@@ -237,7 +236,7 @@ def _list(writer: _Writer, obj: list[Any]) -> str:
 
 def _set(writer: _Writer, obj: Collection[Any]) -> str:
     if len(obj) < _LONGEST_SET:
-        # Sorted: the order of a set changes from process to process.
+        # sorted, since the order of a set differs between processes
         return f"{{{','.join(sorted(map(writer.text, obj)))}}}"
     tail = _mean_of_numbers(writer, obj, "[{},{}:A{}]")
     return f"{{...}}#{len(obj)}{tail}" if tail or writer.shape else "{...}"

@@ -9,9 +9,10 @@
         "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
     })                                                 }   and every size with its expression: B, B * 2, steps
 
-torch 2.15 itself makes them unbacked sizes, with which few models can be traced ("Could not guard on data-dependent
-expression u1 > 1"), and accepts none for a cache. Here the sizes have the values of the example, and the expressions
-are asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
+torch 2.15 itself makes unbacked sizes of these variables, with which few models can be traced ("Could not guard on
+data-dependent expression u1 > 1"), and accepts no specification for a cache. With the converted specification, the
+sizes have the values of the example, and the trace asserts the expressions (see
+:mod:`yobx_flatten.export.stated_sizes`).
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Stated(NamedTuple):
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
     """Return a ``ShapesSpec`` or ``ParamsSpec`` as entries by name of the input, and its assumptions about sizes."""
-    # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form: the entries of `"*args"` and of `"**kwargs"`,
-    # which may have the function's own names, get the names of the inputs. Anything else is returned unchanged.
+    # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form; any other value is returned unchanged. The
+    # entries `"*args"` and `"**kwargs"` are replaced by entries with the names of the inputs.
     shapes, assumptions = opened_spec(shapes)
     if not isinstance(shapes, Mapping):
         return shapes, assumptions
@@ -83,13 +84,12 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
     """Convert ``TensorSpec`` and similar entries to ``dynamic_shapes``; entries in that form are unchanged."""
-    # assumptions: see `by_parameter`; none by default
     classes = spec_classes()
     if classes is None:  # this torch has no such classes
         return Stated(dict(shapes), (), ())
     writing = _Writing(classes)
     written = {name: writing.write(value, shapes.get(name), (name,)) for name, value in inputs.items()}
-    # the later check finds missing and unknown entries
+    # `check_dynamic_shapes` refuses missing and unknown entries
     written = {name: written.get(name, entry) for name, entry in shapes.items()}
     _check_values(writing.sizes, assumptions)
     return Stated(written, tuple(writing.sizes), assumptions)
@@ -112,7 +112,7 @@ class _Writing:
         children = zip(node.children, entries, names, strict=True)
         below = [self.write(child, entry, (*path, name)) for child, entry, name in children]
         untouched = all(one is entry for one, entry in zip(below, entries, strict=True))
-        # an entry of dynamic_shapes keeps its class; a later check finds a class that does not fit
+        # an entry of dynamic_shapes keeps its class; `check_dynamic_shapes` refuses a wrong class
         is_spec = isinstance(spec, (self.classes.SeqSpec, self.classes.DictSpec, self.classes.ObjectSpec))
         return spec if found is None or (untouched and not is_spec) else same_container(obj, node, below)
 

@@ -19,14 +19,13 @@ def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
     >>> leaf_names({"cache": [{"key": 1, "value": 2}]})
     ['past_key_values.0.key', 'past_key_values.0.value']
     """
-    # cache: the name of a model's cache on the first level, whatever the model calls it; by default the input name that
-    # generation tools expect returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the
-    # block
+    # cache: the name for a cache on the first level; by default, the input name that generation tools expect
+    # returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the with block
     return _leaf_names(tree, cache)
 
 
 def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
-    # bottom-up, unlike the walk: the class of a node may rename all leaves below it
+    # `walk` is not used, since the class of a node may rename all leaves below the node
     node = node_of(tree)
     if node is None:
         return [""]
@@ -50,8 +49,8 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
     >>> output_names({"logits": 1, "attention_mask": 2}, ["input_ids", "attention_mask"])
     ['logits', 'output.attention_mask']
     """
-    # taken: names of inputs. An output of the same name is called `output.<name>`, since names are unique in an ONNX
-    # graph (Qwen2Audio returns its attention mask). names that generation tools use for the returned cache
+    # taken: names of inputs. An output with the name of an input is called `output.<name>`, since names are unique in
+    # an ONNX graph. For example, Qwen2Audio returns its attention mask.
     names = leaf_names(outputs, cache=PRESENT)
     if isinstance(outputs, (tuple, list)):
         return [f"output.{name}" for name in names]
@@ -59,7 +58,7 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
 
 
 def leaves_of(tree: PyTree) -> list[Any]:
-    """Return the leaves in the order of :func:`leaf_names`, also without an open with block."""
+    """Return the leaves in the order of :func:`leaf_names`, also outside of a with block."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 
@@ -75,7 +74,7 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the position of the leaf that each input or output name of a graph stands for.
+    """Return the position of the leaf to which each input or output name of a graph belongs.
 
     First, spellings are compared exactly; then in lower case, with underscores for all characters except letters and
     digits. Leaves are matched by order if the remaining leaves have no names (entries of a tuple, or a single value),
@@ -88,7 +87,8 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     >>> match(["a", "b"], [["a"], ["y"]])
     {'a': 0}
     """
-    # returns: the position of a leaf by the graph's name. A name without a leaf has no entry.
+    # spellings: the names of each leaf; the last name is the key path
+    # returns: the positions by the names of the graph; a name without a leaf has no entry
     found: dict[str, int] = {}
     for spell in (str, plain_spelling):
         # the first leaf gets a repeated name
@@ -106,7 +106,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
 
 
 def _is_name(spellings: Sequence[str]) -> bool:
-    """Whether a leaf has a name: not if its path contains only positions in tuples and lists."""
+    """Return whether the key path of a leaf has a name, not only positions in tuples and lists."""
     return any(part and not part.isdigit() for part in spellings[-1].split("."))
 
 

@@ -1,8 +1,8 @@
 """Write ``dynamic_shapes`` from nested inputs, and check them before torch sees them.
 
-torch requires a tree with the structure of the inputs, in which a registered class is a *list* with one entry per
-child. In a cache, batch and length vary, heads and head size do not; in a plain tensor every axis may vary, and
-``Dim.AUTO`` lets torch find out which axes do.
+torch requires the structure of the inputs, with a *list* of one entry per child for an object of a registered class. In
+a cache, batch and length vary; heads and head size do not. Each axis of a plain tensor gets ``Dim.AUTO``: torch finds
+out which axes vary.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def dynamic_shapes(
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
         overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (every name of the cache in transformers is accepted); the entry
-            ``None`` fixes all sizes below the path. No overrides by default.
+            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (a cache may have any name that transformers uses for caches); the
+            entry ``None`` fixes all sizes below the path. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
             ``{"batch": 8, "length": 2048}``. For a cache, the registration states these axes; for any other tensor they
             are axes 0 and 1. No bounds by default.
@@ -68,7 +68,7 @@ def dynamic_shapes(
 
 
 def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides; those of the cache by its name among the inputs."""
+    """Return the overrides, in which the cache has its name among the inputs."""
     own = name_in(inputs)
     named = {}
     for path, entry in overrides.items():
@@ -86,8 +86,8 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
         shape_of_one: the specification of every key and value tensor, ``{0: "batch", 2: "length"}``.
 
     Returns:
-        One entry per leaf: ``shape_of_one`` for keys and values, ``None`` for a tensor that counts, ``Dim.AUTO`` for
-        an integer that does. An ``EncoderDecoderCache`` gives two such lists.
+        One entry per leaf: ``shape_of_one`` for keys and values, ``None`` for a counter that is a tensor, ``Dim.AUTO``
+        for a counter that is an integer. For an ``EncoderDecoderCache``, two such lists.
 
     Raises:
         DynamicShapesError: when ``cache`` is not a cache.
@@ -160,7 +160,7 @@ def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
 
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
     """Return the entry of ``dynamic_shapes`` for each leaf of the inputs, in order."""
-    # shapes: a specification that fits the leaves; `None` for a container covers all its leaves
+    # shapes: a specification that fits the inputs; `None` for a container fixes all its leaves
     # returns: a dict by axis for every leaf; `None` for a fixed leaf, and for a number
     node = node_of(inputs)
     if node is None:
@@ -170,8 +170,6 @@ def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, An
     below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
     return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in shapes_of_leaves(child, spec)]
 
-
-# Writing and checking walk an object and its specification together, so they do not use the walk over one object.
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -209,13 +207,13 @@ def _write(
 def _write_leaf(obj: object, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> DynamicShapes:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
-            return {}  # another child of that name: a quantized layer has a scale, and an empty tensor as keys
+            return {}  # a quantized layer has a scale and an empty tensor under the names of keys and values
         meanings = _PLAIN if axes is None else axes
         return {
             axis: _dim(obj, axis, path, meanings.get(axis), bounds)
             for axis in (range(obj.dim()) if axes is None else axes)
         }
-    # a plain number is part of the program, unless a recipe declares it a counter
+    # a number is a constant of the program, unless a recipe declares the number as a counter
     return Dim.AUTO if axes is not None and type(obj) is int else None
 
 
@@ -223,7 +221,7 @@ def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, boun
     most = bounds.get(meaning or "")
     if most is None:
         return Dim.AUTO
-    size = tensor.shape[axis]  # read only if needed: a nested tensor has no shape
+    size = tensor.shape[axis]  # not read without a bound, since a nested tensor has no shape
     if size > most:
         raise DynamicShapesError(
             f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of {meaning!r}. "

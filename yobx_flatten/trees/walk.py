@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
-"""Function of an object and the keys that lead to it: it returns the children with their keys, ``None`` for a leaf."""
+"""Function of an object and its key path that returns the children with their keys, or ``None`` for a leaf."""
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
@@ -38,9 +38,8 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
     >>> [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
     [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
     """
-    # returns: an iterator over the object and everything below. The contents of a cycle are returned once.
     above: dict[int, tuple[Any, ...]] = {}
-    # an entry without keys ends its object; it also keeps a reference, so that the id is not reused
+    # an entry without keys ends an object, and keeps a reference to the object, so that its id is not reused
     stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
     while stack:
         keys, obj, parent = stack.pop()
@@ -60,7 +59,6 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
 
 def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each leaf that torch's pytree sees; cycles are not followed."""
-    # name: name of the root, with which paths begin
     for place in walk(tree, torch_children(name)):
         if place.is_leaf:
             yield format_path(name, place.keys), place.obj
@@ -79,7 +77,7 @@ def torch_children(name: str) -> Children:
 def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
     """Return the children of a registered object with their keys."""
     # keys: the keys from the root to the object; none by default
-    # raised by a user's flatten function
+    # a flatten function of a user may raise any error
     with noted_on_failure(lambda _: f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened"):
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
@@ -117,9 +115,6 @@ def class_name(cls: type) -> str:
     return name if module == "builtins" else f"{module}.{name}"
 
 
-# List the leaves of a nested object with their key paths, and the meaning of their axes where known.
-
-
 class Leaf(NamedTuple):
     """One leaf of a nested object: its path, its value and the meaning of its axes.
 
@@ -127,7 +122,7 @@ class Leaf(NamedTuple):
         path: key path of the leaf, as Python.
         value: the leaf itself.
         axes: meaning of its axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class states
-            them; else ``None``. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
+            the axes; else ``None``. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
     """
 
     path: str
@@ -139,8 +134,8 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
     """List the leaves of a nested object as torch's pytree flattens it now, in the same order.
 
     Args:
-        tree: anything. An object of an unregistered class is one leaf, however many tensors it contains.
-        name: name of ``tree``, with which paths begin. ``"tree"`` by default.
+        tree: any object. An object of an unregistered class is one leaf, even if it contains tensors.
+        name: name of ``tree``, the start of each path. ``"tree"`` by default.
 
     Returns:
         One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
@@ -157,12 +152,8 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
 
 
 def _meaning(place: Place) -> dict[int, str] | None:
-    """The meanings of a leaf's axes, from the class that contains the leaf."""
     recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
-
-
-# Flatten one level of a nested object, as torch does inside the context manager.
 
 
 class Node(NamedTuple):
@@ -175,7 +166,7 @@ class Node(NamedTuple):
 
 def node_of(obj: object) -> Node | None:
     """Return the direct children of an object and their keys; ``None`` if the object is a leaf."""
-    # obj: anything. Classes that `patch_transformers=True` knows are also flattened outside the context manager.
+    # classes that `patch_transformers=True` registers are also flattened outside of the with block
     recipe = recipe_for(type(obj))
     if recipe is not None:
         pairs, _ = recipe.flatten_with_keys(obj)
@@ -202,7 +193,6 @@ def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any
 
 def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
     """Yield the leaves of a nested object, or raise an error if the object contains itself."""
-    # name: name of the object in the error; `"tree"` by default
     for place in walk(tree, children):
         if place.outer is not None:
             inner, outer = format_path(name, place.keys), format_path(name, place.outer)
@@ -229,7 +219,6 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
     >>> find_cycle(batch, "batch")
     ("batch['x'][1]", 'batch')
     """
-    # name: name of the root, with which paths begin
     # returns: the path at which an object appears again inside itself, and its first path; `None` if there is no cycle
     for place in walk(tree, own_children):
         if place.outer is not None:

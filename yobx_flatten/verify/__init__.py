@@ -1,4 +1,4 @@
-"""Verify files that other exporters wrote: the cases of our own exports, next to the model."""
+"""Verify files that other exporters wrote: compare their outputs with the outputs of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which call of a model a file stands for, and cases of it in the sizes that the file takes."""
+"""Find the call of a model that a file implements, and make cases in the sizes that the file accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attent
 """Inputs that an exported file may lack: the module is then called without them."""
 
 _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one of ones"}
-"""By name of an input that the module needs and a file lacks: a description of what the module is given."""
+"""By name of an input that the module needs and the file lacks: a description of the input that the module gets."""
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
@@ -42,7 +42,7 @@ def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) 
 
 
 def _given(case: Case, left: Sequence[str], counted: Sequence[str]) -> Case:
-    """A case with the inputs of a file, and a mask of ones if the model requires a mask."""
+    """Return a case with the inputs of a file, and a mask of ones if the model requires a mask."""
     given = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
     given |= {name: torch.ones_like(given[name]) for name in counted if name.endswith("mask")}
     return dataclasses.replace(case, kwargs=given)
@@ -57,29 +57,29 @@ def fitting(
     counted: Sequence[str] = (),
 ) -> Call | None:
     """Return a :class:`Call` of the module if the file's inputs match the inputs of the cases, else ``None``."""
-    # counted: inputs that the file works out from others
+    # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)
     given = pytree.tree_leaves(inputs)
     found = matched(list(runner.ports), names, plain, stated, by_order=False)
     lacking = [name for name in runner.ports if name not in found and name not in DERIVED and not name.endswith(WINDOW)]
-    if BRANCH in runner.ports:  # what the other branch reads
+    if BRANCH in runner.ports:  # only the other branch reads these inputs
         lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
     unread = [n for n, leaf in zip(names, given, strict=True) if isinstance(leaf, torch.Tensor)]
-    if "encoder_hidden_states" in found.values():  # its keys and values follow from them
+    if "encoder_hidden_states" in found.values():  # the file computes the encoder's keys and values
         unread = [name for name in unread if ".encoder." not in name]
     if lacking or set(unread) - set(found.values()) - set(counted):
         return None
     sizes = _fixed(runner, found, names, cases, module)
     fitted = [_in_sizes(case, module, names, sizes) for case in cases] if sizes else list(cases)
-    if any(place_of(name) for name in sizes):  # its own cache is of another size
+    if any(place_of(name) for name in sizes):  # the returned cache has a different size, so there is no second call
         fitted = [dataclasses.replace(case, steps=1) for case in fitted]
     remarks = [f"the file fixes axis {axis} of {n} at {size}" for n, of in sizes.items() for axis, size in of.items()]
     return Call(what, module, fitted, found, names, remarks)
 
 
 def _arguments(module: torch.nn.Module, case: Case) -> dict[str, Any]:
-    """All arguments by name, in the order in which they are flattened."""
+    """Return all arguments by name, in the order of the leaves."""
     named = inspect.signature(module.forward).bind_partial(*case.args).arguments if case.args else {}
     return {**named, **case.kwargs}
 
@@ -149,7 +149,7 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _whole_texts(model: TransformersModel) -> list[Case]:
-    """Calls that read all tokens at once: the sizes of those with a cache."""
+    """Return cases without a cache, in the sizes of the cases with a cache."""
     takes = inspect.signature(model.forward).parameters
     like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
     found: list[Case] = []
@@ -160,7 +160,7 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Cases that are also given, by a name, what an argument of other cases of the same sizes is."""
+    """Return cases with one more argument, whose values are an argument of other cases of the same sizes."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
 
@@ -186,7 +186,7 @@ def _left_out(
 def _fixed(
     runner: Runner, found: Mapping[str, str], names: Sequence[str], cases: Sequence[Case], module: torch.nn.Module
 ) -> dict[str, dict[int, int]]:
-    """By leaf, the axes that differ between cases and that the file has fixed, with their sizes."""
+    """Return, by leaf, the sizes of the axes that the file fixes and that differ between cases."""
     taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for case in cases:
         for name, leaf in zip(names, pytree.tree_leaves(_arguments(module, case)), strict=False):
@@ -200,7 +200,7 @@ def _fixed(
 
 
 def _in_sizes(case: Case, module: torch.nn.Module, names: Sequence[str], sizes: Mapping[str, dict[int, int]]) -> Case:
-    """A case whose tensors are cut, or repeated, to the sizes that a file fixes."""
+    """Return a case whose tensors are cut or repeated to the sizes that a file fixes."""
     given = _arguments(module, case)
     leaves, spec = pytree.tree_flatten(clone(given))
     made = []

@@ -1,4 +1,4 @@
-"""Call a file that another exporter wrote as the module is called: its names, its types, its further inputs."""
+"""Run a file of another exporter with the arguments of the module: convert names and types, and add inputs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ DERIVED = (
     *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
 )
 """Names of inputs of a file that are computed from other inputs if the module has no input of that name."""
-WINDOW = "._sliding_window_tensor"  # ends an input that is the window of a layer, with transformers' exporters
+WINDOW = (
+    "._sliding_window_tensor"  # the end of the name of an input with the window of a layer (transformers' exporters)
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One of the calls that an exported file may compute (such as a prefill), with inputs for a comparison."""
 
-    what: str  # in words, for the report
+    what: str  # a description for the report
     module: torch.nn.Module
-    cases: Sequence[Case]  # the first is the example
-    inputs: Mapping[str, str]  # our name by the file's
-    leaves: Sequence[str]  # our names of all leaves, in order
+    cases: Sequence[Case]  # the first case is the example
+    inputs: Mapping[str, str]  # the name of a leaf in our files, by its name in the file
+    leaves: Sequence[str]  # the names of all leaves in our files, in order
     remarks: Sequence[str] = ()
 
     @property
@@ -58,8 +60,8 @@ class FileSide(ByName):
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
         self._call, self._inputs, self._outputs = call, call.inputs, outputs
-        self.ran = False  # in any case
-        self.other_types: dict[str, str] = {}  # outputs that the file returns in another type of floats
+        self.ran = False  # whether any case has run
+        self.other_types: dict[str, str] = {}  # the float types of outputs for which the model returns a different type
 
     def compare(
         self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
@@ -83,10 +85,10 @@ class FileSide(ByName):
         return super().feed_back(kwargs, outputs)
 
     def _as_returned(self, name: str, value: object, leaf: object) -> object:
-        """An output in the module's type, if both are floats or both integers; the cache in the module's window."""
+        """Return an output in the module's dtype, and a cache without tokens before the sliding window."""
         if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
             return value
-        kept = self._call.window - 1  # a first cache may have all tokens: those before the window are not read again
+        kept = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
         is_first = not self._call.reads_cache and place_of(name) and leaf.dim() == value.dim() == 4
         if is_first and 0 < kept == leaf.shape[2]:
             value = value[:, :, -kept:]
@@ -127,9 +129,9 @@ def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torc
     if port.name in known:
         value = known[port.name]
         return value.reshape([size or -1 for size in port.shape]) if value.numel() == 1 else value
-    if port.shape in ((), (1,)):  # of how many last tokens scores are returned: of all
+    if port.shape in ((), (1,)):  # the number of last tokens with logits; 0 stands for all tokens
         return torch.zeros(port.shape)
-    # the other branch of a merged decoder reads it
+    # only the other branch of a merged decoder reads this input
     source = next((leaf.shape[1] for name, leaf in inputs.items() if name == "encoder_attention_mask"), 1)
     axes = [rows, *([source] if not place_of(port.name) else [])]
     return torch.zeros([size or (axes[axis] if axis < len(axes) else 1) for axis, size in enumerate(port.shape)])

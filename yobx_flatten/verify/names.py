@@ -1,4 +1,4 @@
-"""Match the inputs and outputs of a file with the leaves of a call, by the conventions of exporters.
+"""Match the inputs and outputs of a file with the leaves of a call, by the naming conventions of exporters.
 
 .. code-block:: text
 
@@ -44,12 +44,12 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, *, flat: int = 2) -> Place | None:
-    """Return which tensor of a KV cache an input or output name stands for; ``None`` for other names.
+    """Return which tensor of a KV cache has the name of an input or output; ``None`` for other names.
 
     >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
     (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
     """
-    # flat: how many tensors a layer has where all layers are in one tuple: 2, or 4 with those of an encoder
+    # flat: the number of tensors per layer in one tuple of all layers: 2, or 4 with the tensors of an encoder
     lowered = name.lower()
     front = _FRONT.match(lowered)
     words = [word for word in re.split(r"[\W_]+", lowered[front.end() if front else 0 :]) if word]
@@ -70,9 +70,9 @@ def matched(
     graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
 ) -> dict[str, str]:
     """Return the name of the model's input or output that each input or output name of a file stands for."""
-    # names, plain: of each leaf, as our files and as torch.export name it
-    # stated: the mapping of the user, by the file's name
-    # by_order: whether what has no known name at all is taken in order, as outputs may be
+    # names, plain: the names of each leaf in our files, and in torch.export
+    # stated: the mapping of the user, by the names in the file
+    # by_order: whether names that are not known are matched by order
     by_order |= all(map(str.isdigit, graph))  # a file without names
     found = {name: stated[name] for name in graph if name in stated}
     unknown = sorted(set(found.values()) - set(names))
@@ -90,7 +90,7 @@ def matched(
     for name, number in match(left, spelled).items():
         if by_order or name in spelled[number] or plain_spelling(name) in map(plain_spelling, spelled[number]):
             found[name] = free[number][0]
-    if by_order and not found:  # a file that returns no cache returns the others
+    if by_order and not found:  # a file without cache outputs returns the other outputs
         others = [name for name in names if not place_of(name)]
         found = dict(zip(graph, names if len(graph) > len(others) else others, strict=False))
     return found

@@ -16,12 +16,12 @@ class VerifiedFile:
     """The result of comparing one file with its model.
 
     Attributes:
-        call: the call of the model that the file stands for; ``""`` where none was found.
-        report: the cases, as of an export; ``None`` where no call was found.
-        why_not: why nothing could be compared; ``""`` where something was.
-        names: our names by the file's, of inputs and of outputs.
-        not_compared: outputs of the file that stand for nothing that the model returns.
-        first: where the values inside an ONNX file first differ; ``None`` where that is not known.
+        call: the call of the model that the file implements; ``""`` if no such call was found.
+        report: the results of all cases, as in an export; ``None`` if no call was found.
+        why_not: the reason why nothing was compared; ``""`` if the file was compared.
+        names: the names of inputs and outputs in our files, by their names in the file.
+        not_compared: outputs of the file that the model does not return.
+        first: the first node of an ONNX file whose value differs; ``None`` if unknown.
     """
 
     call: str = ""
@@ -73,7 +73,7 @@ class FileReport:
 
     Attributes:
         path: the file, or the folder.
-        files: what was found, by the name of the file.
+        files: the result for each file, by its name.
     """
 
     path: pathlib.Path

@@ -2,8 +2,8 @@
 
 .. code-block:: text
 
-    file ──> names, fixed sizes ──> the call of the model that it stands for ──> cases ──> replay ──> table
-                                    (of several that fit, the one that it does best)
+    file ──> names, fixed sizes ──> the call of the model that the file implements ──> cases ──> replay ──> table
+                                    (the call with the fewest errors, if several fit)
 """
 
 from __future__ import annotations
@@ -64,26 +64,27 @@ def verify_file(
 ) -> FileReport:
     """Compare a file from any exporter with its model: at other sizes, with a cache, with padding, and in a loop.
 
-    Inputs and outputs are found by name, as optimum, onnxruntime-genai, transformers.js, transformers' exporters and
-    ``torch.onnx.export`` give them. The model is called with what the file takes; sizes that the file fixes are kept.
+    Inputs and outputs are found by the names that optimum, onnxruntime-genai, transformers.js, transformers' exporters
+    and ``torch.onnx.export`` use. The model is called with the inputs of the file, in the sizes that the file fixes.
 
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of them.
-        model: the model that it was exported from: a module, or what ``export_folder`` takes as one.
-        cases: inputs to compare on, the first of the sizes of the export; by default those of our own exports, which
-            need a Hugging Face model.
-        names: our name of an input or output by the file's, where they are not found; none by default.
-        trust: whether the caller knows who wrote the file; asked for ``.pt2`` files only. ``False`` by default.
-        explain: whether the first node that differs is looked for in an ONNX file that is wrong; ``True`` by default.
-        on_file: a function that is called with the name of each file before it is opened.
+        model: the model from which the file was exported: a module, or a model as for ``export_folder``.
+        cases: inputs for the comparison, the first in the sizes of the export; by default, the cases of our own
+            exports, which need a Hugging Face model.
+        names: the name in our files of an input or output, by its name in the file, for names that are not found; none
+            by default.
+        trust: whether the source of the file is trusted; only ``.pt2`` files need it. ``False`` by default.
+        explain: whether to search a wrong ONNX file for the first node that differs; ``True`` by default.
+        on_file: a function that is called with the name of each file before the file is opened.
 
     Returns:
-        The results, file by file: true if all of them do what the model does.
+        The results for each file: true if all files compute the same outputs as the model.
 
     Raises:
-        ForeignFileError: when there is no file that could be opened.
-        UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
-        InvalidArgumentError: when ``names`` maps to a name that there is not.
+        ForeignFileError: when no file can be opened.
+        UntrustedFileError: when loading a file runs code, and ``trust`` is ``False``.
+        InvalidArgumentError: when ``names`` contains an unknown name.
 
     >>> import tempfile
     >>> linear = torch.nn.Linear(3, 2).eval()
@@ -114,7 +115,7 @@ def verify_file(
         except (ForeignFileError, DamagedFileError) as error:
             if file == place:
                 raise
-            found[name] = VerifiedFile(why_not=first_line(error))  # the other files of the folder are judged
+            found[name] = VerifiedFile(why_not=first_line(error))
             continue
         found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, known, trust, explain)
     if strange := sorted(set(names or ()) - known):
@@ -128,7 +129,7 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
         return [place]
     if not place.exists():
         raise ForeignFileError(f"There is no file and no folder at {place}.")
-    below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a folder may hold one for each component
+    below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a component may have its own folder
     found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
     if not found:
         raise ForeignFileError(f"{place} has no file with the suffix {', '.join(_SUFFIXES)}. Name the right folder.")
@@ -137,15 +138,15 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a file states of its weights without being run."""
+    """The dtype and the quantization of the weights of a file, read without running the file."""
 
-    dtype: str = "float32"  # of its weights
-    quantized: str = ""  # `"int8"` or `"int4"` where weights are stored in fewer bits
+    dtype: str = "float32"
+    quantized: str = ""  # `"int8"` or `"int4"` for quantized weights
 
     @classmethod
     def of(cls, file: pathlib.Path) -> _Facts:
         held: list[tuple[int | str, Sequence[int]]] = []  # type and shape of each constant
-        marks: list[str] = []  # of weights in fewer bits
+        marks: list[str] = []  # operators or types, some of which show quantized weights
         if file.suffix == ".onnx":
             graph = read_onnx(file, failure=ForeignFileError).graph
             held = [(tensor.data_type, tensor.dims) for tensor in graph.initializer]
@@ -159,20 +160,20 @@ class _Facts:
             if kind in _FLOATS:
                 sizes[_FLOATS[kind]] = sizes.get(_FLOATS[kind], 0) + math.prod(shape)
         kinds = {_BITS[mark] for mark in marks if mark in _BITS}
-        return cls(max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default=""))  # "int4" is the coarser
+        return cls(max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default=""))  # "int4" before "int8"
 
 
 def _in_type(model: Any, dtype: str) -> torch.nn.Module:
-    """The model with weights of the type of a file."""
+    """Return the model with weights in the dtype of a file."""
     if not isinstance(model, torch.nn.Module):
-        return model.load(dtype=dtype)  # type: ignore[no-any-return] # a module of transformers
+        return model.load(dtype=dtype)  # type: ignore[no-any-return] # transformers has no types
     if dtype == "float32" or getattr(model, "dtype", None) == getattr(torch, dtype):
         return model
     return copy.deepcopy(model).to(getattr(torch, dtype))
 
 
 def _as_weights(case: Case, dtype: torch.dtype) -> Case:
-    """A case of the caller with floats of the type that the weights of a file have."""
+    """Return a case of the caller with float inputs in the dtype of the weights of a file."""
 
     def typed(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
@@ -196,7 +197,7 @@ def _verified(
     except (ReplayError, ForeignFileError, DamagedFileError) as error:
         return VerifiedFile(why_not=first_line(error))
     known |= {*runner.ports, *runner.outputs}
-    best: dict[bool, tuple[VerifiedFile, Call]] = {}  # a merged decoder has two branches, and each has to be right
+    best: dict[bool, tuple[VerifiedFile, Call]] = {}  # for each of the two branches of a merged decoder
     merged = BRANCH in runner.ports and cases is None
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         typed = [_as_weights(case, getattr(torch, facts.dtype)) for case in cases or ()]
@@ -228,7 +229,6 @@ def _rank(one: VerifiedFile) -> tuple[int, int]:
 
 
 def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, str]) -> VerifiedFile:
-    """Replay the cases of a call."""
     runs, example = EagerRuns(call.module), call.cases[0]
     report = ExportReport(type(call.module).__qualname__, tolerance=tolerance("file", facts.dtype))
     try:
@@ -237,7 +237,7 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
         return VerifiedFile(why_not=first_line(error))
     expected = output_names(eager, call.leaves)
     outputs = matched(list(runner.outputs), expected, plain_names(eager), stated, by_order=True)
-    if BRANCH in runner.ports and call.reads_cache:  # by convention those of the first call are kept
+    if BRANCH in runner.ports and call.reads_cache:  # this branch returns no valid keys and values of the encoder
         outputs = {theirs: name for theirs, name in outputs.items() if ".encoder." not in name}
     side = FileSide(runner, call, outputs)
     is_half = facts.dtype != "float32"
@@ -263,7 +263,7 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
-    """Measure a file with quantized weights by its tokens, and the perplexity that they cost."""
+    """Measure how the tokens and the perplexity of a file with quantized weights differ from the model's."""
     distance = Distance()
     for case in call.cases:
         padding, steps = Padding(), runs.steps(case, twice=True)
@@ -290,5 +290,5 @@ def _first_node(file: pathlib.Path, call: Call) -> Compared | None:
         try:
             export_onnx(call.module, case.args, kwargs=case.kwargs, path=right, proof="none")
             return compare_nodes(file, right, inputs)
-        except (FlattenError, RuntimeError, KeyError, TypeError):  # other names inside, or no export of ours
+        except (FlattenError, RuntimeError, KeyError, TypeError):  # not exportable, or the nodes have other names
             return None

@@ -101,7 +101,7 @@ _HOMES = (
     "timeline.record",
 )
 
-# Derived from transformers classes, which is imported with the first of them; so not among what `*` imports.
+# They are derived from transformers classes. `import *` leaves them out, because it would import transformers.
 _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 
 
@@ -115,7 +115,7 @@ def _trainer(name: str) -> type:
     return found
 
 
-if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
+if TYPE_CHECKING:  # a type checker sees the same names
     from . import optim
     from .batch.loss import WeightedLoss
     from .batch.spec import Replicate, RoundPipePackedData, TensorChunkSpec

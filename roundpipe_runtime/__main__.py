@@ -11,8 +11,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    # argv: the arguments; by default those of the process
+    """Run the command in ``argv``, by default in ``sys.argv``, and return its exit status."""
 
     def start() -> Callable[[Sequence[str] | None], int]:
         from .cli.app import run  # torch

@@ -1,4 +1,4 @@
-"""Exceptions and warnings of this package. Each message names the place, what was found there, and the line to type."""
+"""Exceptions and warnings of this package."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def call_site() -> str:
 
 
 def _of_caller() -> tuple[int, types.FrameType]:
-    """The frame of the user's call, and its number as seen by the function that asks."""
+    """Return the frame of the user's call, and the ``stacklevel`` of this frame for ``warnings.warn``."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
@@ -127,12 +127,12 @@ def rank_failed(rank: int, failure: str) -> DistributedError:
     )
 
 
-def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
+def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> None:
     """Raise the error of this rank, or otherwise the error of the first other rank that failed."""
-    # said: what `format_failure` returned on each rank; `None` for one that is well
+    # failures: the result of `format_failure` on each rank; `None` for a rank without an error
     if own is not None:
         raise own
-    for rank, failure in enumerate(said):
+    for rank, failure in enumerate(failures):
         if failure is not None:
             raise rank_failed(rank, failure)
 
@@ -148,7 +148,7 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
 
 def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
     """Return the error to raise on this rank when other ranks do not answer any more."""
-    # stopped: for how many seconds they were stopped before
+    # stopped: seconds that the other ranks did not answer; 0 if their processes have ended
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
     what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
     return DistributedError(
@@ -160,7 +160,7 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
 
 
 def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError | None:
-    """Return the error for a rank whose values differ from those of rank 0; ``None`` if all agree."""
+    """Return an error if the values of a rank differ from the values of rank 0; otherwise ``None``."""
     for rank, stated in enumerate(values):
         for name in {**values[0], **stated}:
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")

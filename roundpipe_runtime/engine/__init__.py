@@ -1,1 +1,1 @@
-"""The execution engine: execute a run, from its inputs to the commit of its gradients."""
+"""The execution engine runs the layers of a model on devices, and adds the gradients to the parameters."""

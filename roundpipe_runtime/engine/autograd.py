@@ -1,8 +1,8 @@
-"""Autograd integration: a run is one node of the caller's graph; the node's backward is a second run.
+"""Autograd integration: a run is one node of the caller's graph, and the node's backward runs the backward stages.
 
-Inputs and parameters are inputs of the node, so torch treats their gradients as usual: it sums them in
-``grad``, runs hooks, and passes them to ``torch.autograd.grad``. The engine commits only the gradients for an
-optimizer in another dtype.
+The inputs of the node are the model's inputs and parameters. So torch sums their gradients in ``grad``, runs their
+hooks, and passes them to ``torch.autograd.grad``. The engine itself adds only gradients whose dtype differs from that
+of the parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Executor(Protocol):
         """The lock that a run holds, so that only one run of the engine is active at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run all stages and wait until they have ended."""
+        """Run these stages and wait until they have ended."""
 
     def commit_forward(self, run: Run) -> None:
         """Write the results of a run's forward, such as buffers, to the model."""
@@ -46,7 +46,8 @@ class Executor(Protocol):
 def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
     """Run the forward now, and the backward when the caller calls ``backward`` on the outputs."""
     inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
-    # A node has a backward only if an input requires a gradient, but maybe only parameters in another dtype do.
+    # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
+    # another dtype are not inputs of the node.
     anchor = torch.empty(0, requires_grad=True)
     learned = _learned(run)
     results = iter(_apply(engine, run, host_values, learned, anchor, *inputs, *learned))
@@ -78,7 +79,7 @@ def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor,
 
 
 class _Pipeline(torch.autograd.Function):
-    """The graph node."""
+    """The node of a run in the caller's autograd graph."""
 
     @staticmethod
     def forward(
@@ -128,7 +129,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def _learned(run: Run) -> list[torch.Tensor]:
-    """The parameters that hold their own gradient, without duplicates."""
+    """Return the trained parameters whose gradients have the dtype of the parameter, without duplicates."""
     held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
     store = run.store
     own = {id(p): p for p in held if p.requires_grad and store.gradient_dtype(p) == store.dtype_between(p) == p.dtype}
@@ -136,7 +137,7 @@ def _learned(run: Run) -> list[torch.Tensor]:
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Take the gradients of these parameters out of a run, last layer first, summed for shared parameters."""
+    """Remove the gradients of these parameters from a run, and return them, summed over the layers of a parameter."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
@@ -147,8 +148,8 @@ def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
-    """Return the gradients of the inputs of a run that require one, after its backward."""
-    # flags: whether each tensor of each microbatch requires one
+    """Return the gradients of the run's inputs that require a gradient, after the backward of the run."""
+    # flags: for each microbatch, whether each input requires a gradient
     copies = run.collected.input_gradients
     pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
     return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]

@@ -1,7 +1,6 @@
 """Copy settings of the caller's thread to the threads that run layers: autocast, torch modes, thread locals.
 
-Python copies context variables to the device threads. It does not copy ``torch.autocast``, a ``TorchFunctionMode``, a
-``TorchDispatchMode`` or a ``threading.local``, which layers would see without a pipeline; so this module does.
+Context variables are copied with the work of a thread. These settings are not context variables.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from yobx_flatten.private_names.of_torch import (
     push_mode,
 )
 
-# How many nested function calls are searched for thread locals.
+# The search for thread locals follows this many nested function calls.
 _DEPTH = 4
 
 # Packages whose thread locals are internal to them.
@@ -73,7 +72,7 @@ class CallerState:
                 stack.enter_context(_set(local, found))
             for mode in self.autocast:
                 stack.enter_context(torch.autocast(**mode))
-            for one in self.functions:  # not by `with`: entering a mode may reset it
+            for one in self.functions:  # without `with`: the `__enter__` of a mode may reset the mode
                 push_function_mode(one)
                 stack.callback(pop_function_mode)
             for one in self.dispatch:
@@ -83,10 +82,8 @@ class CallerState:
 
 
 def gradient_mode_kept() -> Undoing:
-    """Return a context manager that restores this thread's gradient mode (``torch.is_grad_enabled()``).
-
-    ``torch.no_grad()`` also does so, except after a Ctrl-C while it is entered.
-    """
+    """Return a context manager that restores this thread's gradient mode (``torch.is_grad_enabled()``)."""
+    # `torch.no_grad()` does not restore the mode if Ctrl-C is pressed while it is entered
     return Undoing(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
 
 
@@ -133,7 +130,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _named(functions: Sequence[object]) -> list[threading.local]:
-    """The thread locals that functions use, directly or through functions that they call."""
+    """Return the thread locals that functions use, directly or through functions that they call."""
     found: dict[threading.local, None] = {}
     seen: set[types.CodeType] = set()
     waiting = [(function, 0) for function in functions]

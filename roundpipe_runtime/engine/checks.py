@@ -1,7 +1,6 @@
-"""Check layers at calls 1, 2, 4, 8, ...: recomputation gives the same outputs, and no gradient is lost.
+"""Check that a recomputation gives the same outputs as the forward, and that no gradient is lost.
 
-Training runs 1, 2, 4, 8... are checked. So a layer whose behaviour changes later is also found, at almost no cost over
-a whole training.
+Runs 1, 2, 4, 8, ... are checked: a later change of a layer is found, at almost no cost over a whole training.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from .layer_graph import other_leaves
 Digest: TypeAlias = list[torch.Tensor]
 
 _SUMS = 4
-# Factors of the sums: masks are filled with the minimum of their dtype, and the sum of two of those overflows.
+# Tensors are multiplied by these factors before they are summed: a mask is filled with the minimum of its dtype, and
+# the sum of two minima overflows.
 _FACTORS = {torch.float16: 2.0**-10}
 _USUAL_FACTOR = 2.0**-40
 
@@ -47,9 +47,9 @@ def is_due(count: int) -> bool:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> Digest:
-    """Return a digest of a layer's outputs that require a gradient, to compare it with that of the recomputation.
+    """Return digests of a layer's outputs that require a gradient, to compare the outputs with a recomputation.
 
-    The digest stays on the device of the outputs: reading it on the host synchronizes.
+    The digests stay on the device of the outputs, because a copy to the host would wait for the device.
     """
     found = []
     with torch.no_grad():
@@ -65,13 +65,13 @@ def digest(tensors: Sequence[torch.Tensor]) -> Digest:
 
 
 def is_digested(tensor: torch.Tensor) -> bool:
-    """Return whether :func:`digest` includes an output: it does for floating-point tensors that require a gradient."""
+    """Return whether :func:`digest` includes an output: a floating-point tensor that requires a gradient."""
     has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
     return tensor.requires_grad and has_numbers
 
 
 def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Random signs, the same for the same sizes, without any generator."""
+    """Return random signs, always the same for the same sizes; no random generator is used."""
     numbers = torch.arange(rows * columns, device=like.device).reshape(rows, columns)
     mixed = (numbers * 2654435761 + 40503) % 4294967296
     mixed = ((mixed >> 15) ^ mixed) * 2246822519 % 4294967296
@@ -111,10 +111,11 @@ def check_leaves(
     layers: Sequence[LayerContents],
 ) -> None:
     """Raise an error if gradients of a layer flow to tensors other than its inputs and its own parameters."""
-    # entries: its inputs, `None` for an input without a gradient
+    # exits: outputs of the layer; entries: inputs of the layer, `None` for an input without a gradient
+    # own: parameters of the layer on the device
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
-        # a leaf that nothing else references was created inside the layer, so its gradient is lost
+        # a leaf that nothing else references was created inside the layer, and no code can read its gradient
         if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
             continue
         held = ((slot, other) for other in layers for slot in other.slots)
@@ -173,7 +174,7 @@ def is_compared(source: torch.Tensor) -> bool:
     return not source.is_inference() and source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
 
 
-# This many changes are followed at once; after them only the 16th, 32nd, ...: some attributes change in every call.
+# A check follows each of the first 8 changes, later only the 16th, 32nd, ...: some attributes change in every call.
 _CHANGES = 8
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -211,7 +212,6 @@ class Repeats:
 
 def state_of(code: object) -> Hashable:
     """Return fingerprints of the numbers, strings and tensors that layers or a loss read, to detect changes."""
-    # of a function: its closure, defaults, globals, and attributes of the user's modules
     found: list[Hashable] = []
     values, is_read = [*code] if isinstance(code, list) else [code], False
     for value in values:  # grows in the loop
@@ -230,7 +230,6 @@ def state_of(code: object) -> Hashable:
 
 
 def _held(value: object) -> Iterator[Hashable]:
-    """The attributes of an object that are numbers, strings or tensors."""
     attributes = getattr(value, "__dict__", None)
     if type(attributes) is dict and not isinstance(value, torch.Tensor):
         for name, one in attributes.items():

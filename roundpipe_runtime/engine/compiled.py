@@ -1,8 +1,7 @@
 """Compile layers with ``torch.compile``: once per kind, because layers of one class share compiled code.
 
-A layer is compiled only while the engine calls it in a run with gradients. Splitting and checking a model and trials of
-single rows call the uncompiled layers. All stages run in one thread: torch's flag that a compilation is active is
-global, and models read it, so a batch in another thread would get a different mask.
+The compiled code runs only in runs with gradients. All stages then run in one thread: torch's flag that a compilation
+is active is global, and models read the flag, so a batch in another thread would get a different mask.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TO_COMPILE = "_rp_to_compile"
 # Where `torch.nn.Module.compile` stores the compiled call.
 _CALLED = "_compiled_call_impl"
 
-# These modes record the addresses of parameters, which change with each visit.
+# These modes record the addresses of parameters, which change each time when a layer is loaded to a device.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -81,9 +80,6 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
             "code than the forward. Write dynamic=True, which is the default, or dynamic=False for batches of one size."
         )
     return dict(given)
-
-
-# Training state of a pipeline that is not in its state dict.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

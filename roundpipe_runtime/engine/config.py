@@ -14,7 +14,7 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run. A field that is ``None`` takes the model's setting, or else the default.
+    """Configuration of a pipeline run. For a field that is ``None``, the model's setting is used, or else the default.
 
     Attributes:
         requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.
@@ -25,24 +25,27 @@ class RoundPipeRunConfig:
         num_microbatch: number of microbatches per batch. Default: number of devices + 1.
         split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split`. Default: along the batch.
         split_label: rule for splitting labels. Default: along the batch.
-        merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
-            leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
+        merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`. With ``False``, outputs are
+            not joined, and each leaf is a :class:`RoundPipePackedData`. Default: ``True``, which concatenates outputs
+            along the batch.
         execute_plan: layers of each stage. Default: planned automatically from measured times.
         loss_reduction: how the losses of microbatches are combined to the loss of the batch. ``"auto"``: loss and
             gradients equal those without a pipeline. This is checked on a few rows; if no weights match, the loss is
-            computed from the joined outputs. ``"mean"``: each is a mean over its rows, and the total is the mean over
-            all rows. ``"sum"``: added, as RoundPipe does, for a script that divides by the number of microbatches.
-            ``"joined"``: computed once, from the joined outputs of all microbatches. Default: ``"auto"``.
-        last_stage_copies: number of devices that compute the last layer, its loss and their backward in
+            computed from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over rows, and the loss of
+            the batch is the mean over all rows. ``"sum"``: losses are added, for a script that divides by the number
+            of microbatches. ``"joined"``: the loss is computed once, from the joined outputs of all microbatches.
+            Default: ``"auto"``.
+        last_stage_copies: number of devices that compute the last layer, the loss and their backward in
             ``forward_backward``, each for every n-th microbatch, if ``execute_plan`` is automatic. ``"auto"``: as
             many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
-        keep_parameters: GB of each device for parameters that stay there after a stage, frozen ones first, so that
-            only changed ones are uploaded again. ``"auto"``: all if everything fits, else as many as the stages leave
-            room for. Writes through ``parameter.data`` are only detected by sampling, so call
-            :meth:`RoundPipe.drop_kept_parameters` after one. Default: 0, none stay.
-        upload_experts: which experts of a mixture are copied to a device. ``"routed"``: after the router has run,
-            only the experts that tokens were routed to, unless runs of this size need most of them anyway. ``"all"``:
-            all, before the layer runs. Results are bitwise identical. Default: ``"routed"``.
+        keep_parameters: GB of each device for parameters that stay on the device after a stage, frozen parameters
+            first, so that only changed parameters are uploaded again. ``"auto"``: all parameters if parameters and
+            gradients fit, else as many as the stages leave room for. Writes through ``parameter.data`` are only
+            detected by sampling, so call :meth:`RoundPipe.drop_kept_parameters` after such a write. Default: 0.
+        upload_experts: which experts of a mixture-of-experts layer are copied to a device. ``"routed"``: after the
+            router has run, only the experts that tokens were routed to, unless runs of this size need most experts
+            anyway. ``"all"``: all experts, before the layer runs. Results are bitwise identical. Default:
+            ``"routed"``.
 
     Raises:
         ConfigError: a field has an invalid value.

@@ -1,14 +1,14 @@
-"""Keep enough of a gradient to compare it later: all of it, or sixteen random projections.
+"""Keep enough of a gradient for a later comparison: all values, or sixteen random projections of a large gradient.
 
-The gradients of a model take as much memory as the model. So none is kept that is large: as soon as it is there, its
-numbers are added up sixteen times, each time with other factors. The factors are always the same ones, so equal
-gradients have equal sums; and the mean square of the differences between two gradients' sums is, in expectation, the
-square of the norm of their difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency
-moments*, 1996; factors of any size instead of signs, so that two numbers that differ do not cancel). With sixteen
-sums the estimate is rarely off by half; that it is too small by a factor of 25, which could take a mistake for
-rounding, happens once in 10**15 times.
+The gradients of a model take as much memory as the model, so a large gradient is not kept. Each projection is a
+weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
+square of the differences between the projections of two gradients is, in expectation, the square of the norm of the
+gradients' difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996;
+here the factors are uniform random numbers instead of signs, so that two different values do not cancel). With sixteen
+projections the estimate is rarely wrong by half. An estimate that is too small by a factor of 25, which could treat a
+mistake as rounding, has a probability of 10**-15.
 
-Sums of gradients have the sums of sums: a parameter that several layers use is digested layer by layer.
+Projections are linear, so the gradients of a parameter in several layers are digested layer by layer and added.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class Digest:
     """A gradient, or random projections of a large gradient, for a later comparison with another gradient."""
 
     shape: torch.Size  # shape of the gradient
-    values: torch.Tensor  # values, or sums with random factors; 0 for those that are not finite
-    is_whole: bool  # whether they are the values themselves
-    norm: float  # the norm of the gradient; for sums, an estimate
-    # digest of the non-finite values: 1 for NaN, 2 and 3 for the infinities, 0 elsewhere; `None` if all are
-    # finite
+    values: torch.Tensor  # values, or projections; non-finite values of the gradient count as 0
+    is_whole: bool  # whether `values` are the values of the gradient
+    norm: float  # norm of the gradient; an estimate if `values` are projections
+    # digest of marks: 1 for NaN, 2 and 3 for the infinities, 0 for finite values; `None` if all values are finite
     odd: Digest | None = None
 
     def divided(self, factor: float) -> Digest:
@@ -55,7 +54,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
     (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
     """
-    # whole: keep all values of gradients up to this size; `None`: of all gradients
+    # whole: largest number of elements of a gradient whose values are all kept; `None`: no limit
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
@@ -103,21 +102,18 @@ def typical(found: Digest) -> float:
 def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
     if one is None or other is None:
         return one is not other
-    if one.values.isnan().any() or other.values.isnan().any():  # with sums, the only known fact is that both have some
+    # added projections of marks are NaN: both gradients have non-finite values, but the places are not known
+    if one.values.isnan().any() or other.values.isnan().any():
         return False
     return not torch.equal(one.values, other.values)
 
 
 def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
-    """The values that are not finite in the sum of two gradients.
-
-    NaN stays NaN, an infinity stays what it is, and two different ones are NaN. Sums of such marks are no marks of the
-    sum; where only sums are kept, the result is marked as unknown, by NaN.
-    """
+    """Return the marks of the non-finite values in the sum of two gradients; opposite infinities add up to NaN."""
     if one is None or other is None:
         return other if one is None else one
     a, b = one.values, other.values
-    if not one.is_whole:
+    if not one.is_whole:  # the marks of a sum are not the sum of the marks, so the projections are not known
         return dataclasses.replace(one, values=torch.full_like(a, torch.nan))
     marks = torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, 1.0))
     return dataclasses.replace(one, values=marks, norm=_norm(marks))
@@ -129,11 +125,9 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The sums of a gradient's values, and their norm.
-
-    The factor of a value is the product of a row factor and a column factor, where rows are pieces of 4096
-    values: so a sum is two matrix products, and few factors are drawn.
-    """
+    """Return the projections of a gradient, and the norm of the gradient."""
+    # The gradient is cut into rows of 4096 values. The factor of a value is the product of a row factor and a column
+    # factor, so a projection is two matrix products, and few factors are drawn.
     flat = gradient.reshape(-1)
     dtype = torch.float32 if gradient.element_size() < 4 else torch.float64
     columns = _factors(_COLUMNS).to(dtype)
@@ -154,6 +148,6 @@ def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 @functools.lru_cache(maxsize=4)
 def _factors(count: int, seed: int = 0) -> torch.Tensor:
-    """Random numbers with mean 0 and variance 1, always the same ones."""
+    """Return random numbers with mean 0 and variance 1, always the same for the same arguments."""
     made = torch.rand((count, _SUMS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return made.sub_(0.5).mul_(12**0.5)

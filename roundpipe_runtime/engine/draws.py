@@ -1,7 +1,7 @@
 """Record the random draws of a run's layers, from torch, NumPy, Python, and generators that layers hold.
 
 The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
-masks. The caller's generators advance when the run is committed, and only those that a layer has drawn from::
+dropout masks. When the run is committed, the generators that a layer has drawn from advance::
 
     one microbatch      each call continues where the previous one ended, as in the layers without a pipeline
     several             each call starts at its own state, since layers draw at the same time, on several devices
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import numpy
 
 
-# Active runs, each with the origin of its seeds: two runs that begin in the same state, as in two threads, draw
-# independently.
+# Active runs. Two runs that begin in the same state, for example in two threads, get different seeds.
 _UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()
 _LOCK = threading.Lock()
 
@@ -51,16 +50,17 @@ class Draws:
     base: int  # digest of the state of torch's generator
     tag: str  # name of the pipeline
     in_order: bool  # whether calls run one after the other, so that each continues where the previous one ended
-    # whether generators other than torch's follow their own states, and all advance. In several processes they follow
-    # the seeds, which are equal on all ranks.
+    # whether generators of Python, NumPy and layers continue from their own states, and all generators advance at the
+    # commit. `False` in several processes: these generators are seeded, as the seeds are equal on all ranks.
     moves: bool = True
     has_drawn: bool = False  # whether a call has drawn from torch's generators
     place: int = 0  # index of the run among active runs that began in this state
-    # By generator, layer and microbatch: the states in which sequential calls began; for others, that they drew.
+    # By generator, layer and microbatch of each call that has drawn: the state before the call; `None` unless
+    # `in_order`.
     _before: dict[tuple[int, int, int], object] = dataclasses.field(default_factory=dict)
-    # A number drawn from each generator before the run, and the state after that.
+    # By generator: a number drawn from the generator before the run, and the generator's state after this draw.
     _first: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
-    # The states of the used generators after the run.
+    # By generator that a call has used: the generator, and its state after the run.
     _after: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Draws:
 
     @property
     def seeds(self) -> int:
-        """The seed of the run, from which the seeds of calls are derived."""
+        """The seed from which the seeds of the run's calls are derived."""
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
@@ -86,7 +86,7 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Note that this run has ended, so that another run from the same state may use the same seeds."""
+        """Record that this run has ended, so that another run from the same state may use the same seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
@@ -100,9 +100,9 @@ class CallDraws:
     microbatch: int  # index of the microbatch
     is_recomputed: bool = False  # whether the call has been made before
     title: str = "The loss function"  # description of the layer, for errors
-    # function that reports whether the call wrote nothing in place, so that it can be repeated
+    # function that reports whether the call can be repeated, because it has written nothing in place
     is_repeatable: Callable[[], bool] = lambda: True
-    # The generators of this call: the state that the caller sees, and the state of their last restart.
+    # By generator: the generator and its state before the call, and the state after its last restart.
     _given: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
     _restarted: dict[int, object] = dataclasses.field(default_factory=dict)
 
@@ -169,13 +169,10 @@ def _mixed(number: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
-# The state of the process's random generators, to detect whether code has drawn.
-
-
 # Bytes of the CPU generator's state that are compared, at its start and at its end.
 _HEAD, _TAIL = 128, 64
 
-# Marks of the states before and after the last committed runs.
+# Marks of the generator states before and after each of the last committed runs.
 _MOVES: collections.deque[tuple[object, object]] = collections.deque(maxlen=64)
 
 
@@ -217,11 +214,9 @@ def moving() -> Iterator[None]:
 
 
 def _mark(state: torch.Tensor) -> bytes:
-    """The bytes, out of 5,056, in which any two states differ.
-
-    The start has the seed, the number of used words, and some of the words, which all change together; the end has the
-    normal number that is stored for the next call.
-    """
+    """Return those of the 5,056 bytes of a state that show whether the generator was used."""
+    # The first bytes contain the seed, the number of used words, and some of the words, which all change together. The
+    # last bytes contain the normal number that is stored for the next call.
     start = state.data_ptr()
     return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
 
@@ -232,16 +227,16 @@ class Generator(Protocol):
     key: int
 
     def get(self) -> object:
-        """Return its state."""
+        """Return the state of the generator."""
 
     def set(self, state: object) -> None:
-        """Set its state."""
+        """Set the state of the generator."""
 
     def seed(self, number: int) -> None:
-        """Seed it."""
+        """Seed the generator."""
 
     def draw(self) -> int:
-        """Return a random number of up to 56 bits, which advances the state."""
+        """Draw a random number of up to 56 bits."""
 
 
 def is_same(one: object, other: object) -> bool:
@@ -353,13 +348,11 @@ def process_generators() -> list[Generator]:
 
 
 def _python_marks() -> Callable[[], object]:
-    """Return a function whose result changes with every draw from Python's generator.
-
-    It runs before and after each call of a layer. Comparing the states takes 12 µs for Python's and 24 µs for NumPy's
-    each time, 75 of the 150 µs that a call may cost (`benchmarks/bench_pipeline.py`); this takes 0.4 µs for both. So it
-    reads the index in the generator's memory and one word of the state, which also changes when all words are replaced;
-    if the memory layout is not CPython's, it reads the state.
-    """
+    """Return a function whose result changes with every draw from Python's generator."""
+    # The function runs before and after each call of a layer. A comparison of whole states takes 12 µs for Python and
+    # 24 µs for NumPy each time: 75 of the 150 µs that a call may cost (`benchmarks/bench_pipeline.py`). To read the
+    # position and one word of the state from memory takes 0.4 µs for both. The word changes when all words are
+    # replaced. If the memory layout is not CPython's, the function returns the whole state.
     own: random.Random = random.random.__self__  # type: ignore[attr-defined]  # a bound method
     probe = random.Random(1)
     version, words, _ = probe.getstate()
@@ -447,24 +440,19 @@ def _as_generator(value: object) -> Generator | None:
     return None
 
 
-# Observed traits of layers and loss functions, one record for each.
-
-
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """Observed behaviour of a layer or a loss function; an entry is missing until a call has shown the behaviour."""
+    """Observed behaviour of a layer or a loss function, by mode (``module.training``).
 
-    # whether it writes its inputs in place, by mode (`module.training`). Default: not known.
-    mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    # whether it draws from the CPU's generator, by mode. Default: not known.
-    draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    # generators that it draws from, other than torch's default ones, and those it holds, by mode. Default: not
-    # known.
+    An entry is missing until a call has shown the behaviour.
+    """
+
+    mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it writes inputs in place
+    draws: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it draws from the CPU's generator
+    # generators that the layer holds, and the generators of Python and NumPy if the layer draws from them
     generators: dict[bool, tuple[Generator, ...]] = dataclasses.field(default_factory=dict)
-    # whether its forward changes its Python attributes, by mode. Default: not known.
-    changes_attributes: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    # whether its backward calls forward code again (activation checkpointing inside the layer), by mode. Default:
-    # not known.
+    changes_attributes: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether forward changes attributes
+    # whether the backward calls forward code again (activation checkpointing inside the layer)
     reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
 
 
@@ -474,8 +462,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
 
-    An object without weak references (one with slots, for example) has no lasting record: every call assumes the worst
-    case.
+    An object that cannot be weakly referenced, such as a tuple, gets a new record in every call. This record assumes
+    that the backward calls forward code again. This record assumes that the backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -36,19 +36,17 @@ from .parameters.on_device import Gradients
 from .rows import CannotTryError, RowCheck, RowTrial, few_rows, set_apart
 from .run import Run, Trial
 
-# From this number of one-row microbatches on, a sample of them is compared with all.
-_FEW = 3
+_FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
     """Runs the layers of one model on its devices."""
 
-    # row_check: check that layers treat rows independently, before a batch is split between rows; `None` if the caller
-    # has checked it
-    # few_rows: function that yields a few rows of a batch at a time
+    # row_check: checks that layers treat rows independently, before a batch is split; `None` if the caller has checked
+    # this
+    # few_rows: function that yields trials with a few rows of a batch each
 
-    # groups that a batch is split into, and the ranks that run them. Default: one, in this process.
-    groups: OneGroup[Engine]
+    groups: OneGroup[Engine]  # runs the groups of a batch, in one process or on several ranks
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class Engine(RunLifecycle):
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward, and pass each layer's gradients to ``landed`` instead of to parameters."""
+        """Run forward and backward as a trial: ``landed`` gets the gradients of each layer, and parameters get none."""
         contract = LossContract("sum", [one.rows for one in microbatches])
         each = [range(layer, layer + 1) for layer in span]
         plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
@@ -162,7 +160,7 @@ class Engine(RunLifecycle):
         with self._leaving_no_trace(), torch.enable_grad():
             run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
             try:
-                # if the call itself also fails in its backward, its error gives the reason
+                # a failed trial is no error; if the call itself fails in its backward, that error is raised
                 with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
                     run.start_all(host_values)
                     self.execute(run, run.spec.stages)
@@ -171,7 +169,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Restore what a trial changes: gradient mode, and the order of the devices of the next run."""
+        """Suppress warnings of a trial, and restore the gradient mode and the device of the next stage afterwards."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor
@@ -183,9 +181,7 @@ class Engine(RunLifecycle):
     def _outputs_within(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
     ) -> list[PyTree]:
-        """Outputs of layers in a dry run."""
         self.check_can_run()
-        # A trial must leave no trace: no gradient, no buffer, no draw, and no change of the next run's devices.
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self._leaving_no_trace(), torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
@@ -231,7 +227,6 @@ class Engine(RunLifecycle):
     def _run_groups(
         self, call: Call, loss_fn: Callable[[Any, Any], Any], keep_outputs: bool, config: RoundPipeRunConfig
     ) -> None:
-        """Run forward, loss and backward of each group of this process, one after the other."""
         for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
             if part:
                 run, host_values = self.prepare_fused(
@@ -249,12 +244,12 @@ class Engine(RunLifecycle):
                     self.execute(run, run.spec.stages)
                 call.add(run, host_values)
             if call.land is not None:
-                # The sum over groups waits for every layer of every group.
-                for layer in range(len(self.layers)):  # a gradient that has not arrived yet is missing
+                # The sum over groups waits for every layer of every group, also for layers without gradients.
+                for layer in range(len(self.layers)):
                     call.land(turn, layer, {})
 
     def _warn_of_rows(self, call: Call, config: RoundPipeRunConfig) -> None:
-        """Warn once about a sum of means over microbatches with different numbers of rows."""
+        """Warn once if microbatches of different sizes are summed, because their losses may be means."""
         is_sum = config.loss_reduction == "sum" and call.contract.kind not in ("pair", None)
         if is_sum and self.groups.is_first and not self._warned:
             number = (config.num_microbatch or 1) * self.groups.replicas
@@ -276,7 +271,6 @@ class Engine(RunLifecycle):
         loss_fn: Callable[[Any, Any], Any],
         config: RoundPipeRunConfig,
     ) -> Cutting:
-        """Split the batch, and find how the losses of microbatches add up."""
         batch = FlatBatch.of(args, kwargs, label)
         parts = self.cut_to_train(batch, config)
         microbatches = [one for part in parts for one in part]
@@ -284,7 +278,7 @@ class Engine(RunLifecycle):
         is_split = len(microbatches) > 1 or (
             self.groups.replicas > 1 and sum(one.rows or 0 for one in microbatches) > 1
         )
-        if not is_split:  # nothing to weight, or one row, which proves nothing; other ranks may have more
+        if not is_split:  # one microbatch needs no weights, and one row proves nothing; other ranks may have more rows
             return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
         samples = partial(self._samples, batch, microbatches, config)
         is_nonlinear = self.row_check is not None and self.row_check.is_nonlinear
@@ -293,7 +287,7 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield the outputs of a few rows, whole and in parts; at the end, those of a microbatch."""
+        """Yield samples made of a few rows on which the layers run, and then samples made of a microbatch's outputs."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
@@ -314,7 +308,6 @@ class Engine(RunLifecycle):
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in chosen]
         held = run(chosen), labels
         output, label = (one[0] if len(chosen) == 1 else join(one, rows, rows=rows) for one in held)
-        # the outputs of a few rows are also split
         cut = RoundPipeRunConfig(num_microbatch=math.ceil(sum(rows) / _FEW))
         trials = [*few_rows(self, FlatBatch.of((output,), {}, label), cut)]
         if not trials:
@@ -325,7 +318,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
-        """Record the state that a call has left in layers and losses."""
+        """After a call, warn about what its checks have found, and record the state of layers and losses."""
         try:
             yield
             if self.row_check is not None:
@@ -361,7 +354,6 @@ class Engine(RunLifecycle):
         return microbatches
 
     def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check that layers treat rows independently, unless the caller of the engine has checked it."""
         if self.row_check is not None:
             self.row_check.check(self, batch, rows, config)
 
@@ -379,6 +371,6 @@ def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
 
 
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """Return the settings with a plan for separate forward and backward stages; the given plan may fuse them."""
+    """Return the settings with a plan that has separate forward and backward stages."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())

@@ -38,8 +38,7 @@ class LayerGraph:
     ) -> list[torch.Tensor | None]:
         """Run the backward of a layer from the gradients of its outputs, and return the gradients of its inputs."""
         # gradients: gradients of the outputs, `None` for an output without one
-        # run: function that calls its argument, the backward; not called if no gradient flows at all. Default: the
-        # backward is called directly.
+        # run: function that calls its argument, which runs the backward. Default: the backward runs directly.
         starts, seeds = [], []
         for exit_, gradient in zip(self.exits, gradients, strict=True):
             if gradient is not None and exit_.requires_grad:
@@ -52,7 +51,7 @@ class LayerGraph:
         return [None if entry is None else entry.grad for entry in self.entries]
 
 
-# The core of `torch.autograd.backward`, without its checks of the arguments; the engine checks shapes itself.
+# The core of `torch.autograd.backward`, without the checks of the arguments.
 _run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
@@ -64,7 +63,7 @@ def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
 
 
 class _Enter(torch.autograd.Function):
-    """Passes a leaf to a layer as a tensor that the layer may write in place."""
+    """Passes a leaf to a layer as a non-leaf tensor, because torch refuses in-place writes to a leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -79,10 +78,9 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of a new autograd graph."""
-    # as_leaves: whether the layer gets the leaves themselves. This is faster, but torch refuses in-place writes to a
-    # leaf.
-    # returns: the leaves that get gradients, `None` for inputs without one, and the tensors for the layer
+    """Make the inputs of a layer the leaves of a new autograd graph, and return the leaves and the layer's inputs."""
+    # as_leaves: whether the layer gets the leaves themselves; faster, but torch refuses in-place writes to a leaf
+    # returns: for each input, the leaf, or `None` if no gradient flows through the input; and the tensors for the layer
     if not torch.is_grad_enabled():
         return [None] * len(values.tensors), list(values.tensors)
     entries: list[torch.Tensor | None] = []
@@ -106,7 +104,6 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
     >>> other_leaves([(weight * output).sum()], [output])
     [tensor([1.], requires_grad=True)]
     """
-    # entries: outputs that the loss function was given, `None` for one without a gradient
     own = {id(entry) for entry in entries if entry is not None}
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
@@ -123,7 +120,7 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
 
 
 def is_refused_write(error: Exception) -> bool:
-    """Return whether an error is torch's refusal to write to a leaf, or to a view of a leaf, in place."""
+    """Return whether torch has refused an in-place write to a leaf or to a view of a leaf."""
     return "leaf Variable that requires grad" in str(error)
 
 
@@ -131,7 +128,7 @@ def is_refused_write(error: Exception) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach a tensor; copy it if its layout would not survive a copy, so that the next layer sees one layout."""
+    """Detach a tensor; clone it if a copy between host and device would change its strides or its storage offset."""
     tensor = tensor.detach()
     if tensor.layout == torch.strided and (
         tensor.storage_offset() or not (tensor.is_contiguous() or _is_dense(tensor))
@@ -157,15 +154,15 @@ T = TypeVar("T")
 # It sets the CPU generator, which all threads share, to the state before its forward, calls the code again, and
 # restores the generator, on any device. Meanwhile no other thread may draw.
 #
-# A profiler detects once which layers do so: on the CPU in the first backward. On an accelerator the backward runs in
-# one of autograd's threads, which our profiler does not reach, so it is detected in the first forward.
+# A profiler detects which layers do so. On the CPU, it runs in the first backward. On an accelerator, the backward runs
+# in one of autograd's threads, which the profiler does not see, so the profiler runs in the first forward.
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Run a backward and return its result, with the CPU's random generator locked if it recomputes a forward.
 
-    Detection is in the first call; a layer that starts to use checkpoints later is not noticed. If the thread already
-    has a profiler, that one continues, and the generator is locked for every backward.
+    Only the first call is profiled, so a later start of checkpointing is not noticed. If the thread already has a
+    profiler, layers are not profiled, and the generator is locked for every backward.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()
@@ -174,17 +171,16 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 
 def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a forward and return its result; on an accelerator, detect whether its backward will repeat forward code."""
+    """Run a forward and return its result; on an accelerator, detect whether it uses activation checkpointing."""
     return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
 
 
 def _mode(code: Any) -> bool:
-    """Whether a layer is in training mode: models use checkpoints only then."""
     return bool(getattr(code, "training", True))
 
 
 def _watch(call: Callable[[], T], code: Any) -> T:
-    """Return ``call()``; record whether torch's checkpoint code ran in it, unless that is known."""
+    """Return ``call()``, and record whether torch's checkpoint code has run in the call."""
     reenters, mode = traits_of(code).reenters, _mode(code)
     if mode in reenters or sys.getprofile() is not None:
         return call()

@@ -1,7 +1,7 @@
-"""Prepare, execute and commit the runs of one model, for every call of a pipeline.
+"""Prepare, execute and commit the runs of one model.
 
-The results of a run are kept outside of the model until :meth:`RunLifecycle.commit`, where nothing can fail any more. A
-run that fails changes no gradient, no buffer and no seed.
+The results of a run are kept outside of the model until :meth:`RunLifecycle.commit`. So a run that fails changes no
+gradient, no buffer and no random generator.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class EngineOptions:
 class RunLifecycle:
     """Prepares the runs of one model, executes their stages on its devices, and commits their results to the model."""
 
-    # take_gradient: function that is offered each parameter and its gradient after each microbatch's backward
-    # through a layer. If it returns true, the gradient is not stored in the parameter.
+    # take_gradient: function that is called with each parameter and its gradient after each microbatch's backward
+    # through a layer. If the function returns true, the gradient is not stored in the parameter.
 
     def __init__(
         self,
@@ -160,11 +160,11 @@ class RunLifecycle:
         """Return a new run of this kind, whose stages have not started yet."""
         # kind: `"infer"`, `"train"` or `"fused"`
         # rows: rows of each microbatch, `None` if not known
-        # contract: loss contract of a fused run. Default: these microbatches are the whole batch.
+        # contract: collects the losses of a fused run. Default: these microbatches are the whole batch.
         # span: indices of the layers that run. Default: all.
         # size: a number that is the same for runs with inputs of similar size
-        # If a publication failed, for example by a lack of memory, it is tried again before each run: otherwise every
-        # later run would get its error, even when the cause is gone.
+        # If new parameters could not be published, for example for lack of memory, this is tried again before each run.
+        # Otherwise every later run would raise the same error, even when the cause is gone.
         self.steps.resume()
         contents = self._read_layers()
         shapes = {id(slot.parameter): slot.parameter.shape for layer in contents for slot in layer.slots}
@@ -194,21 +194,21 @@ class RunLifecycle:
         return Run(spec, self.store, self.table, self.version(), *how)
 
     def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
-        """Return which parameters a run copies on demand; compiled code would read them without notice."""
+        """Return which parameters a run copies to devices on demand, such as the experts that tokens are routed to."""
+        # compiled code reads parameters without the calls by which a layer requests them
         if config.upload_experts == "all" or spec.trial is not None or not spec.compiled.is_empty:
             return NOTHING_PARTIAL
         return self._routed.plan(spec.contents, (spec.kind, size), self.store.source, is_look=spec.looks)
 
     def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
-        """Return the timer of a run; trials are not measured."""
         if is_trial:
             return Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
         return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
 
     def _read_layers(self) -> list[LayerContents]:
         """Return the layers' current parameters: the user may have replaced or frozen one, or added an adapter."""
-        # Stages read the master weights only after this. While a step is pending they read frozen copies, or wait
-        # for each layer, and the step's thread writes the parameters.
+        # While a step is pending, the step's thread publishes the parameters; stages read frozen copies, or wait for
+        # each layer.
         if not self.steps.pending:
             self.store.publish()
             if self._options.pinned is not None:
@@ -230,13 +230,13 @@ class RunLifecycle:
         """Return the specification of a run, without the seed of its draws."""
         copies = config.last_stage_copies or 1
         plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
-        # If gradients are offered to a function, one device offers them, one microbatch after the other.
+        # `take_gradient` is called from one device, for one microbatch after the other.
         most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), num_microbatch))
         if contents and contents[-1].trains_tables:  # summed on the host, in a fixed order
             most_copies = 1
         span = range(len(self.layers)) if span is None else span
-        number = span.stop if kind == "fused" else len(self.layers)  # the last layer that runs has the loss
-        # Labels and losses may also stay on the CPU.
+        number = span.stop if kind == "fused" else len(self.layers)  # the loss comes after the last layer that runs
+        # The loss may be computed on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         # Trials, evaluation and generation have other sizes and caches, each of which would need its own compilation.
         compiled = self._options.compiled if config.requires_grad else NOT_COMPILED
@@ -260,12 +260,11 @@ class RunLifecycle:
         )
 
     def _count(self, kind: RunType) -> int:
-        """Count the runs of a kind; return the previous count."""
         self._runs[kind] += 1
         return self._runs[kind] - 1
 
     def _pins(self) -> PinnedCopies | None:
-        """The registry of a batch's pinned copies; ``None`` if no device copies from the host directly."""
+        """Return an empty registry for a batch's pinned copies; ``None`` without an accelerator."""
         return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
@@ -275,7 +274,7 @@ class RunLifecycle:
             self._execute(run, stages)
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        # Held for the whole run: a background step must not drop the copies that later stages read.
+        # The version is held for the whole run: a background step must not drop copies that later stages read.
         run.version = run.table.hold_latest()
         before = self.kept.traffic
         try:
@@ -289,10 +288,9 @@ class RunLifecycle:
         run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
 
     def _drop(self, run: Run, error: BaseException) -> None:
-        """Discard a run that has failed."""
         self.kept.drop()  # the run may have ended in the middle of an upload
         run.discard()
-        if run.spec.looks:  # an error that the caller catches must not be forgotten
+        if run.spec.looks:  # if the caller catches the error of a check, the next run is checked again
             self._runs[run.spec.kind] = 0
         if run.spec.trial is None:
             self.store.note_failed(error)
@@ -303,10 +301,8 @@ class RunLifecycle:
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
-        # The step that ran in parallel may have failed. Then the run writes nothing, and after an interruption nothing
-        # is half written.
-        self.wait_step(run)
-        with Uninterrupted():
+        self.wait_step(run)  # if the background step has failed, the run writes nothing
+        with Uninterrupted():  # Ctrl-C must not leave half of the results in the model
             self.commit_forward(run)
             self.commit_backward(run)
 
@@ -363,7 +359,7 @@ class RunLifecycle:
         """Return the number of runs, the master weights and the gradients, after the background optimizer step."""
         self.synchronize()
         self.store.check_whole()
-        masters = self.store.masters()  # before `named`, which creates those that no optimizer has requested
+        masters = self.store.masters()  # before `named`, which creates master weights that no optimizer has requested
         gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}
         return PipelineProgress(self.step, masters, gradients)
 
@@ -399,19 +395,16 @@ def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedC
 
 
 def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
-    """The order of magnitude of the number of input elements: runs of other sizes route to more or fewer experts."""
+    """Return the order of magnitude of the number of input elements, on which the number of used experts depends."""
     tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() for tensor in tensors).bit_length()
 
 
-# Send the stages of runs to the devices of a pipeline, round-robin, and wait until all have ended.
-
-
-# Pipelines may share devices. All stages of a run are submitted at once: then every device has them in the same
-# order, and two runs cannot wait for each other.
+# Pipelines may share devices. This lock is held while all stages of a run are submitted, so that every device gets the
+# stages of two runs in the same order. Otherwise the two runs could wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())
 
-# How often a failed device is waited for: once for its error, and once for the rest of its work.
+# Number of waits for a failed device: the first one may raise the device's error, the second waits for remaining work.
 _ATTEMPTS = 2
 
 # Open pipelines of each device: the last one to close ends the device's thread.
@@ -454,7 +447,7 @@ class Dispatch:
             run.timer.finish()
 
     def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
-        """Submit all stages of a run; if a device accepts none, the run fails after the stages before it have ended."""
+        """Submit all stages of a run; if a device accepts no stage, the stages submitted before it run to their end."""
         work: list[Future[None]] = []
         with _DISPATCH:
             numbers = self.round_robin.assign(len(stages))
@@ -466,15 +459,13 @@ class Dispatch:
                     following = stages[after] if after < len(stages) else None
                     visit = Visit if stage.copies == 1 else CopyVisit
                     work.append(worker.submit(run_stage, run, stage, device, following, visit))
-            if outcome.error is not None:  # closed devices and any other error: stages wait for these
+            if outcome.error is not None:  # otherwise submitted stages would wait for stages that are missing
                 run.mailbox.fail(outcome.error)
         return work
 
     def _settle(self, cursor: int, error: BaseException) -> None:
-        """Wait until a failed run has no work left on a device; its later errors must not reach the next run.
-
-        Memory must not be freed while a copy still writes it.
-        """
+        """Wait until a failed run has no work left on its devices."""
+        # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
         self.round_robin.cursor = cursor
         for device in self.devices:
             # torch raises a kernel's error at a wait, possibly once for each stream
@@ -490,7 +481,6 @@ class Dispatch:
             return [device for device in self.devices if self._leaves(device)]
 
     def _leaves(self, device: Device) -> bool:
-        """Stop using a device; report whether no other pipeline uses it."""
         users = _USERS.get(device, weakref.WeakSet())
         users.discard(self)
         return not users

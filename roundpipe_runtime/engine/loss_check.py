@@ -1,7 +1,7 @@
 """Check on a few rows how the losses of microbatches add up, before a call computes its first gradient.
 
-The layers have run on some rows of the batch, whole and in parts (`rows`), or on a microbatch. `batch/loss_proof`
-calls the loss function with these outputs, in a block that undoes all effects of the calls::
+The layers run on some rows of the batch, whole and in parts, or on a microbatch. `batch/loss_proof` calls the loss
+function with these outputs, and all effects of the calls are undone::
 
     loss_reduction="auto"    the weights that match; if none do, the loss is computed from the joined outputs
     loss_reduction="mean"    an error, unless the loss is a mean over rows
@@ -85,12 +85,12 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Outputs and labels of a few rows, for calling the loss function with all of these rows and with parts of them."""
+    """Outputs and labels of a few rows, whole and in parts, with which the loss function is called."""
 
-    leaves: Sequence[Sequence[Any]]  # leaves of all rows, then of each part
-    rows: Sequence[int]  # number of rows of each
-    roles: Sequence[Role | None]  # kind of each leaf; `None` if it has no alternative values
-    others: Mapping[int, object]  # labels of the batch by position: other values that occur
+    leaves: Sequence[Sequence[Any]]  # leaves for all rows, then for each part
+    rows: Sequence[int]  # number of all rows, then of each part
+    roles: Sequence[Role | None]  # role of each leaf; `None` for a leaf that is not a tensor
+    others: Mapping[int, object]  # labels of the whole batch by position, from which other values are taken
     spec: pytree.TreeSpec  # structure of the leaves
 
     @classmethod
@@ -118,7 +118,7 @@ class Sample:
         as_stated: bool = False,
     ) -> Proof:
         """Find the first of ``ways`` to weight the losses of parts so that they add up to the loss of all rows."""
-        # called: object that the calls may change; the changes are undone
+        # called: object whose changes by the calls are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
@@ -135,8 +135,9 @@ class Sample:
             return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
-        """The losses for other values in some positions, and the leaves of their gradients."""
-        # again: whether gradients of the rows are enough, if there are any: gradients of a head take most of the time
+        """Return the loss of all rows, the losses of the parts, and the leaves whose gradients are compared."""
+        # places, values: positions of leaves, and the tensors that replace these leaves
+        # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])
         for place, value in zip(places, values, strict=True):
             whole[place] = value
@@ -159,7 +160,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the same sample in 32 bits: 16-bit rounding may hide wrong weights or look like a difference."""
+        """Return the same sample in 32 bits, as 16-bit rounding may hide wrong weights or look like a difference."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -181,7 +182,8 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
     """Undo what calls in the with block change in ``called`` and generators; yield a function to start each call."""
-    # no other thread draws meanwhile; autocast would hide wrong weights; warnings about single rows are noise
+    # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
+    # do not concern the user
     with (
         generator_alone(),
         torch.autocast("cpu", enabled=False),
@@ -194,7 +196,7 @@ def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
         def next_call(number: int) -> None:
             if number < 2:  # later parts see the effects of earlier parts, as in training
                 before.restore()
-            torch.default_generator.manual_seed(1)  # and no other generator: devices have their own
+            torch.default_generator.manual_seed(1)  # only the CPU's generator, as the loss runs on the CPU
 
         yield next_call
 
@@ -214,7 +216,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """Remembers how the microbatch losses of a pipeline add up, by kind of call; checks it at calls 1, 2, 4, 8, ..."""
+    """Checks at calls 1, 2, 4, ... of a kind how the losses of microbatches add up, and remembers the result."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}
@@ -223,9 +225,9 @@ class LossChecks:
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
         """Return how the loss of this kind of call is computed: the known result, or a new one if a check is due."""
-        # show: function that makes a proof, given an earlier proof whose weights must match again
+        # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
-        # a less conclusive batch revokes nothing: a loss that was no weighted sum once never is
+        # a loss that was not a weighted sum once is never treated as a weighted sum later
         if known is not None and not (is_due and known.is_sum):
             return known
         proof = show(known)
@@ -303,13 +305,13 @@ class LossChecks:
 
 
 def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, known: LossProof | None) -> Proof:
-    if (wide := sample.widened()) is not sample:  # in the dtypes of the layers only if the loss accepts no others
+    if (wide := sample.widened()) is not sample:  # the original dtypes are only for a loss that does not run in 32 bits
         with contextlib.suppress(NotProvenError):
             return _proof(loss_fn, stated, wide, known)
     ways = [way for way in _WAYS[stated] if known is None or stated != "auto" or way == known.way]
 
     def loss(number: int, leaves: Sequence[Any]) -> Part:
-        given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # which the loss may write in place
+        given = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)  # the loss may write to them in place
         outputs, labels = pytree.tree_unflatten(given, sample.spec)
         with SteadyDraws(), count_items() as items:
             found = read_loss(loss_fn(outputs, labels))

@@ -1,11 +1,10 @@
 """Run a batch as one group of rows in one process, and join the outputs of its microbatches.
 
-::
+The engine splits a batch into groups, and runs the groups. :class:`OneGroup` does the rest; with several groups or
+ranks, its subclass in `distributed/replicas/rank_groups` does::
 
-    one group          cut | run          | commit
-    groups of ranks    cut | run each one | verdict of all ranks | commit the sums      distributed/rank_groups
-
-This module holds the differences between both; the engine splits and runs any number of groups.
+    one group          split | run       | commit
+    several groups     split | run each  | wait until all ranks have succeeded | commit the sums
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class OneGroup(Generic[AnyEngine]):
     def forward(
         self, engine: AnyEngine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run the forward for the rows of this process; the caller may run ``backward`` from the returned output."""
+        """Run the forward for the rows of this process, and return the output."""
         return engine.forward_here(args, kwargs, config)
 
     def run_call(
@@ -163,20 +162,17 @@ def merge_outputs(
 
 
 def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """Outputs without joining: the structure of one of them, with a list over the microbatches for each leaf."""
-    spec = common_spec(outputs)  # otherwise the structure of the first would give names to leaves of the others
+    """Return the structure of one output, in which each leaf is replaced by the list of leaves of all microbatches."""
+    spec = common_spec(outputs)  # raises an error if the structures differ
     columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
     return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
-
-
-# One call of ``forward_backward``: its runs, and their results so far.
 
 
 class Cutting(NamedTuple):
     """A batch, split into microbatches."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
-    reduction: Reduction | None = "sum"  # how their losses add up; `None` if the rows do not prove it
+    reduction: Reduction | None = "sum"  # how the losses of microbatches add up; `None` if the rows do not prove it
 
 
 @dataclasses.dataclass(slots=True)
@@ -185,11 +181,11 @@ class Call:
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
     firsts: list[int]  # index of the first microbatch of each group of this process in the batch
-    contract: LossContract  # contract of the losses of the batch
-    seed: int = 0  # seed of random layers; 0 for that of the caller's generator
+    contract: LossContract  # collects the losses of the batch
+    seed: int = 0  # seed of random layers; 0 for a seed from the state of torch's generator
     # runs of groups that have succeeded, with their inputs
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
-    # function that gets gradients as they arrive, by group number and layer; `None`: they stay in the run
+    # function that gets the number of a group, a layer and its gradients when they arrive; `None`: the run keeps them
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
@@ -202,9 +198,6 @@ class Call:
         self.runs.append((run, inputs))
 
 
-# Move the inputs of a run to the host, and pass gradients to the inputs.
-
-
 # Tensors of a batch and their copies in pinned memory, by the identity of the tensor.
 PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -213,8 +206,7 @@ def host_value(
     leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
     """Return the leaves of a microbatch as a value whose tensors are in CPU memory."""
-    # pinned: pinned copies of tensors that microbatches share; this one's are added. Default: no pinning.
-    # returns: the value; it is complete, even if the caller computed it on an accelerator
+    # pinned: registry of pinned copies, to which the copies of these leaves are added. Default: no pinning.
     structure, tensors = separate(leaves, spec, what=what)
     tensors = [_on_host(tensor) for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
@@ -225,8 +217,8 @@ def host_value(
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue the backward through the graph that computed the inputs, if there is one, such as another pipeline's."""
-    # scale: factor for their gradients, known when all losses of the batch are
+    """Continue the backward through the graph that computed the inputs, such as the graph of another pipeline."""
+    # scale: factor for the gradients, which is known after all losses of the batch
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):
@@ -249,5 +241,5 @@ def _pinned(tensor: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the caller's work on an accelerator, on a stream that our devices do not know."""
+    # the copy waits for the caller's work on the accelerator, in a stream that the pipeline's devices do not know
     return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()

@@ -18,8 +18,8 @@ from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 from .checks import is_due
 
-# Forward seconds on the CPU below which two threads are slower than one: torch releases the GIL at each operator, so
-# they would take it from each other all the time.
+# If the forward of a layer takes fewer seconds on the CPU, two threads are slower than one: torch releases the GIL at
+# each operator, so the threads would wait for each other.
 _BRIEF = 150e-6
 
 # The first runs on accelerators are measured, up to this number.
@@ -28,18 +28,17 @@ _MEASURED_FIRST = 4
 # The share of a device's memory for parameters and gradients; the rest is for activations.
 FOR_PARAMETERS = 0.6
 
-# A device holds a stage, the next one that is being uploaded, and a small one between them.
+# A device holds a stage, the next stage, which is being uploaded, and maybe a small stage.
 _STAGES_AT_ONCE = 2.1
 
 
 class Planner:
     """Decides the stages, threads and resident parameters of one model's runs, from measured costs of the layers."""
 
-    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
-    # large_tables: how large tables are copied. Default: whole.
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed
     # is_compiled: whether torch compiles layers
-    # is_host_short: whether host memory is the scarce one: virtual devices without a limit also use it, so they
-    # have room for one stage and the next, each with one large layer. Default: `False`.
+    # is_host_short: whether host memory is short. Virtual devices without a limit use host memory, so a limit is set
+    # for them: room for a stage and the next stage, each with one large layer.
 
     def __init__(
         self,
@@ -55,10 +54,11 @@ class Planner:
         self._is_host_short = is_host_short
         limit = stage_limit(_limit([device.memory for device in devices]))
         self.rule = rule_for(layers, large_tables, limit, gradient_dtype, is_compiled=is_compiled)
-        # apart, as a forward alone may have another batch size, and must not be compared with a backward
+        # inference is measured separately, because its batches may have another size
         guessed = guessed_costs(layers, self.rule, gradient_dtype)
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
-        # By kind, wanted number of copies, and number of microbatches if it matters.
+        # By kind of run, number of copies and, if there are copies, number of microbatches: the plan, and the step at
+        # which the plan is computed again.
         self._plans: dict[tuple[RunType, int | str, int | None], tuple[ModelExecutePlan, int]] = {}
         self._runs: collections.Counter[RunType] = collections.Counter()
 
@@ -67,9 +67,9 @@ class Planner:
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count a run of this kind; return whether its work on accelerators is timed, which takes two events per task.
+        """Count a run of this kind; return whether its work on accelerators is timed.
 
-        The first runs are measured, and the two before the next planning.
+        The first runs are timed, and the two runs before a plan is computed again; others save two events per task.
         """
         self._runs[kind] += 1
         number = self._runs[kind]
@@ -94,8 +94,8 @@ class Planner:
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
     ) -> ModelExecutePlan:
         """Return the current plan, which is computed again after 1, 2, 4, 8 ... runs with more measurements."""
-        # copies: number of copies of the fused stage, or `"auto"`. Default: 1.
-        # num_microbatch: number of microbatches, which matters for copies. Default: one more than devices.
+        # copies: number of copies of the fused stage, or `"auto"`
+        # num_microbatch: number of microbatches for which copies are planned. Default: number of devices + 1.
         key = kind, copies, None if copies == 1 else num_microbatch
         plan, due = self._plans.get(key, (None, 0))
         if plan is None or step >= due:
@@ -131,7 +131,7 @@ class Planner:
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
         """Return how many bytes of parameters may stay on each device between stages."""
-        # wanted: GB, or `"auto"`: no limit if everything fits, else the part of the parameter memory that stages leave
+        # wanted: GB, or `"auto"`: no limit if everything fits, else the memory for parameters that stages leave free
         # largest_stage: bytes of the parameters and gradients of the largest stage
         if wanted != "auto":
             return wanted * 1e9
@@ -140,8 +140,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that one stage may take: half of the limit, as the next stage is loaded at the same time."""
-    # memory_limit: GB for parameters and gradients; `None` if not known
+    """Return the bytes that one stage may take, given GB: half, as the next stage is loaded at the same time."""
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 
@@ -150,7 +149,7 @@ def guessed_costs(
     rule: TableRule,
     gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> list[LayerCost]:
-    """Return estimated costs of layers that have not run yet; of large tables, only the copied bytes count."""
+    """Return estimated costs of layers that have not run yet; only the copied bytes of large tables count."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)

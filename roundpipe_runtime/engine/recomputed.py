@@ -1,9 +1,8 @@
 """Make a recomputation equal its first forward: seeds, and data that the layer saves.
 
-The seed of a layer call is derived from (state of torch's generator before the run, layer, microbatch). It does not
-depend on the device, on the number of devices, or on the order of the work; so the recomputation needs no saved state.
-Draws from NumPy, from Python, or from generators that the layer holds are reset by
-:mod:`.draws`.
+The seed of a layer call is derived from the state of torch's generator before the run, the layer, and the microbatch.
+The seed does not depend on the devices or on the order of the work, so the recomputation needs no saved state.
+Generators of NumPy, Python and layers are reset by :mod:`.draws`.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
     >>> call_seed(0, "", 0, 0) == call_seed(0, "", 0, 0) != call_seed(0, "", 0, 1)
     True
     """
-    # base: number made of the state of torch's generator when the run began
+    # base: digest of the state of torch's generator when the run began
     text = f"{base}|{tag}|{layer}|{microbatch}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-# The CPU has one default generator for all threads, as NumPy and Python have: a layer that draws locks them. The first
-# call detects which layers draw, and every other call checks it.
+# torch's CPU generator and the generators of NumPy and Python are shared by all threads. A layer that draws holds a
+# lock. The first call of a layer detects whether the layer draws, and later calls check this.
 
 
 def run_seeded(
@@ -58,10 +57,11 @@ def run_seeded(
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
     """Run ``call()`` with random generators seeded by ``seed()``, restore the generators, and return the result."""
-    # seed: function that returns the seed of this call, called only if needed
-    # generator: generator of the call's device; an accelerator has its own again: function that repeats the call, after
-    # a first call that unexpectedly drew without its seed traits: record of the code. Default: it is looked up. place:
-    # function that returns the position of the call in its run, called only if needed. Default: outside of a run; the
+    # seed: function that returns the seed of this call
+    # generator: generator of the call's device
+    # again: function that repeats the call, if the first call unexpectedly drew without a seed
+    # traits: record of the code. Default: it is looked up.
+    # place: function that returns the position of the call in its run. Default: the call is outside of a run, and the
     # generators of Python and NumPy are ignored.
     generator.seed(seed)
     training = bool(getattr(code, "training", True))
@@ -85,7 +85,7 @@ def run_seeded(
         torch.set_rng_state(before.state)
     known.generators.pop(training, None)
     where = None if place is None else place()
-    # Other threads of the program may have drawn from these, so no error is raised; the next call is watched.
+    # Other threads of the program may have drawn, so no error is raised; the next call is watched.
     if not has_drawn and (where is None or not where.is_repeatable()):
         return result
     generator.seed(seed)
@@ -101,10 +101,10 @@ def _alone(
     seed: int,
     place: CallDraws | None,
 ) -> T:
-    """Return ``call()``, seeded, while no other thread draws."""
+    """Return ``call()`` with seeded generators, while no other thread draws."""
     with generator_alone():
         generators = () if place is None else known.generators.get(training)
-        if generators:  # a generator of the layer may have been replaced
+        if generators:  # the user may have replaced a generator of the layer
             generators = (*held_generators(code), *(one for one in generators if one.key in _shared_keys()))
         if generators is not None:
             result, used = _seeded(call, generators, known, training, seed, place)
@@ -129,7 +129,10 @@ def _seeded(
     seed: int,
     place: CallDraws | None,
 ) -> tuple[T, set[int] | None]:
-    """Return ``call()`` and the generators that it used; ``None`` if one of the process is unexpectedly among them."""
+    """Return ``call()`` and the keys of the generators that the call used.
+
+    The keys are ``None`` if the call has used a generator of Python or NumPy that was not among ``generators``.
+    """
     outside = torch.get_rng_state()
     found = [(one, one.get()) for one in generators]
     try:
@@ -157,15 +160,11 @@ def _shared_keys() -> set[int]:
 
 
 class VisitGenerator:
-    """The random generator of an accelerator during a stage: seeded for each call, and restored after the stage.
+    """The random generator of an accelerator during a stage: seeded for each call, and restored after the stage."""
 
-    Its state is not read and written around each call, because the device would have to wait for the host.
-    """
-
-    # device: device of the stage; nothing to do for the CPU
-    # draws: draws of the run, which records whether a call drew from the device's generator. Default: none.
-    # cpu_state: state of the CPU's generator after the last call, if the next one follows at once. The stage sets it to
-    # `None` if other user code runs in between.
+    # draws: draws of the run, which records whether a call drew from the device's generator
+    # cpu_state: state of the CPU's generator after the last call, if the next call follows at once. The stage sets it
+    # to `None` if other user code runs in between.
 
     def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
         self._device, self._draws = device, draws
@@ -176,7 +175,6 @@ class VisitGenerator:
 
     def seed(self, seed: Callable[[], int]) -> None:
         """Seed the generator of the accelerator for one call; do nothing on the CPU."""
-        # seed: function that returns the seed, called only if there is such a generator
         if self._outside is None:
             if self._device.type == "cpu":
                 return
@@ -192,7 +190,6 @@ class VisitGenerator:
         return None if self._device.type == "cpu" else _generator_of(self._device)
 
     def _look(self) -> None:
-        """Record whether the last call has drawn; the state is a few bytes on the host."""
         if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
             self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
         self._seeded = None
@@ -206,14 +203,15 @@ class VisitGenerator:
 
 
 def _generator_of(device: torch.device) -> Any:
-    """The default generator of an accelerator, queried directly: its module takes several times as long."""
+    """Return the default generator of an accelerator."""
+    # the generator's own methods are several times faster than the functions of the module, such as `get_rng_state`
     library = torch.get_device_module(device)
     generators = getattr(library, "default_generators", None)
     return _ModuleGenerator(library, device) if generators is None else generators[device.index]
 
 
 class _ModuleGenerator:
-    """The default generator of an accelerator whose module does not return it."""
+    """The default generator of an accelerator whose module has no ``default_generators``."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library, self._device = library, device
@@ -248,8 +246,6 @@ class CallState:
 
 
 class _Current(threading.local):
-    """The layer call of this thread."""
-
     call = CallState("none")
 
 
@@ -297,10 +293,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def restart_generators() -> None:
-    """Reset the generators of NumPy, Python and the current layer to the state in which the microbatch began.
-
-    For layers whose code starts the same way, such as the phases of one forward.
-    """
+    """Reset the generators of NumPy, Python and the current layer to the state in which the microbatch began."""
     CURRENT.call.restart_generators()
 
 
@@ -320,7 +313,7 @@ def get_recompute_data() -> tuple[Any, ...]:
         The data, as a tuple.
 
     Raises:
-        StageError: there is no recomputation under way, or the layer saved nothing.
+        StageError: no recomputation is under way, or the layer saved nothing.
 
     >>> get_recompute_data()  # outside of a pipeline; :func:`save_for_recompute` has an example of a layer
     Traceback (most recent call last):

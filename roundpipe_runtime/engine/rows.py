@@ -1,22 +1,23 @@
 """Check that layers treat rows independently, before a batch is split between rows.
 
-A layer that has its sequence first, normalises over the batch, sorts or rolls rows, or adds them up, would compute
-different values for each split, and sizes do not show it. So three rows run whole and in two uneven parts::
+A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
+different values for each split. So three rows run whole and in two uneven parts::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
-Dropout is off meanwhile, and torch's random functions return a constant. Layers with other random sources always
-differ; for those, rows are combined with different rows, while all calls draw the same numbers::
+During the check, dropout is off, and torch's random functions return a constant. A layer with another random source
+always gives different values. For such a layer, rows are combined with different rows, and all calls draw the same
+numbers::
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
-Outputs do not show what a backward does: scale gradients by how often an id occurs in the batch, divide them by the
-number of rows, stop those of some rows. So the gradients of the parameters are also compared::
+A backward may also mix rows: it may scale gradients by how often an id occurs in the batch, or divide gradients by the
+number of rows. So the gradients of the parameters are also compared::
 
     gradients    of a, b and c together  =  of a and b  +  of c
 
-Before an error, other rows of the batch are tried, as rounding can change a choice near a tie, such
-as the expert of a token.
+Before an error is raised, other rows of the batch are tried, because rounding can change a choice near a tie, such as
+the expert of a token.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _TRIALS = 3  # sets of rows that are tried before an error
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-_WHOLE = 2**16  # elements of the largest gradient that is kept whole
-_LARGER = 2.0**8  # factor of the loss in a trial: losses of parts are summed, and scaled after the backward
+_WHOLE = 2**16  # elements of the largest gradient whose values are all kept
+_LARGER = 2.0**8  # factor of the loss of parts in a trial: also in training, gradients are scaled after the backward
 _Hook: TypeAlias = Callable[..., Any]
 _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
@@ -72,9 +73,9 @@ class RowTrial:
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
-    outputs: list[Any] = dataclasses.field(default_factory=list)  # outputs of all layers for all rows, and for parts
-    is_equal: bool = False  # whether the outputs for the parts are those for all rows
-    has_state: bool = False  # whether the same rows give other outputs at the next call, with the same draws
+    outputs: list[Any] = dataclasses.field(default_factory=list)  # outputs of the layers for all rows, then for parts
+    is_equal: bool = False  # whether the outputs for the parts equal the outputs for all rows
+    has_state: bool = False  # whether a second call with the same rows and draws gives different outputs
 
     def __post_init__(self) -> None:
         self.count = self.whole.rows or 0  # number of rows
@@ -114,7 +115,7 @@ class Rows(Protocol):
         types: set[torch.dtype],
     ) -> None:
         """Run forward and backward as a trial; ``landed`` gets the gradients of each layer, and parameters get none."""
-        # types: gets the dtypes in which layers compute
+        # types: set to which the dtypes are added in which layers compute
 
 
 class RowCheck:
@@ -128,7 +129,7 @@ class RowCheck:
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
         self._has_state = False
         self._nonlinear: dict[Hashable, bool] = {}
-        self.is_nonlinear = False  # whether the layers of this call have gradients not proportional to those of outputs
+        self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         """Check that layers treat rows independently, at calls 1, 2, 4, ... of a kind and after a layer has changed."""
@@ -146,7 +147,9 @@ class RowCheck:
             some = few_rows(engine, batch, dataclasses.replace(config, num_microbatch=number))
             try:
                 layer = first_that_mixes(engine, some, config, len(engine.layers), tried=trials)
-            except CannotTryError as error:  # a norm may want several rows in each part
+            except (
+                CannotTryError
+            ) as error:  # with more rows, each part has several, as a norm needs
                 reason = str(error)
             else:
                 break
@@ -184,7 +187,7 @@ class RowCheck:
         self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn about a kind of call that could not be checked, when it occurs again."""
+        """Warn about a kind of call that could not be checked, when it occurs for the second time."""
         self._failures[kind] += kind not in self._shown
         if self._failures[kind] == 2:
             self._shown.add(kind)
@@ -205,12 +208,13 @@ def first_that_mixes(
     tried: list[RowTrial] | None = None,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
+    # number: number of layers that run
     # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
-    # tried: list that gets the trials. Default: none is wanted.
+    # tried: list to which the trials are added
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
-    # layers may not accept some rows: if the call itself also fails, its error gives the reason
+    # layers may not accept some rows; if the call itself also fails, that error is raised
     with (
         raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")),
         set_apart(engine.layers) as compare.restart,
@@ -227,8 +231,9 @@ def first_that_mixes(
 class GradientTrial:
     """The result of :func:`compare_gradients`: which layer mixes rows, and whether gradients scale with the loss."""
 
-    mixes: int | None = None  # last layer whose gradients for some rows are not the sum of those for parts
-    is_nonlinear: bool = False  # whether gradients are not proportional to those of the outputs: a hook may clamp them
+    mixes: int | None = None  # last layer whose gradients for some rows differ from the sum of gradients for parts
+    # whether gradients of layers are not proportional to gradients of outputs; a hook may clamp gradients
+    is_nonlinear: bool = False
 
 
 def compare_gradients(
@@ -241,8 +246,8 @@ def compare_gradients(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
     """Compare the gradients for a few rows with the summed gradients for parts of them, at a larger loss scale."""
-    # tried: rows on which the layers have run; rows: numbers of rows of the microbatches
-    # few: function that returns trials of at most so many rows
+    # tried: trials on which the layers have run; rows: number of rows of each microbatch
+    # few: function that returns trials with at most a given number of rows
     equal = [trial for trial in tried if trial.is_equal]
     most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
     if not (config.requires_grad and equal):
@@ -306,12 +311,12 @@ def _gradients(
     number: int,
     types: set[torch.dtype],
 ) -> dict[nn.Parameter, Digest]:
-    """The gradients of a loss of the outputs, which each value of an output changes."""
+    """Return the gradients of ``loss`` for each parameter, as digests."""
     found: dict[nn.Parameter, Digest] = {}
     lock = threading.Lock()  # several devices have gradients
 
     def landed(layer: int, gradients: Gradients) -> None:
-        while gradients:  # popped, so that the host holds those of one layer
+        while gradients:  # each gradient is released before the next one, to save host memory
             parameter, (gradient, ready) = gradients.popitem()
             ready.result()
             one = digest(gradient, whole=_WHOLE)
@@ -325,14 +330,14 @@ def _gradients(
 
 
 def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
-    """A sum over elements whose gradients are different, and of a normal size, also for large numbers."""
+    """Return a sum over the elements of a leaf whose gradients differ by element, and stay small for large elements."""
     values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     finite = (values if values.isfinite().all() else torch.where(values.isfinite(), values, 0.0)).float()
     return finite.sum() + finite.square().log1p().sum()
 
 
 class _Comparison:
-    """Runs layers on some rows, whole, in parts, and combined with different rows."""
+    """Runs layers on a few rows whole, in parts, and combined with different rows, and compares the outputs."""
 
     def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
         self._engine, self._leaves_of = engine, leaves_of
@@ -345,16 +350,17 @@ class _Comparison:
         if trial.is_equal:
             return None
         if self._is_other(trial, number, "others"):
-            return None  # the same rows differ at the next call even with equal draws: this proves nothing
-        draws = self._is_other(trial, number, "parts", together=True)  # or keeps a state in buffers
+            return None  # the same rows with equal draws give other values at the next call, so nothing can be compared
+        draws = self._is_other(trial, number, "parts", together=True)  # layers draw, or keep a state in buffers
         trial.has_state = draws and self._is_other(trial, number, "others", together=True)
         mixes = self._depends_on_others if draws else self._differs
         return self._first(functools.partial(mixes, trial), number)
 
     def _first(self, mixes: Callable[[int], bool], number: int) -> int | None:
-        """The first layer, by bisection, as mixed rows stay mixed; ``None`` if not even all layers together mix."""
+        """Return the first layer that mixes rows; ``None`` if all ``number`` layers together do not mix rows."""
         if not mixes(number):
             return None
+        # bisection: rows that one layer has mixed stay mixed in later layers
         low, high = 0, number - 1
         while low < high:
             middle = (low + high) // 2
@@ -365,13 +371,11 @@ class _Comparison:
         return low
 
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
-        """Whether rows give different results in parts."""
         trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)
         whole, *found = map(self._leaves_of, trial.outputs)
         return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest())
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
-        """Whether the same rows give different results at the next call."""
         first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
         return mixes_rows(first, [again], [trial.count], _coarsest())
 
@@ -389,11 +393,10 @@ class _Comparison:
     def _run(
         self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool = False
     ) -> list[Sequence[object]]:
-        """The leaves of outputs."""
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
-        """The outputs of one run, or of one run each, which all start with the same buffers and attributes."""
+        """Return the outputs of microbatches in one run (``together``), or in one run for each from the same state."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
             self.restart()
@@ -408,7 +411,8 @@ def few_rows(
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
     """Yield trials with a few rows of the batch each; yield none if these rows cannot be split into two parts."""
-    # split_again: function that returns the settings for splitting a few rows; those of the batch by default
+    # split_again: function that returns the settings for splitting a few rows into two parts. Default: those of the
+    # batch.
     in_two = dataclasses.replace(config, num_microbatch=2)
     with contextlib.suppress(SplitError):
         inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
@@ -449,8 +453,10 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Put batch norms in evaluation mode in the with block, and undo afterwards what layers and hooks changed."""
-    # returns: a context manager; inside, a function that restores the attributes of the layers before each run
+    """Put batch norms in evaluation mode in the with block, and undo afterwards what layers and hooks have changed.
+
+    The with block gets a function that restores the attributes of the layers, for a further run.
+    """
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]
@@ -473,13 +479,13 @@ def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
 
 
 def _is_of_library(hook: _Hook) -> bool:
-    """Whether a hook is one of torch, which computes weights, or of transformers, which collects outputs."""
+    """Return whether a hook belongs to torch, which computes weights, or to transformers, which collects outputs."""
     function: Any = hook.func if isinstance(hook, functools.partial) else hook
     is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
     return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
 
 
-# Integers derived from floating-point numbers may differ by rounding, so some may differ.
+# Rounding may change integers that are derived from floating-point numbers, so this share of them may differ.
 _CHOSEN = 0.02
 
 
@@ -490,8 +496,7 @@ _CHOSEN = 0.02
 #     row 2                     (1, 7, 8)               (1, 1)         ()            (8,)
 #     equal?             joined, yes         no: pairs        a mean, a sum    equal, or a mean
 #
-# The axis of the rows is the one whose sizes add up. A tensor without such an axis is not
-# compared.
+# The row axis is the axis along which the sizes of the parts add up to the size for all rows.
 
 
 def mixes_rows(
@@ -544,7 +549,7 @@ def rows_of(whole: object, part: object, count: int) -> int | None:
 
 
 def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    """Return the rows ``order`` of a tensor, maybe with repeats; a value without a row axis is returned unchanged."""
+    """Return the rows ``order`` of a tensor, which may repeat rows; return a value without a row axis unchanged."""
     if axis is None or not isinstance(value, torch.Tensor):
         return value
     return value.index_select(axis, torch.tensor(list(order), device=value.device))
@@ -568,7 +573,6 @@ def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.
 def _is_of_all_rows(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.dtype | None
 ) -> bool:
-    """Whether a tensor without a row axis equals that of all parts, their mean or their sum."""
     if not whole.is_floating_point():
         return True  # a number of rows or tokens, or a position
     stacked = torch.stack([one.double() for one in parts])
@@ -586,7 +590,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return False
     apart = (one - other).abs()
-    # at most rounding for the largest number, and less for most of them: a few may be much larger than all others
+    # a few numbers may be much larger than all others, so the mean square is also compared
     return bool(apart.max() <= limit * other.abs().max()) and bool(
         apart.square().mean() <= limit**2 * other.abs().square().mean()
     )
@@ -594,7 +598,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
 
 def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
     """Report for each leaf whether all rows share it, such as class weights, by its shape in the whole batch."""
-    # of_batch: the same leaves of the batch; if none is longer, the answer is not known
+    # of_batch: the same leaves of the whole batch. If all shapes are equal, no leaf counts as shared.
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))
     return same if is_known and len(leaves) == len(of_batch) else [False] * len(leaves)

@@ -1,4 +1,4 @@
-"""One run of a pipeline: its task, its inputs, its measured times, and the commit of its results."""
+"""One run of a pipeline: its task, its measured times, and the commit of its results."""
 
 from __future__ import annotations
 
@@ -39,25 +39,27 @@ from .recomputed import call_seed
 class Run:
     """One pass of all microbatches through the layers: its task, measured times, and results until the commit."""
 
-    spec: RunSpec  # task of the run
+    spec: RunSpec
     store: ParameterStore
     table: ReadinessTable  # versions of the layers that may be read
-    version: int  # version that this run reads; a backward after another step reads a later one than its forward
-    timer: Timer  # measures the work
-    contract: LossContract  # loss contract that reduces the losses
+    version: (
+        int  # version of the parameters that this run reads; a backward may read a later one than its forward
+    )
+    timer: Timer
+    contract: LossContract  # collects the losses
     kept: KeptParameters  # copies of parameters that stay on devices
-    draws: Draws  # draws of its calls
-    at_hand: AtHand  # returns a context that keeps the parameters of a layer in memory
+    draws: Draws
+    at_hand: AtHand  # function that returns a context which keeps the parameters of a layer in memory
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
-    # function that waits until gradients of the last step are freed, so that only one set takes memory
+    # function that waits until the gradients of the last step are freed, so that memory holds one set of gradients
     wait_cleared: Callable[[], None] = lambda: None
     partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied on demand
-    # activations and gradients between stages, and the first error of any
+    # activations and gradients between stages, and the first error of a stage
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
-    collected: Collected = dataclasses.field(init=False)  # results of the stages
+    collected: Collected = dataclasses.field(init=False)
     # layers that stay on a device between two stages, by device and layer
     residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
-    # lock that is held while the loss function is called, which copies of the last stage share
+    # held while the loss function is called: several devices may run copies of the last stage
     loss_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -75,18 +77,17 @@ class Run:
             self.table.end_read(layer)
 
     def start(self, microbatch: int, inputs: HostValue) -> None:
-        """Put the inputs of a microbatch into the mailbox, from which the first layer takes them."""
-        # inputs: arguments of the run's first layer; for the model's first layer, those of the model
+        """Put the inputs of a microbatch into the mailbox, from which the run's first layer takes them."""
         self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
-        """Put the inputs of all microbatches into the mailbox, from which the first layer takes them."""
+        """Put the inputs of all microbatches into the mailbox."""
         for number, on_host in enumerate(inputs):
             self.start(number, on_host)
 
     def release(self) -> None:
         """Release the device memory that this run still holds."""
-        for resident in list(self.residents.values()):  # a stage that is not waited for may still add entries
+        for resident in list(self.residents.values()):  # a copy, as a stage that still runs may add entries
             resident.release()
         self.residents.clear()
 
@@ -119,11 +120,9 @@ class Run:
         return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
 
     def commit_gradients(self) -> None:
-        """Add the gradients of this run to the gradient buffers, always from the last layer to the first.
-
-        Gradients of layers are scaled already, on their devices. Gradients of a loss function, after the last layer,
-        are not: they are summed before the scale is known.
-        """
+        """Add the gradients of this run to the gradient buffers, always from the last layer to the first."""
+        # Gradients of layers are scaled on their devices. Gradients of a loss function's own parameters, which have the
+        # index after the last layer, were summed before the scale was known.
         scale = self.gradient_scale()
         if scale == 0.0:
             self._zero_gradients()
@@ -140,15 +139,14 @@ class Run:
         gradients.clear()
 
     def _zero_gradients(self) -> None:
-        """All weights are zero: so is the loss, and so are the gradients, as for a constant."""
+        """Add zeros to the gradients of all trained parameters, as the weights of all losses are zero."""
         self.store.add_gradients(
             {p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents
         )
 
 
-# The specification of a run. It is fixed before the run starts.
-
-
+# Comparison mode of a trial. "parts": rows run whole and in parts, and torch's random functions return a constant.
+# "others": rows run next to other rows, and all microbatches draw the same numbers.
 Trial: TypeAlias = Literal["parts", "others"]
 
 
@@ -157,40 +155,34 @@ class RunSpec:
     """What a run does, fixed before the run starts: its kind, stages, layers, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
-    stages: Sequence[Stage]  # stages in the order of dispatch
+    stages: Sequence[Stage]  # in the order of dispatch
     contents: Sequence[LayerContents]  # layers on the host
-    num_microbatch: int  # number of microbatches
+    num_microbatch: int
     requires_grad: bool  # whether gradients are computed
-    recompute_grain: Literal["stage", "layer"]  # unit of recomputation in a backward stage, `"stage"` or `"layer"`
+    recompute_grain: Literal["stage", "layer"]  # unit of recomputation in a backward stage
     preserve_rng_state: bool  # whether a recomputed forward draws the same random numbers
-    base_seed: int  # base of the seeds of layer calls
-    tag: str  # name that distinguishes pipelines that run at the same time
+    base_seed: int  # number from which the seeds of layer calls are derived
+    tag: str  # distinguishes pipelines that run at the same time
     caller: CallerState  # settings of the caller's thread, such as autocast
-    labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run. Default: none.
+    labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run
     # loss function of a fused run. Default: the outputs are the loss.
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
-    keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer. Default: `True`.
-    # whether layers stay on a device from their forward to their backward, if it is the same device. Default: `False`.
+    keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer
+    # whether layers stay on a device from forward to backward, if both run on the same device
     stays: bool = False
-    one_thread: bool = False  # whether one thread does the work of all devices. Default: `False`.
-    # function that is offered each gradient after each microbatch's backward through a layer. Default: none.
+    one_thread: bool = False  # whether one thread does the work of all devices
+    # function that is called with each gradient after each microbatch's backward through a layer
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-    # indices of the layers that run. The first one takes the inputs of the run, and the outputs of the last one are
-    # those of the run. Default: all.
+    # indices of the layers that run: the first layer gets the inputs of the run, the last layer returns the outputs
     span: range = range(0)
-    # index of the first microbatch in the whole batch, if this run has only a part of it. Default: 0.
-    first_microbatch: int = 0
-    # whether to check that recomputations repeat, and where gradients flow to. Default: `False`.
-    looks: bool = False
-    # comparison mode of a dry run: `"parts"` of rows, with torch's random functions constant, or
-    # `"others"`, rows next to other rows, where all microbatches draw the same. Default: no comparison.
-    trial: Trial | None = None
+    first_microbatch: int = 0  # index of the run's first microbatch in the whole batch
+    looks: bool = False  # whether to check that recomputations repeat, and where gradients flow to
+    trial: Trial | None = None  # comparison mode of a trial; `None` for other runs
     types: set[torch.dtype] = dataclasses.field(default_factory=set)  # dtypes in which a trial has computed
-    # function that gets the index of a layer and its gradients on the host, once their copies have started.
-    # It may remove gradients from the mapping. Default: none.
+    # function that gets the index of a layer and the layer's gradients on the host, once their copies have started. The
+    # function may remove gradients from the mapping.
     gradients_landed: Callable[[int, Gradients], None] | None = None
-    # layers that torch compiles. Default: none.
-    compiled: CompiledLayers = NOT_COMPILED
+    compiled: CompiledLayers = NOT_COMPILED  # layers that torch compiles
 
     @property
     def has_backward(self) -> bool:
@@ -204,7 +196,7 @@ class RunSpec:
 
     @functools.cached_property
     def restarts(self) -> set[int]:
-        """Indices of the layers at which a backward stage starts its recomputation, so that their inputs are kept."""
+        """Indices of the layers whose inputs are kept, because a backward stage starts a recomputation there."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
         if self.recompute_grain == "layer":
             return {layer for layers in backward for layer in layers}
@@ -239,7 +231,7 @@ class RunSpec:
 
     @functools.cached_property
     def _seeds(self) -> dict[tuple[int, int], int]:
-        """Seeds of the calls so far: a recomputation reuses that of its forward."""
+        """Seeds of the calls so far, by layer and microbatch."""
         return {}
 
 
@@ -249,17 +241,17 @@ _NOT_MEASURED = contextlib.nullcontext()
 class Timer:
     """Measures how long layers and copies take, for planning and for a timeline if there is one."""
 
-    # with_events: whether an accelerator's work is measured by events in its streams when there is no timeline.
-    # Default: `True`.
+    # with_events: whether work on an accelerator is also measured, by events in its streams, without a timeline
 
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
         self._costs = costs
         self._timeline = timeline
         self._with_events = with_events or timeline is not None
-        # For layers that wait for their backward: the span of their forward; for microbatches: of their loss.
+        # By layer and microbatch: seconds of a forward whose backward has not ended; by microbatch: seconds of the
+        # loss.
         self._forwards: dict[tuple[int, int], float] = {}
         self._losses: dict[int, float] = {}
-        # Each device has an entry, which its own thread creates.
+        # By device: the clock, which the device's thread creates.
         self._clocks: dict[str, Clock] = {}
         self._late: list[tuple[Span, float | torch.Event]] = []
 
@@ -278,8 +270,7 @@ class Timer:
     ) -> contextlib.AbstractContextManager[None]:
         """Measure the work in a ``with`` block; an exception leaves no record."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
-        # microbatch: index of the microbatch. Default: the work is for all of them.
-        # layer: index of the layer. Default: the work is not for one layer.
+        # microbatch, layer: -1 if the work is not for a single microbatch or layer
         if not self.measures(device):
             return _NOT_MEASURED
         return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
@@ -313,7 +304,7 @@ class Timer:
         if layer < 0:
             self._losses[microbatch] = self._losses.get(microbatch, 0.0) + end - start
         elif kind == "backward":
-            # The loss is part of the first backward after it, that of the last layer.
+            # The cost of a backward includes the recomputed forward. The last layer's backward includes the loss.
             before = self._forwards.pop((layer, microbatch), 0.0) + self._losses.pop(microbatch, 0.0)
             self._costs.record(layer, "backward", end - start + before)
         else:
@@ -323,7 +314,7 @@ class Timer:
 
 
 class Span:
-    """Context manager that measures one task of a device. There are many per microbatch, so it is a plain class."""
+    """Context manager that measures one task of a device."""
 
     __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
 
@@ -342,8 +333,8 @@ class Span:
             self.timer.add(self, self.clock.now(self.kind))
 
 
-# Attribute of layers whose forward repeats the code of earlier ones from the start: these share one object in it.
-# They write the same values into the same buffers, so those of the first one count.
+# Attribute of layers whose forward starts with the code of earlier layers: the attribute of these layers is one object.
+# The layers write the same values into the same buffers, so the values of the first layer are used.
 RUNS_AGAIN = "_rp_runs_again"
 
 # Gradients of the tensors between two stages, on the host; ``None`` for a tensor without one.
@@ -362,14 +353,14 @@ class Collected:
     kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
     # gradients of the inputs of the model, by microbatch
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
-    # gradients of the parameters, by layer; those of a loss function after the last layer
+    # gradients of parameters, by layer; a loss function's own parameters have the index after the last layer
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     # gradients of a loss function's own parameters, by microbatch, until all have arrived
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    # attributes of layers that change them, from before a forward, by layer and microbatch
+    # attributes from before a forward that changes them, by layer and microbatch
     attributes: dict[tuple[int, int], Snapshot] = dataclasses.field(default_factory=dict)
-    shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that are views of others
-    # digest to compare a recomputation with its forward, by layer and microbatch, in a checking run
+    shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that share memory
+    # digests of a layer's outputs, to compare a recomputation with its forward, by layer and microbatch
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
@@ -399,7 +390,6 @@ class WrittenBuffers:
 
     def add(self, layer: int, written: Buffers) -> None:
         """Store the buffers that a layer has written, with their values after the last microbatch."""
-        # written: buffers that it wrote, after the last microbatch
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
@@ -434,13 +424,12 @@ class WrittenBuffers:
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
-        """The layers and the numbers of buffers that they wrote, each with the first layer that wrote the same one."""
         places: dict[int, list[tuple[int, int]]] = {}
         for layer, written in sorted(self._final.items()):
             for number in written:
                 places.setdefault(id(self._contents[layer].buffers[number].tensor), []).append((layer, number))
         for claimed in places.values():
-            # a norm that a layer holds and does not call counts as written, as torch does not report its writes
+            # torch does not report the writes of a norm, so a norm that a layer does not call also counts as written
             changed = [place for place in claimed if len(claimed) == 1 or self._is_new(*place)] or claimed[:1]
             yield from ((layer, number, changed[0][0]) for layer, number in changed)
 
@@ -480,9 +469,6 @@ class WrittenBuffers:
         self._trail.clear()
 
 
-# Refuse a write to a layer output that shares its memory with another output.
-
-
 class _Place(NamedTuple):
     """A tensor and its position in memory."""
 
@@ -494,10 +480,10 @@ class _Place(NamedTuple):
     layer: str  # title of the layer that returned it
 
 
-# The outputs of a layer that share memory with another one, by their number.
+# Outputs of a layer that share memory with another output, by their index.
 Shared: TypeAlias = dict[int, _Place]
 
-# Larger tensors are not compared element by element: in one storage they count as overlapping.
+# Views of a storage with more elements are not compared element by element, and count as overlapping.
 _MANY = 2**24
 
 

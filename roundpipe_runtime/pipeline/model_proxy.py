@@ -26,7 +26,6 @@ class ModelProxy(nn.Module):
     _rp_original: nn.Module | None
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
-        """Take the place of a model."""
         # original: model that it was made from, which has the attributes; `None` if that is the model itself
         own = self.__dict__
         for shared in _SHARED:

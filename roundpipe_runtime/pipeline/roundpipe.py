@@ -158,7 +158,6 @@ class RoundPipe(OptimizedModel, SavedModel):
         self._rp_reading = read_model(model, layers)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
-        """The layers that the engine runs."""
         return layers_of(model)
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -325,7 +324,6 @@ class RoundPipe(OptimizedModel, SavedModel):
         return self._rp_engine.layers[0] is self._rp_model
 
     def _rp_check_hooks(self) -> None:
-        """Check that no hook waits for a call of the model, since only its layers are called."""
         held = vars(self._rp_model)
         if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
             kind = type(self._rp_model).__name__
@@ -357,7 +355,6 @@ class RoundPipe(OptimizedModel, SavedModel):
 
 
 def _rank_groups(options: PipelineOptions) -> RankGroups:
-    """Return the groups of the batch that the ranks of a mesh run."""
     from ..distributed.ranks.ranks import ranks_of
     from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
 

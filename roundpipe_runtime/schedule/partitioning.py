@@ -210,7 +210,6 @@ def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float,
 
 
 def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
-    """As many neighbouring layers per stage as fit, from the first layer on."""
     stages: list[range] = []
     time = size = 0.0
     for index, (seconds, nbytes) in enumerate(layers):
@@ -233,7 +232,6 @@ def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit:
 
 
 def _count(plan: Sequence[Stages]) -> int:
-    """Stages of one iteration."""
     return sum(len(forward) + len(backward) for forward, backward in plan)
 
 
@@ -262,7 +260,6 @@ def _time(
 
 
 def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], limit: float) -> bool:
-    """Whether the current stages still fit these models and the size limit."""
     if len(plan) != len(models):
         return False
     for kind, costs, (forward, backward) in zip(types, models, plan, strict=True):

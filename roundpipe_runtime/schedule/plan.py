@@ -180,7 +180,6 @@ class ModelExecutePlan:
 
 
 def _memory_limit(models: Sequence[Any]) -> float | None:
-    """GB for parameters and gradients on the smallest device of several models, if known."""
     limits = [getattr(model, "model_memory_limit", None) for model in models]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -216,7 +215,6 @@ def _range(stage: Sequence[int]) -> range:
 
 
 def _check_stages(name: str, stages: Any) -> list[range]:
-    """Every stage as a range of neighbouring layers."""
     if not isinstance(stages, Sequence) or not all(isinstance(stage, Sequence) for stage in stages):
         raise PlanError(f"{name} must be a list of ranges, found {stages!r}.")
     found = []

@@ -113,7 +113,6 @@ def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
 
 
 def _covered(records: Iterable[Record]) -> float:
-    """Seconds covered by at least one of them."""
     total, until = 0.0, float("-inf")
     for record in sorted(records, key=lambda record: record.start):
         total += max(0, record.end - max(record.start, until))

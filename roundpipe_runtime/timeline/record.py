@@ -267,7 +267,6 @@ def _bytes_of(value: Any) -> int:
 
 
 def _devices(events: list[Any]) -> dict[Any, str]:
-    """The name of each row."""
     named = [event for event in events if isinstance(event, dict) and event.get("name") == "thread_name"]
     found = {}
     for event in named:

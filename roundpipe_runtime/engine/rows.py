@@ -147,9 +147,7 @@ class RowCheck:
             some = few_rows(engine, batch, dataclasses.replace(config, num_microbatch=number))
             try:
                 layer = first_that_mixes(engine, some, config, len(engine.layers), tried=trials)
-            except (
-                CannotTryError
-            ) as error:  # with more rows, each part has several, as a norm needs
+            except CannotTryError as error:  # with more rows, each part has several, as a norm needs
                 reason = str(error)
             else:
                 break

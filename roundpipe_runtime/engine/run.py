@@ -42,9 +42,7 @@ class Run:
     spec: RunSpec
     store: ParameterStore
     table: ReadinessTable  # versions of the layers that may be read
-    version: (
-        int  # version of the parameters that this run reads; a backward may read a later one than its forward
-    )
+    version: int  # version of the parameters that this run reads; a backward may read a later one than its forward
     timer: Timer
     contract: LossContract  # collects the losses
     kept: KeptParameters  # copies of parameters that stay on devices

@@ -1,4 +1,4 @@
-"""``RoundPipe``, the pipeline that a user calls."""
+"""``RoundPipe``, the class of pipelines."""
 
 from __future__ import annotations
 

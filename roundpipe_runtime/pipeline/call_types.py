@@ -1,7 +1,4 @@
-"""Typed signatures of ``forward_backward``.
-
-A function that is typed gives typed results: the loss, and with ``return_outputs`` what its first argument is.
-"""
+"""Typed signatures of ``forward_backward``, in which the type of ``loss_fn`` determines the type of the result."""
 
 from __future__ import annotations
 
@@ -88,16 +85,12 @@ def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
     return cast(ForwardBackward, method)
 
 
-# Compute the loss of a whole batch once, from joined outputs, and run its backward.
-
-
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
     """Compute a loss from the outputs of a whole batch, and run its backward."""
     found = shapes_of([leaf for leaf in pytree.tree_leaves((outputs, label)) if isinstance(leaf, torch.Tensor)])
     with torch.enable_grad():
-        # the microbatch is not known: a loss that does not run on a few rows may be meant for the whole batch
         with noting(f"In the loss, called once with the joined outputs and the labels of all rows: tensors {found}"):
-            # outputs of microbatches carry weights of their losses, joined ones do not
+            # outputs of microbatches carry the weights of their losses, but joined outputs do not
             own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
             loss = own(outputs, label)
         total, terms = terms_of_batch(loss)

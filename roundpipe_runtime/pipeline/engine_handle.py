@@ -1,4 +1,4 @@
-"""The parts of a pipeline: its engine, devices, processes and costs."""
+"""The properties of a pipeline that come from its engine: devices, processes and costs."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class EngineHandle(ModelProxy):
 
     @property
     def model_memory_limit(self) -> float | None:
-        """Limit in GB for parameters and gradients on the smallest device, if its memory is known."""
+        """Limit in GB for parameters and gradients on the smallest device; ``None`` if no memory size is known."""
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return the cost of each layer: estimated at first, measured once the pipeline has run."""
+        """Return the cost of each layer, which is estimated until the pipeline has run, and then measured."""
         return self._rp_engine.planner.layer_costs()
 
     @property
@@ -95,18 +95,18 @@ class EngineHandle(ModelProxy):
     def drop_kept_parameters(self) -> None:
         """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
 
-        The next run uploads them again. This is for writes that torch does not count: by ``parameter.data``, or by
-        another library through the address.
+        The next run uploads the parameters again. Call it after writes that torch does not count: through
+        ``parameter.data``, or by another library.
         """
         with self._rp_engine.lock:
             self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Set the model from which the wrapped model was made, whose attributes the pipeline then has."""
+        """Set the model from which the wrapped model was made, and from which the pipeline then reads attributes."""
         self._rp_original = original_model
 
     def close(self) -> None:
-        """Wait for an optimizer step in the background, and end the threads; the pipeline cannot run afterwards."""
+        """Wait for an optimizer step in the background, and end all threads; the pipeline cannot run afterwards."""
         self._rp_engine.close()
         send_as(self._rp_model, {})
 
@@ -115,12 +115,9 @@ class EngineHandle(ModelProxy):
         return f"RoundPipe on {devices}:\n{self._rp_model!r}"
 
 
-# The options of a pipeline.
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The arguments of :class:`RoundPipe` except the model; that class describes the arguments."""
+    """The arguments of :class:`RoundPipe` except the model."""
 
     title: str  # name in errors and timelines: `name`, or `"file:line"` of the call
     optim_dtype: torch.dtype | None = None

@@ -1,11 +1,8 @@
-"""Detect changes of the live model: its layers and functions are read before each call and compared.
+"""Detect changes of the wrapped model: its modules are read before each call, and compared with those of earlier calls.
 
-::
-
-    around the layers    modules, classes, forwards, names of parameters, and attributes: the pipeline runs copies
-    the layers           modules, classes and forwards: the pipeline runs them themselves
-
-Objects are compared by identity and referenced, so that no new object reuses the address of an old one.
+The pipeline runs the layers of the model, and copies of the modules around the layers. Modules, classes and forwards
+are compared; for the modules around the layers, also attributes and names of parameters. Objects are compared by
+identity, and referenced, so that a new object cannot have the address of an old one.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ from torch import nn
 
 from yobx_flatten.core.interrupts import Undoing
 
-# Attributes of every module: parameters and buffers are read in each run, and hooks are shared.
+# These attributes are not compared: parameters and buffers are read in each run, and hooks are shared with copies.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 _NUMBERS = (int, float, complex)
 _PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device)
 _LISTS = (list, tuple, set, frozenset, deque)
 
-# What saving a model notes in its configurations, in transformers and PEFT; they are shared with the copies anyhow.
+# transformers and PEFT write these names to configurations when a model is saved.
 _NOTED = frozenset({"architectures", "dtype", "torch_dtype", "base_model_name_or_path", "auto_mapping"})
 
 # Limits for the search in nested attributes: depth, and number of attributes.
@@ -38,9 +35,9 @@ _DEEPEST, _MOST = 4, 2000
 
 
 class OtherForward:
-    """A function that a pipeline sets as the ``forward`` of a model for a while, instead of the model's own."""
+    """A function that a pipeline temporarily sets as the ``forward`` of a model."""
 
-    # before: function that was set on the model before; `None` if there was none
+    # before: function that was set on the model before; `None` if no function was set
 
     def __init__(self, forward: Callable[..., Any], before: Any) -> None:
         self.forward, self.before = forward, before
@@ -51,7 +48,7 @@ class OtherForward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the ``forward`` that user code has set on a module; ``None`` if there is none."""
+    """Return the ``forward`` that user code has set on a module; ``None`` if the class's own is used."""
     found = module.__dict__.get("forward")
     while isinstance(found, OtherForward):
         found = found.before
@@ -60,7 +57,7 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model and its modules have the ``forward`` that a pipeline has replaced."""
+    """Return a context manager in which modules of a model have the ``forward`` that a pipeline has replaced."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 
@@ -109,7 +106,7 @@ class ModelReading:
                 waiting += children.values()
 
     def add_module(self, module: nn.Module) -> None:
-        """Add a module to the record, with its attributes, if a pipeline runs the module's code in a copy."""
+        """Add a module and its attributes to the record; the pipeline runs a copy of this module."""
         held = module.__dict__
         self._objects += [module, type(module), own_forward(module), *held["_modules"].values()]
         names = [name for name in held if name not in _OF_EVERY_MODULE and not name.startswith("_rp_")]
@@ -117,7 +114,7 @@ class ModelReading:
         self._values += [names, parameters, list(held["_modules"])]
         for name in names:
             value = held[name]
-            # numbers and tensors are set on copies in each call, and configurations are shared
+            # numbers and tensors may change, as they are set on the copies in each call
             if isinstance(value, (*_NUMBERS, torch.Tensor)) and not isinstance(value, bool):
                 self._values.append(type(value))
             else:
@@ -144,7 +141,7 @@ class ModelReading:
 
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
-    """The attributes of an object and their values; none for modules, tensors and functions."""
+    """Return the values in an object and the names of its attributes; none for modules, tensors and functions."""
     # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]

@@ -1,4 +1,4 @@
-"""Stand in for a module: the same parameters, buffers, names, hooks and attributes."""
+"""A wrapper with the parameters, buffers, names, hooks and attributes of the wrapped module."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import nn
 
 from ..errors import ConfigError
 
-# Hooks of a call of a module.
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# The dictionaries of nn.Module are those of the wrapped model: parameters, modules, hooks.
+# The wrapper shares these dictionaries with the wrapped model: parameters, modules, hooks.
 _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 
 
@@ -26,11 +25,11 @@ class ModelProxy(nn.Module):
     _rp_original: nn.Module | None
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
-        # original: model that it was made from, which has the attributes; `None` if that is the model itself
+        # original: model from which `model` was made, and which has the attributes; `None` if it is `model` itself
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]
-        own.pop("_is_full_backward_hook", None)  # which is read from the model, as all other attributes
+        own.pop("_is_full_backward_hook", None)  # so that it is read from the model, as all other attributes are
         own["training"] = model.training
         own["_rp_model"], own["_rp_original"] = model, original
 
@@ -65,10 +64,10 @@ class ModelProxy(nn.Module):
         return sorted({*object.__dir__(self), *dir(self._rp_original or self._rp_model)})
 
     def __len__(self) -> int:
-        return len(self._rp_model)  # type: ignore[arg-type] # a TypeError of its own where the model has no length
+        return len(self._rp_model)  # type: ignore[arg-type] # raises TypeError if the model has no length
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rp_model[index]  # type: ignore[index] # a TypeError of its own where the model has no items
+        return self._rp_model[index]  # type: ignore[index] # raises TypeError if the model has no items
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._rp_model)  # type: ignore[call-overload,no-any-return] # as above
@@ -85,9 +84,6 @@ def wrapped_model(module: nn.Module) -> nn.Module:
     True
     """
     return module._rp_model if isinstance(module, ModelProxy) else module
-
-
-# Find the layers of the model that a user wraps.
 
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

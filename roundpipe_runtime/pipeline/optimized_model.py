@@ -1,4 +1,4 @@
-"""The interface of a pipeline for an optimizer: parameters, step, and norm of gradients."""
+"""The interface of a pipeline for an optimizer, and for saving and loading its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class OptimizedModel(EngineHandle):
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter that the optimizer updates, once.
 
-        Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
+        Without ``optim_dtype`` these are the parameters of the model. With ``optim_dtype`` they are copies of that
+        dtype, which have the gradients.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter
@@ -69,8 +70,8 @@ class OptimizedModel(EngineHandle):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        A module that contains this one calls it with its ``memo`` to find parameters. Inside :class:`OptimizerCtx` it
-        finds those for the optimizer.
+        A module that contains the pipeline calls this method with ``memo`` to find parameters. Inside
+        :class:`OptimizerCtx`, it finds the optimizer's parameters.
 
         Args:
             memo: modules that were yielded already.
@@ -89,14 +90,14 @@ class OptimizedModel(EngineHandle):
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
-        ``optimizer.step()`` is called after each ``forward_backward`` all the same, as schedulers expect it: it steps
-        what is in no layer, like parameters of a loss. Gradients of layers are gone then.
+        Still call ``optimizer.step()`` after each ``forward_backward``, because schedulers expect the call. It updates
+        parameters outside of the layers, such as parameters of a loss; gradients of layers have been released then.
 
         Args:
             *optimizers: optimizers of :meth:`optim_parameters`; each trained parameter belongs to one of them.
 
         Raises:
-            ConfigError: the pipeline has another ``update``.
+            ConfigError: the pipeline has a different ``update``.
 
         >>> from roundpipe_runtime import RoundPipe
         >>> layer = nn.Linear(4, 4).bfloat16()
@@ -123,15 +124,15 @@ class OptimizedModel(EngineHandle):
         """Run an optimizer step, after which the next run of the pipeline uses the new parameters.
 
         Args:
-            step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: ``"exact"``: run it in the background, layer by layer; the next run waits for each layer's update,
-                and nothing else differs. ``True``: run it in the background; the next run reads the parameters as they
-                were before the step. Default: run it before this returns.
+            step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
+            is_async: ``"exact"``: the step runs in the background, layer by layer. The next run waits for the update of
+                each layer, so results are unchanged. ``True``: the step runs in the background, and the next run reads
+                the parameters from before the step. Default: the step runs before this method returns.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 
         Raises:
-            ConfigError: ``step_fn`` is not a function, or ``is_async`` is something else.
+            ConfigError: ``step_fn`` is not a function, or ``is_async`` has another value.
         """
         if not callable(step_fn):
             raise ConfigError(
@@ -163,19 +164,20 @@ class OptimizedModel(EngineHandle):
     ) -> torch.Tensor:
         """Scale the gradients of the optimizer's parameters so that their total norm is at most ``max_norm``.
 
-        The norm is that of all gradients of all ranks, with the same bits for every number of ranks; all ranks call it.
+        The norm is computed from the gradients of all ranks, so all ranks must call it. The result is bitwise identical
+        for every number of ranks.
 
         Args:
             max_norm: largest norm.
-            norm_type: exponent of the norm, ``inf`` for the largest number.
-            error_if_nonfinite: whether a norm that is not finite is an error.
+            norm_type: exponent of the norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: whether to raise an error if the norm is not finite.
 
         Returns:
-            The norm before.
+            The norm before scaling.
 
         Raises:
-            ConfigError: an exponent that is not positive.
-            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+            ConfigError: the exponent is not positive.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is true.
         """
         from ..distributed.weights.shards import clip_grad_norm  # torch's DTensor takes a while to load
 
@@ -194,14 +196,11 @@ class OptimizedModel(EngineHandle):
 
 
 class _Holder(nn.Module):
-    """Parameters with dots in their names, in the dictionary where a parent module looks for them."""
+    """A module whose parameters have names with dots, which ``register_parameter`` refuses."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.__dict__["_parameters"] = parameters
-
-
-# Save and load a pipeline: its state dict, and the progress that a state dict does not hold.
 
 
 class SavedModel(EngineHandle):
@@ -211,8 +210,7 @@ class SavedModel(EngineHandle):
         """Return the training state after the last step, except for the state dict.
 
         Returns:
-            The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
-            are not copied.
+            The number of runs, the master weights, the gradients, and the number of groups; tensors are not copied.
         """
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
@@ -220,14 +218,15 @@ class SavedModel(EngineHandle):
         """Load what :meth:`progress` returned, after loading the parameters; existing gradients are discarded.
 
         Args:
-            progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
-                out where this pipeline has none. The number of groups is kept, unless this pipeline was given one.
+            progress: progress of a pipeline whose parameters have the same names. Master weights are ignored if this
+                pipeline has none. The number of groups is also used, unless this pipeline was created with
+                ``replicas``.
         """
         self._rp_engine.load_progress(progress)
         self._rp_keep_replicas(progress.replicas or 1)
 
     def _rp_keep_replicas(self, replicas: int) -> None:
-        """Split batches into the same number of groups as before, for the same sums on a different number of ranks."""
+        """Split batches into the same number of groups as before; warn if this is not possible."""
         if replicas == self.replicas or replicas == 1:
             return
         if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
@@ -259,7 +258,7 @@ class SavedModel(EngineHandle):
         Args:
             state_dict: parameters and buffers by name.
             strict: whether the names must be exactly those of the model.
-            assign: whether the tensors replace the parameters instead of being copied into them.
+            assign: whether the tensors replace the parameters, instead of a copy of their values.
 
         Returns:
             The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.
@@ -273,8 +272,8 @@ class SavedModel(EngineHandle):
         return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # torch calls this instead of `load_state_dict` where another module holds the pipeline. A step that ended
-        # later would overwrite what is loaded.
+        # torch calls this method instead of `load_state_dict` if another module contains the pipeline. A background
+        # step that ended later would overwrite the loaded values.
         self._rp_engine.synchronize()
         super()._load_from_state_dict(*args, **kwargs)
 
@@ -282,17 +281,17 @@ class SavedModel(EngineHandle):
 _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 
 
-# Bind the variables that a step function reads to their present values, as the caller may rebind them meanwhile.
+# A step function that runs in the background must read the variables of the time of the call:
 #
 #     for step in range(100):
-#         optimizer = first if step % 2 else second            # the lambda below would read the next one
+#         optimizer = first if step % 2 else second            # otherwise the lambda would read the next optimizer
 #         model.step(lambda: optimizer.step(), is_async="exact")
 
 
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function that keeps the current values of the outer variables which it reads.
 
-    A function that binds such a variable itself is returned unchanged: others read its value.
+    A function that assigns such a variable is returned unchanged, because other code reads the new value.
     """
     return _Binding().bound(function) if isinstance(function, types.FunctionType) else function
 
@@ -308,7 +307,7 @@ class _Binding:
         key = id(function)
         if key in self._made:
             return self._made[key]
-        self._made[key] = function  # also while its own names are read, which may be its own
+        self._made[key] = function  # the function may call itself
         if _writes(function.__code__):
             return function
         space = self._globals.setdefault(id(function.__globals__), dict(function.__globals__))
@@ -343,8 +342,8 @@ def _names(code: types.CodeType) -> set[str]:
 
 @functools.lru_cache(256)
 def _writes(code: types.CodeType) -> bool:
-    """Whether a function binds a name of its module, or of the function around it."""
-    inner = {name for one in _codes(code) for name in one.co_cellvars}  # names of its own, that functions in it share
+    """Return whether a function assigns a variable of its module or of the function around it."""
+    inner = {name for one in _codes(code) for name in one.co_cellvars}  # own variables that inner functions share
     return any(
         step.opname in _WRITES and (step.opname.endswith("GLOBAL") or step.argval not in inner)
         for one in _codes(code)

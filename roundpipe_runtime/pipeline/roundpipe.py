@@ -1,4 +1,4 @@
-"""``RoundPipe``: train a model that is larger than device memory, stage by stage."""
+"""``RoundPipe``, the class that trains a model larger than device memory, stage by stage."""
 
 from __future__ import annotations
 
@@ -44,41 +44,44 @@ def _identity(outputs: Any, labels: Any) -> Any:
 class RoundPipe(OptimizedModel, SavedModel):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
-    Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
-    does not have are read from it, written to it and deleted from it.
+    Parameters, buffers, names, ``state_dict``, ``train`` and ``eval`` are those of the model. Attributes that a
+    pipeline does not have are read from the model, written to it and deleted from it.
 
     Args:
         model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
             layer.
-        optim_dtype: dtype of the optimizer's parameters and of gradients. Default: that of each parameter.
+        optim_dtype: dtype of the optimizer's parameters and of gradients. Default: the dtype of each parameter.
         name: name in errors and timelines; if given, also part of the seeds of random layers. Default: ``"file:line"``.
         model_run_config: defaults for every call.
-        pin_model: ``"alloc"`` or ``"register"`` puts parameters into pinned memory, where there is an accelerator.
+        pin_model: ``"alloc"`` or ``"register"``: parameters are in pinned memory if there is an accelerator; ``"off"``:
+            they are not.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
-        mesh: mesh of the processes that train the model, ``init_device_mesh("cpu", (N,))``: each holds what the
-            optimizer needs for its rows of every matrix, and gives ``forward_backward`` its part of the batch. Of two
-            axes the first holds copies, so ``(N, 1)`` keeps everything whole. Default: this process alone.
+        mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))``. Each process has
+            the optimizer state for a part of the rows of every matrix, and passes its part of the batch to
+            ``forward_backward``. With two axes, the first axis has copies, so with ``(N, 1)`` each process has
+            everything. Default: this process alone.
         replicas: number of groups that a batch is split into; group g runs on rank g modulo N. Results are the same
             for every number of ranks. Default: number of ranks.
-        reduce_dtype: dtype in which gradients are sent between ranks. Default: that of their sums.
-        gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
-            in ``optim_dtype`` all the same. Default: ``optim_dtype``.
-        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once; of a
-            transformers model, its layers. ``dynamic=True`` unless stated otherwise. Default: nothing is compiled.
-        large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: of an embedding, the rows that a
-            microbatch needs; the head of a transformers model in slices, where it does not fit into a stage.
-            ``"slices"``: always in slices; a loss then differs by rounding. ``"whole"``: as every other parameter.
-        host: ``"disk:DIR"`` has parameters, gradients, master weights and the state of the optimizer in a scratch file
-            of this folder, of which a few layers are in memory at a time; the numbers are the same. Default:
-            ``"memory"``.
-        update: what the optimizer updates. ``"masters"``: copies of ``optim_dtype``, which a step rounds into the
-            parameters. ``"in_place"``: the parameters themselves, which get ``optim_dtype``, and are rounded to their
-            first dtype while they are uploaded. ``"in_backward"``: the same, and ``forward_backward`` steps each layer
-            when its gradient is complete, see :meth:`step_with`. The numbers are the same. Default: ``"masters"``.
+        reduce_dtype: dtype in which gradients are sent between ranks. Default: the dtype in which they are summed.
+        gradient_dtype: dtype of the gradients of master weights between a run and the step; a run still sums gradients
+            in ``optim_dtype``. Default: ``optim_dtype``.
+        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once. Unless stated
+            otherwise, ``dynamic=True``. Default: layers are not compiled.
+        large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: only the embedding rows that a
+            microbatch needs; the head of a transformers model in slices, if it does not fit into a stage.
+            ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``: tables are
+            copied like every other parameter.
+        host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
+            this folder, and only a few layers are in memory at a time. Results are the same. Default: ``"memory"``.
+        update: what the optimizer updates. ``"masters"``: master weights of dtype ``optim_dtype``, which a step rounds
+            into the parameters. ``"in_place"``: the parameters themselves, which get the dtype ``optim_dtype``, and are
+            rounded to their original dtype during the upload. ``"in_backward"``: as ``"in_place"``, but
+            ``forward_backward`` updates each layer when the gradients of the layer are complete, see :meth:`step_with`.
+            Results are the same. Default: ``"masters"``.
 
     Raises:
-        ConfigError: when an argument has a value that it cannot have.
+        ConfigError: an argument has an invalid value.
 
     >>> model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), devices="virtual:2")
     >>> loss_fn = nn.functional.mse_loss
@@ -163,16 +166,16 @@ class RoundPipe(OptimizedModel, SavedModel):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run :meth:`forward`. Hooks of a model that is called itself run inside, with each microbatch."""
-        if self._rp_runs_model:
+        """Run :meth:`forward`, and the hooks of the model."""
+        if self._rp_runs_model:  # the hooks run inside, for each microbatch
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return the joined output.
 
-        With gradients enabled the output is part of the caller's graph, and ``backward`` through it runs the layers
-        backward.
+        If gradients are enabled, the output is part of the caller's autograd graph, and ``backward`` runs the backward
+        of the layers.
 
         Args:
             *args: positional arguments of the model.
@@ -201,21 +204,21 @@ class RoundPipe(OptimizedModel, SavedModel):
     ) -> Any:
         """Run forward, loss and backward, and return the loss.
 
-        The last stage starts the backward as soon as it has the loss of a microbatch. Gradients are added to the
-        gradient buffers when the whole call has succeeded; after an exception they are unchanged.
+        The last stage starts the backward when it has the loss of a microbatch. Gradients are added to the parameters'
+        gradients after the whole call has succeeded; after an exception the gradients are unchanged.
 
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
             label: labels, split like the inputs.
-            loss_fn: ``loss_fn(outputs, labels)`` of a microbatch: a tensor, a sequence of tensors, or a pair
-                ``(sum, weight)``. The loss of the batch is that without a pipeline, unless ``loss_reduction`` of the
-                settings states otherwise. Default: the outputs are the loss.
+            loss_fn: ``loss_fn(outputs, labels)`` returns the loss of a microbatch: a tensor, a sequence of tensors, or
+                a pair ``(sum, weight)``. The loss of the batch equals the loss without a pipeline, unless the setting
+                ``loss_reduction`` states otherwise. Default: the outputs are the loss.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override those of the model.
 
         Returns:
-            The loss of the batch, detached, on the host, or the list of losses where ``loss_fn`` returns several; with
+            The loss of the batch, detached, in CPU memory; or the list of losses if ``loss_fn`` returns several. With
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
@@ -255,7 +258,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return self._rp_engine.groups.no_sync()
 
     def _rp_joined_instead(self, error: JoinedLossError, compute: Callable[[], Any]) -> Any:
-        """Compute a loss of joined outputs, as it cannot be computed from the losses of microbatches; warn once."""
+        """Compute the loss from joined outputs instead of from the losses of microbatches, and warn once."""
         try:
             found = compute()
         except Exception:
@@ -272,7 +275,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return found
 
     def _rp_check_alone(self) -> None:
-        """Check that no other process has rows of the same batches, which a joined loss would not see."""
+        """Raise an error if other processes have rows of the same batch, which a joined loss would not include."""
         if self._rp_options.has_groups:
             raise LossError(
                 'loss_reduction="joined" computes the loss from all rows, but each process of a mesh has only some of '
@@ -281,7 +284,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             )
 
     def _rp_check_ranks(self) -> None:
-        """Warn once that the processes of a group train their own model each."""
+        """Warn once if several processes run, but the pipeline has no mesh, so each process trains its own model."""
         if not self._rp_warned and not self._rp_options.has_groups and _world_size() > 1:
             self._rp_warned = True
             warn(
@@ -301,7 +304,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Check that the model has the layers that were wrapped; results found for other code are discarded."""
+        """Check that the model still has the wrapped layers; after other changes, forget the results of row checks."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = read_model(model, layers)
         if reading.matches(self._rp_reading):
@@ -320,7 +323,7 @@ class RoundPipe(OptimizedModel, SavedModel):
 
     @property
     def _rp_runs_model(self) -> bool:
-        """Whether the model itself is called, or a copy of it, with its hooks; else its layers are."""
+        """Whether calls of the layers run the hooks of the model."""
         return self._rp_engine.layers[0] is self._rp_model
 
     def _rp_check_hooks(self) -> None:

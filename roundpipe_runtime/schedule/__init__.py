@@ -1,4 +1,4 @@
-"""The schedule, the execution plan, layer costs and simulated time: pure computations, nothing runs here."""
+"""The schedule, the execution plan, layer costs and simulated time. These are pure computations; no layer runs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..errors import PlanError
 # Work of a layer without parameters, and of a norm, relative to one multiplication per parameter.
 _SMALLEST = 1e3
 
-# How many forwards count as recent.
+# Number of recent forwards of a layer whose times are kept.
 _RECENT = 8
 
 # Weight of a new measurement in the running average.
@@ -33,8 +33,8 @@ class LayerCost:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
         backward: time of a backward with its recomputed forward, in the same unit.
         param_bytes: bytes of the parameters and buffers, on the device while the layer runs.
-        grad_bytes: bytes of the gradients of the parameters, on the device during backward; with those of the sums,
-            where these have another dtype.
+        grad_bytes: bytes of the gradients of the parameters, on the device during backward. If gradients are summed in
+            another dtype, the bytes of the sums are included.
 
     >>> LayerCost(forward=0.5, param_bytes=400) + LayerCost(forward=0.25, param_bytes=100)
     LayerCost(forward=0.75, backward=0.0, param_bytes=500, grad_bytes=0)
@@ -90,8 +90,8 @@ def analytic_cost(
 ) -> LayerCost:
     """Estimate the cost of a layer from its parameters, per row and position, in multiplications.
 
-    A matrix multiplies once per element. An embedding looks up, which costs next to nothing however large it is. What
-    is not in the parameters (attention over the length, the size of an image) is only known once times are measured.
+    A matrix costs one multiplication per element; an embedding costs almost nothing. Work that does not depend on the
+    parameters, such as attention over a long sequence, is only known after times are measured.
 
     Args:
         layer: layer.
@@ -111,7 +111,7 @@ def analytic_cost(
     trained = [p for p in params if p.requires_grad]
     return LayerCost(
         forward=work,
-        # forward again, and a gradient for inputs and one for weights
+        # the recomputed forward, the gradients of the inputs and, if trained, the gradients of the weights
         backward=work * (3.0 if trained else 2.0),
         param_bytes=sum(map(sent_nbytes, [*parts_of(params), *layer.buffers()])),
         grad_bytes=sum(sent_nbytes(p) + _sum_bytes(p, gradient_dtype(p)) for p in trained),
@@ -119,12 +119,12 @@ def analytic_cost(
 
 
 def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
-    """Additional bytes of a gradient sum: none if gradients are added in place."""
+    """Return the additional bytes for the sum of a gradient; 0 if gradients are added in place."""
     return 0 if dtype == sent_dtype(parameter) else parameter.numel() * dtype.itemsize
 
 
 class MeasuredCosts:
-    """Measured layer costs: a sliding average per layer and direction, thread-safe.
+    """Measured layer costs: a thread-safe running average per layer and direction.
 
     Args:
         analytic: estimated cost of each layer.
@@ -147,10 +147,8 @@ class MeasuredCosts:
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:
-        """Return the share of forward time that is spent in layers faster than a threshold.
-
-        The minimum over a layer's last forwards counts: in the others, threads may have waited for each other.
-        """
+        """Return the share of forward time that is spent in layers faster than a threshold."""
+        # the minimum of recent times, as threads may have waited for each other in slower forwards
         with self._lock:
             least = [min(recent) for recent in self._recent.values()]
         total = sum(least)
@@ -171,9 +169,9 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer: measured seconds, or estimates scaled to the measured layers.
+        """Return the cost of each layer in seconds: measured, or else estimated and scaled to the measured layers.
 
-        Before the first measurement these are the analytic costs.
+        Before the first measurement, the estimated costs are returned unchanged.
         """
         with self._lock:
             measured = dict(self._measured)

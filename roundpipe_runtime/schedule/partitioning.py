@@ -6,12 +6,12 @@
     forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
     backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
 
-A cap is a sum of neighbouring layers between the slowest layer and 1.1 times it: only there can the outcome change.
+A cap is a sum of the times of neighbouring layers, at most 1.1 times the time of the slowest layer.
 
-Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs, and
-PipeDream (Harlap et al., 2018, arXiv 1806.03377) does so with measured times. In both, forward and backward of a
-layer belong to the same stage. Here the two are partitioned independently, and the last stage is fused, as in the
-execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
+Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs.
+PipeDream (Harlap et al., 2018, arXiv 1806.03377) does so with measured times. In both, forward and backward of a layer
+belong to the same stage. Here forward and backward are partitioned independently, and the last stage is fused, as in
+the execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .simulation import makespan, makespan_of_copies
 # forward stages and backward stages, as in a plan
 Stages: TypeAlias = tuple[list[range], list[range]]
 
-# More candidates than this differ too little to be worth a simulation each.
+# Largest number of simulated caps: more caps differ too little.
 _MOST_CAPS = 64
 
-# Every stage costs copies of activations that the simulated time leaves out: a gain below this does not justify more.
+# Every stage copies activations, which the simulated time does not include, so a smaller gain does not justify a stage.
 _WORTH_A_STAGE = 0.02
 
-# A plan is replaced when the new one is faster by more than measured times wander.
+# A plan is replaced if the new plan is faster by this share, which is more than the noise of measured times.
 CLEAR_GAIN = 0.03
 
 
@@ -51,20 +51,21 @@ def partition(
     """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
-        run_type: ``"infer"``, ``"train"`` or ``"fused"``, of the last model. Those before a fused one are for training.
+        run_type: ``"infer"``, ``"train"`` or ``"fused"`` for the last model. If it is ``"fused"``, the stages of the
+            other models are for ``"train"``.
         models: the costs of the layers of each model.
-        min_stages: least number of stages of an iteration, all models together; also the number of devices
-            that plans are compared for. There are fewer stages when there are fewer layers.
-        upper_threshold: largest ratio of the time of a stage to that of the slowest layer; at least 1.
+        min_stages: smallest number of stages of an iteration, for all models together; also the number of devices that
+            plans are compared for. A model with fewer layers gets fewer stages.
+        upper_threshold: largest ratio of the time of a stage to the time of the slowest layer; at least 1.
         bytes_per_stage: largest number of bytes of parameters and gradients in a stage. Default: no limit.
-        previous: stages in use, kept unless the new ones are faster by more than 3 %.
+        previous: stages in use, which are kept unless the new stages are faster by more than 3 %.
 
     Returns:
         Forward and backward stages of each model.
 
     Raises:
-        PlanError: when a single layer is too large, ``run_type`` is none of the three, or ``upper_threshold`` or
-            ``min_stages`` is below 1.
+        PlanError: if a single layer is too large, ``run_type`` is unknown, or ``upper_threshold`` or ``min_stages`` is
+            below 1.
 
     >>> layers = [LayerCost(1.0, 3.0)] * 6
     >>> partition("fused", [layers])
@@ -98,9 +99,9 @@ def partition_and_copy(
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
     ([([range(0, 1), range(1, 2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
     """
-    # copies_before: number of copies of the fused stage in use. Default: 1.
-    # copies: number of devices that run the fused stage, which then is the last layer alone; `"auto"`, as many as make
-    # the simulated run clearly faster. Default: 1.
+    # copies_before: number of copies of the fused stage in `previous`
+    # copies: number of devices that run the fused stage, which has only the last layer if there are several. `"auto"`:
+    # as many as make the simulated run clearly faster.
     # num_microbatch: number of microbatches that plans are compared for. Default: `min_stages` + 1.
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
@@ -115,7 +116,7 @@ def partition_and_copy(
     numbers = range(1, most + 1) if copies == "auto" else [min(copies, most)]
     types = ["train" if run_type == "fused" else run_type] * (len(models) - 1) + [run_type]
     fastest = [_fastest(types, models, n, upper_threshold, limit, min_stages, microbatches) for n in numbers]
-    # Each copy takes transfers of its own, which `_time` leaves out: of about the same time, the fewest.
+    # `_time` does not include the transfers of copies, so the fewest copies are chosen among plans of similar time.
     least = min(time for time, _ in fastest)
     close = [number for number, (time, _) in enumerate(fastest) if time * (1 - CLEAR_GAIN) <= least]
     (time, best), number = fastest[close[0]], numbers[close[0]]
@@ -135,9 +136,9 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """The fastest plan with this number of copies of the fused stage, and its time."""
+    """Return the time of the fastest plan with this number of copies of the fused stage, and the plan."""
     shared = list(models)
-    if copies > 1:  # a copy has a share of the microbatches, so the others may be as long as that share
+    if copies > 1:  # each copy runs a share of the microbatches, so the other stages may only be as long as this share
         head = shared[-1][-1]
         shares = dataclasses.replace(head, forward=head.forward / copies, backward=head.backward / copies)
         shared[-1] = [*shared[-1][:-1], shares]
@@ -145,10 +146,10 @@ def _fastest(
         [_stages(kind, costs, cap, limit, alone=copies > 1) for kind, costs in zip(types, shared, strict=True)]
         for cap in _caps(types[-1], shared, upper_threshold)
     ]
-    # With fewer stages than devices some devices would have nothing to do; a short model has no more.
+    # With fewer stages than devices, some devices would have nothing to do. A short model has no more stages.
     enough = [plan for plan in found if _count(plan) >= devices] or [max(found, key=_count)]
     times = [_time(types, models, plan, devices, microbatches, copies) for plan in enough]
-    # Of plans that take about the same time, the one of fewest stages has the fewest copies, which `_time` leaves out.
+    # `_time` does not include copies of activations, so the fewest stages are chosen among plans of similar time.
     close = [
         (time, plan) for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)
     ]
@@ -159,7 +160,7 @@ def _fastest(
 
 
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Sums of the costs of neighbouring layers up to the largest cap; smaller caps make more stages."""
+    """Return the caps to try: sums of the times of neighbouring layers; smaller caps make more stages."""
     rows = [[cost.forward for cost in costs] for costs in models]
     slowest = max(map(max, rows))
     if run_type != "infer":
@@ -172,19 +173,19 @@ def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold:
     return [*above, *below]
 
 
-# The greedy packing below changes only where one more layer fits under the cap, and that is at a sum of neighbours.
+# The result of `_pack` changes only if one more layer fits under the cap, so all useful caps are sums of neighbours.
 def _windows(times: Sequence[float], largest: float) -> Iterator[float]:
     for first in range(len(times)):
         total = 0.0
         for time in times[first:]:
             total += time
-            if total > largest * (1 + 1e-9):  # sums in another order differ in their last bits
+            if total > largest * (1 + 1e-9):  # the order of additions changes the last bits of a sum
                 break
             yield total
 
 
 def _thin_out(sums: list[float]) -> list[float]:
-    """Drop values that differ by rounding only, then select some of the rest evenly."""
+    """Drop values that differ only by rounding, and select at most 64 of the others evenly."""
     distinct = [value for index, value in enumerate(sums) if not index or value > sums[index - 1] * (1 + 1e-6)]
     if len(distinct) <= _MOST_CAPS:
         return distinct
@@ -196,7 +197,7 @@ def _thin_out(sums: list[float]) -> list[float]:
 
 
 def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float, *, alone: bool) -> Stages:
-    """Stages under a cap; ``alone``: the fused stage has one layer."""
+    """Return the stages of one model under a cap; ``alone``: the fused stage has one layer."""
     forward = [(cost.forward, float(cost.param_bytes)) for cost in costs]
     backward = [(cost.backward, float(cost.param_bytes + cost.grad_bytes)) for cost in costs]
     if run_type == "infer":
@@ -223,7 +224,7 @@ def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> li
 
 
 def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
-    """Pack from the last layer on: the first stage may be smaller, while the pipeline is filling."""
+    """Pack layers from the last to the first, so that the first stage may be smaller, while the pipeline fills."""
     mirrored = _pack(layers[::-1], cap, limit)
     return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
 
@@ -252,7 +253,7 @@ def _time(
     there = [time for times in forward for time in times]
     back = [time for times in reversed(backward) for time in times]
     if types[-1] == "train":
-        # the loss stands between the two, outside of the pipeline
+        # the loss is computed outside of the pipeline, between forward and backward
         return makespan(there, devices, microbatches) + makespan(back, devices, microbatches)
     stages = [(time, 1) for time in there]
     stages += [(time, 1 if number else copies) for number, time in enumerate(back)]

@@ -29,14 +29,15 @@ class ModelExecutePlan:
         "fused": forward_backward          fwd_plan = [range(0, 3)]
                                            bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
 
-    Backward stages come last layers first; the layers inside a stage are ascending. In a fused run the first stage of
-    ``bwd_plan`` runs forward, loss and backward in one visit, so ``fwd_plan`` ends where it begins.
+    Backward stages start with the last layers; the layers in a stage are ascending. In a fused run the first stage of
+    ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so ``fwd_plan`` ends before this
+    stage.
 
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage.
-        last_stage_copies: number of devices that run the fused stage of a fused run, each with every n-th microbatch;
-            at most the number of devices and of microbatches. Default: 1.
+        last_stage_copies: number of devices that run the fused stage of a fused run, each for every n-th microbatch;
+            limited to the number of devices and of microbatches. Default: 1.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -56,24 +57,24 @@ class ModelExecutePlan:
         [range(0, 3), range(3, 4)]
         """
         end = self.fwd_plan[-1][-1] + 1 if self.fwd_plan else 0
-        # A fused plan ends its forward where its first backward stage begins. In two passes that stage also runs
-        # forward.
+        # The forward of a fused plan ends where the first backward stage begins. In two passes, this stage also needs a
+        # forward stage.
         if not self.bwd_plan or end != self.bwd_plan[0][0]:
             return self
         return ModelExecutePlan([*self.fwd_plan, self.bwd_plan[0]], self.bwd_plan)
 
     def check_valid(self, *given: int | str, **named: Any) -> None:
-        """Check that every layer is run once in each direction, in order: ``check_valid(num_layers, run_type)``.
+        """Check that every layer runs once in each direction, in order: ``check_valid(num_layers, run_type)``.
 
-        A number and a word cannot be mistaken for each other: they are taken in either order, and by their names.
+        The two arguments can be given in any order, or by name.
 
         Args:
             *given: ``num_layers``, the number of layers of the model, and ``run_type``, ``"infer"``, ``"train"`` or
                 ``"fused"``.
-            **named: those that are given by name.
+            **named: the arguments that are given by name.
 
         Raises:
-            PlanError: naming the layer that is missing, repeated or out of order.
+            PlanError: if a layer is missing, repeated or out of order; the message names the layer.
         """
         num_layers, run_type = _checked_arguments(given, named)
         if run_type not in ("infer", "train", "fused"):
@@ -100,14 +101,14 @@ class ModelExecutePlan:
         Args:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.
             num_layers: number of layers of the model.
-            most_copies: largest number of copies of the fused stage that a run can use, as there are no more devices or
-                microbatches. Default: no limit.
+            most_copies: largest number of copies of the fused stage, because of the number of devices or microbatches.
+                Default: no limit.
 
         Returns:
             The stages, in the order of dispatch.
 
         Raises:
-            PlanError: when the plan does not fit the model, see :meth:`check_valid`.
+            PlanError: if the plan does not fit the model, see :meth:`check_valid`.
         """
         self.check_valid(num_layers, run_type)
         copies = self.last_stage_copies if most_copies is None else min(self.last_stage_copies, most_copies)
@@ -125,19 +126,19 @@ class ModelExecutePlan:
         last_stage_copies: int | Literal["auto"] = 1,
         num_microbatch: int | None = None,
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
-        """Compute a plan from the cost of each layer: analytic at first, measured once the model has run.
+        """Compute a plan from the cost of each layer, which is estimated until the model has run, and then measured.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With several models, which run one after the other, the
-                last one is fused and those before it get plans for ``"train"``.
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``. If several models run one after the other, the last model
+                gets a fused plan, and the others get plans for ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
-            min_stages: least number of stages. Default: the number of devices.
-            upper_threshold: largest ratio of the time of a stage to that of the slowest layer.
-            model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of it, as the
-                next one is loaded meanwhile. Default: what the devices of the model report, else no limit.
-            previous: the plan in use. It is kept unless the new one is clearly faster.
-            last_stage_copies: number of devices that run the last layer, forward and backward, each with every n-th
-                microbatch of a fused run. With more than one, the fused stage holds that layer alone. ``"auto"``: as
+            min_stages: smallest number of stages. Default: the number of devices.
+            upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
+            model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of the limit,
+                because the next stage is loaded at the same time. Default: the limit of the model's devices, if known.
+            previous: the plan in use, which is kept unless the new plan is clearly faster.
+            last_stage_copies: number of devices that run the last layer, forward and backward, each for every n-th
+                microbatch of a fused run. If there are several, the fused stage has only this layer. ``"auto"``: as
                 many as make the simulated run clearly faster, without transfers. Default: 1.
             num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
 
@@ -145,7 +146,7 @@ class ModelExecutePlan:
             One plan, or a list of plans for several models.
 
         Raises:
-            PlanError: when there is no model, or a single layer is larger than the limit.
+            PlanError: if there is no model, or a single layer is larger than the limit.
         """
         if not models:
             raise PlanError('ModelExecutePlan.auto needs a model:\n    ModelExecutePlan.auto("fused", model)')
@@ -185,7 +186,7 @@ def _memory_limit(models: Sequence[Any]) -> float | None:
 
 
 def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:
-    """The arguments of ``check_valid``, in the order of its name."""
+    """Return ``num_layers`` and ``run_type`` from the arguments of ``check_valid``."""
     found = dict(named)
     for value in given:
         name = "num_layers" if type(value) is int else "run_type"
@@ -240,7 +241,7 @@ def _check_stages(name: str, stages: Any) -> list[range]:
 
 
 def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bool = False) -> None:
-    """The stages, first layers first, cover the layers without gap and overlap."""
+    """Raise an error unless the stages, in the order of layers, cover the layers without gap and overlap."""
     order = [layer for stage in stages for layer in stage]
     if order == list(layers):
         return

@@ -11,12 +11,10 @@
     #   5    L  m2      B0 m1
     #   6    .          B0 m2
 
-Pure computations: nothing runs here, nothing waits.
-
-Sources: microbatches of one batch that fill a pipeline are those of GPipe (Huang et al., 2019, arXiv 1811.06965), as is
-the recomputed forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
-device keeps its stage. Here stages are not bound to devices but are assigned to them in turn, as in RoundPipe (Luo et
-al., 2026, arXiv 2604.27085).
+Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) fills a pipeline with the microbatches of one batch, and
+recomputes the forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
+device keeps its stage. Here stages are assigned to the devices in turn, as in RoundPipe (Luo et al., 2026, arXiv
+2604.27085).
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ class Stage:
     """Consecutive layers that are loaded onto a device together, and run every microbatch.
 
     Attributes:
-        index: place in the run, from 0.
-        kind: ``"forward"``, ``"fused"`` (forward, loss and backward in one visit, nothing recomputed) or
-            ``"backward"`` (recomputes the forward, then goes back).
+        index: index of the stage in the run, from 0.
+        kind: ``"forward"``, ``"fused"`` (forward, loss and backward without recomputation) or ``"backward"`` (a
+            recomputed forward and its backward).
         layers: indices of the layers, ascending.
-        copy: which of the copies of the stage this is, from 0. Default: 0.
-        copies: number of copies, on as many devices; each takes every ``copies``-th microbatch. Default: 1.
+        copy: index of this copy of the stage, from 0. Default: 0.
+        copies: number of copies, each on its own device; each runs every ``copies``-th microbatch. Default: 1.
     """
 
     index: int
@@ -56,11 +54,9 @@ class Stage:
 
     @property
     def gradient_sets(self) -> int:
-        """How many copies of the gradients of a stage's parameters are on the device at the same time.
-
-        The sums; of copies instead those of two microbatches, and where they are added up, the sums and what another
-        copy sent in addition.
-        """
+        """The number of sets of gradients of the stage's parameters that are on the device at the same time."""
+        # Without copies, the sums. With copies, the gradients of two microbatches; on the device of the last copy,
+        # which adds all gradients, also the sums and the gradients from another copy.
         return 1 if self.copies == 1 else 4 if self.is_last_copy else 2
 
     def microbatches(self, num_microbatch: int) -> range:
@@ -77,7 +73,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One stage on one microbatch: the unit of work of a device."""
+    """The work of one stage on one microbatch."""
 
     stage: int
     microbatch: int
@@ -92,10 +88,8 @@ def stages_of(
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
     """
-    # run_type: `"infer"`, `"train"` or `"fused"`
-    # bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
-    # last_stage_copies: number of devices that run the fused stage; other runs have none. Default: 1.
-    # returns: the stages, in the order of dispatch; the copies of the fused stage are stages of their own
+    # bwd_plan: layers of the backward stages, last layers first. In a fused run, the first of them is the fused stage.
+    # last_stage_copies: number of devices that run the fused stage; each copy is a separate stage
     kinds: list[tuple[Kind, range]] = [("forward", layers) for layers in fwd_plan]
     if run_type != "infer":
         kinds += [("backward", layers) for layers in bwd_plan]
@@ -107,13 +101,11 @@ def stages_of(
 
 
 def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
-    """Return the stages without layers outside of ``span``, for a run of some of the layers.
+    """Return the stages with only the layers in ``span``, and without empty stages, for a run of some layers.
 
     >>> [list(stage.layers) for stage in stages_within(stages_of("infer", [range(0, 2), range(2, 3)], []), range(1, 3))]
     [[1], [2]]
     """
-    # stages: stages of all layers, in the order of dispatch
-    # returns: the stages without the layers that do not run, and without those that are left empty
     cut = [(one, range(max(one.layers.start, span.start), min(one.layers.stop, span.stop))) for one in stages]
     held = [(one, layers) for one, layers in cut if layers]
     return [dataclasses.replace(one, index=index, layers=layers) for index, (one, layers) in enumerate(held)]
@@ -121,7 +113,7 @@ def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
 
 @dataclasses.dataclass(slots=True)
 class RoundRobin:
-    """Assigns stages to devices in turn, and remembers which device is next.
+    """Assigns stages to devices in turn, and remembers the next device.
 
     Attributes:
         num_devices: number of devices.
@@ -141,7 +133,7 @@ class RoundRobin:
         self.cursor %= self.num_devices
 
     def assign(self, num_stages: int) -> list[int]:
-        """Return the devices of the next stages; a later call continues with the device after them."""
+        """Return the devices of the next stages; the next call continues with the next device."""
         devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
         self.cursor = (self.cursor + num_stages) % self.num_devices
         return devices
@@ -150,10 +142,9 @@ class RoundRobin:
 def steps_in_order(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[Step]:
-    """Yield every step in an order in which one thread can dispatch them to the devices.
+    """Yield the steps stage by stage, which is an order in which one thread can dispatch them to the devices.
 
-    Stage by stage, each with all its microbatches: every step comes after the steps that it waits for, and each device
-    gets its steps in execution order.
+    Every step comes after the steps that it waits for, and each device gets its steps in the order of execution.
 
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
@@ -173,8 +164,7 @@ def clock_cycles(
 ) -> Iterator[list[Step]]:
     """Yield the steps that run at the same time, tick by tick, if every step takes one tick.
 
-    A step waits for the same microbatch in the stage before it, and for its device: the microbatch before it, and the
-    stage that the device had before.
+    A step waits for the step of the same microbatch in the stage before, and for earlier steps of its device.
 
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
@@ -205,7 +195,7 @@ def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -
     """Draw a schedule as text: a row per tick, a column per device.
 
     Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
-    the first microbatch and ``.`` a tick without work.
+    the first microbatch, and ``.`` is a tick without work.
 
     Args:
         stages: the stages of one run, from :func:`stages_of`.

@@ -19,11 +19,10 @@ class Machine:
 
     Attributes:
         num_devices: number of devices, each with its own link.
-        link: bytes per second of a link to the device; also from it, unless ``down`` is given.
+        link: bytes per second from CPU memory to a device.
         memory: bytes of memory of a device.
-        down: bytes per second of a link from the device. Default: ``link``.
-        overlaps: whether a device computes while its links copy. Default: ``True``; virtual devices do one thing
-            after the other.
+        down: bytes per second from a device to CPU memory. Default: ``link``.
+        overlaps: whether a device computes while data is copied, which virtual devices do not. Default: ``True``.
     """
 
     num_devices: int
@@ -39,15 +38,15 @@ class StageLoad:
 
     Attributes:
         compute: seconds of computation on one microbatch.
-        upload: bytes of parameters that are copied to the device before it starts.
-        download: bytes of gradients that are copied back after its last microbatch.
-        inputs: bytes of activations copied to the device per microbatch.
-        outputs: bytes of activations copied back per microbatch.
-        working: bytes that exist on the device while it computes one microbatch.
-        copies: number of devices that run the stage, each on every ``copies``-th microbatch. Default: 1.
-        copy: the index of the copy that this load describes. Default: all copies, on one device after the other.
-        share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
-            copies the sum back. Default: 0, each copy sends back what it has.
+        upload: bytes of parameters that are copied to the device before the first microbatch.
+        download: bytes of gradients that are copied back after the last microbatch.
+        inputs: bytes of activations that are copied to the device per microbatch.
+        outputs: bytes of activations that are copied back per microbatch.
+        working: bytes that exist on the device during the computation of one microbatch.
+        copies: number of devices that run the stage, each for every ``copies``-th microbatch. Default: 1.
+        copy: index of the copy that this load describes. Default: all copies, each on the next device.
+        share: bytes of the gradients of one microbatch, which each copy sends to the last copy; the last copy adds the
+            gradients, and copies the sum back. Default: 0, each copy downloads its own gradients.
     """
 
     compute: float
@@ -77,7 +76,7 @@ class Simulation:
     Attributes:
         time: seconds until the last gradient is on the host.
         busy: seconds of computation, summed over all devices.
-        utilisation: share of the devices' time in which they computed.
+        utilisation: share of the time in which devices compute.
         bytes_up: host-to-device bytes.
         bytes_down: device-to-host bytes.
         links: bytes to and from each device.
@@ -98,7 +97,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which they do not compute, because they wait or copy."""
+        """Share of the time in which devices wait or copy instead of computing."""
         return 1.0 - self.utilisation
 
 
@@ -111,27 +110,27 @@ def simulate(
     staleness: int = 0,
     cursor: int = 0,
 ) -> Simulation:
-    """Simulate a schedule of stages on a model of a machine with devices and connections.
+    """Simulate a schedule of stages on a machine.
 
-    A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds at
-    most two stages. The link copies activations between the pieces of parameters, so activations cost their own time
-    and do not queue. Copies of one device do not slow those of another. A device that does not overlap uploads the
-    parameters of a stage when the one before has ended, and copies the activations of a microbatch before and after it.
+    A device computes one step at a time. The parameters of the next stage are copied during the computation, so a
+    device holds at most two stages. Activations do not wait for copies of parameters. Each device has its own link. A
+    device that does not overlap uploads the parameters of a stage after the stage before has ended, and copies the
+    activations of a microbatch before and after its computation.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.
         machine: the devices.
         num_microbatch: number of microbatches.
         iterations: number of iterations, one after the other.
-        staleness: 0: an iteration begins when the one before it is complete, its gradients included; 1: it begins with
-            the parameters of one step before, so at once.
-        cursor: the device of the first stage.
+        staleness: 0: an iteration begins after the gradients of the iteration before are complete. 1: an iteration
+            uses the parameters of one step before, so it begins without waiting.
+        cursor: index of the device of the first stage.
 
     Returns:
         Times, traffic and peak memory.
 
     Raises:
-        ConfigError: when a device would have to hold more than it has.
+        ConfigError: if a device has too little memory.
 
     >>> result = simulate([StageLoad(1.0)] * 4, Machine(2), 2)
     >>> result.time, result.utilisation
@@ -168,7 +167,6 @@ def simulate(
 
 
 def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_microbatch: int) -> None:
-    """Run the stages of one iteration, each copy of a stage on its own device."""
     for index, load in enumerate(stages):
         copies = range(load.copies) if load.copy is None else [load.copy]
         for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
@@ -214,13 +212,13 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
 
 
 def _of_copy(load: StageLoad, copy: int) -> StageLoad:
-    """The work of one copy of a stage: only the last copy downloads the sums."""
+    """Return the work of one copy of a stage; only the last copy downloads the sums."""
     is_sum = not load.share or copy + 1 == load.copies
     return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 
 
 class _State:
-    """When each device, link and microbatch is free again."""
+    """The times at which each device, link and microbatch is free again."""
 
     def __init__(self, machine: Machine, num_microbatch: int) -> None:
         self.machine = machine
@@ -230,11 +228,11 @@ class _State:
         self.down = [0.0] * machine.num_devices
         self.bytes_up = [0] * machine.num_devices
         self.bytes_down = [0] * machine.num_devices
-        # when the stage before the last one ended: its memory is free for the next parameters
+        # times at which the last two stages of each device ended: the memory of the earlier stage is free
         self.room = [[0.0, 0.0] for _ in range(machine.num_devices)]
         self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
         self.steps: list[TimedStep] = []
-        # when the last of the gradients that copies of the last stage send each other is on the host
+        # `sent`: the time at which all gradients that copies of the last stage send to the last copy are on the host
         self.busy = self.sent = 0.0
 
     @property
@@ -257,7 +255,7 @@ class _State:
             self._run_alone(index, load, device, microbatches)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
-        """Bytes of gradients received from other copies, and sent to the last one."""
+        """Return the bytes of gradients that this copy receives from other copies, and sends to the last copy."""
         if load.copy is None or not load.share:
             return 0, 0
         if load.copy + 1 < load.copies:
@@ -273,7 +271,7 @@ class _State:
             start = max(now, self.done[microbatch] + load.inputs / link)
             now = self._compute(index, load, device, microbatch, start)
             self.done[microbatch] = now + load.outputs / down
-            if sends:  # after what the next stage waits for
+            if sends:  # after the outputs, for which the next stage waits
                 self.down[device] = max(self.down[device], self.done[microbatch]) + load.share / down
         self.computed[device] = now
         self.up[device] = arrived + len(microbatches) * load.inputs / link
@@ -310,9 +308,9 @@ class _State:
         peaks = [0]
         for loads in self.loads:
             for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
-                # activations: the current microbatch, the next one arriving, the last one leaving
+                # activations of the current microbatch, the next inputs and the previous outputs
                 held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
-                # gradients of two microbatches, and of another copy's where they are added up
+                # gradients of two microbatches and, on the device that adds them, gradients from another copy
                 held += (3 if load.download else 2) * load.share
                 peaks.append(held + following.upload)
         return max(peaks)

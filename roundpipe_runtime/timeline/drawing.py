@@ -25,7 +25,7 @@ _WORK = {
 
 def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
     """Print the drawing of a timeline and its legend."""
-    # shown: function that makes names of a file safe for a terminal; by default they are trusted
+    # shown: function that makes device names from a file safe for a terminal. Default: names are printed unchanged.
     from rich.text import Text
 
     margin = max(len(record.device) for record in timeline.records)
@@ -51,21 +51,21 @@ def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str)
 class DeviceTotals:
     """Seconds that a device computed, copied and waited."""
 
-    device: str  # name of the device
-    busy: float  # seconds in which it computed
+    device: str
+    busy: float  # seconds of computation
     transfers: float  # seconds of copies while the device did not compute
-    idle: float  # seconds in which it did neither
+    idle: float  # other seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Time of a stage, all microbatches together."""
+    """Time of a stage, summed over all microbatches."""
 
     stage: int  # index of the stage in the run
-    device: str  # name of its device
+    device: str
     seconds: float  # seconds of computation
-    copies: float  # seconds of its copies
-    layers: tuple[int, int]  # first and last layer, -1 where they are not known
+    copies: float  # seconds of copies
+    layers: tuple[int, int]  # first and last layer, -1 if they are not known
     kinds: tuple[str, ...]  # kinds of work, in order
 
 
@@ -89,10 +89,8 @@ def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
 
 
 def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
-    """Return the totals of each stage, the slowest first.
-
-    A stage is identified by its index and its device: a timeline may hold several runs.
-    """
+    """Return the totals of each stage, the slowest first."""
+    # the same stage of another run may be on another device
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.stage, record.device), []).append(record)

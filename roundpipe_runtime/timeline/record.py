@@ -1,4 +1,4 @@
-"""Record a run as a timeline, draw it as text, save it for a trace viewer, and load and check such a file."""
+"""Record a run as a timeline, draw the timeline as text, save it for a trace viewer, and load saved timelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roun
 # One letter per kind of work in the drawing.
 _LETTERS = {"upload": "u", "forward": "F", "recompute": "R", "loss": "L", "backward": "B", "download": "d"}
 
-# Every kind of work there is.
 KINDS = tuple(_LETTERS)
 
 
@@ -31,12 +30,12 @@ class Record:
 
     Attributes:
         stage: index of the stage in its run.
-        microbatch: index of the microbatch; ``-1`` for work that belongs to the whole stage.
+        microbatch: index of the microbatch; ``-1`` for work for the whole stage.
         device: name of the device.
         kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
         start: time in seconds, on the clock of :func:`time.perf_counter`.
         end: time in seconds, on the same clock.
-        layer: index of the layer, ``-1`` if there is none.
+        layer: index of the layer; ``-1`` for work for several layers.
 
     >>> record = Record(stage=0, microbatch=1, device="virtual:0", kind="forward", start=0.5, end=0.75)
     >>> record.end - record.start
@@ -65,7 +64,7 @@ class Timeline:
     Attributes:
         records: records so far, in the order in which the work ended.
         uploaded: bytes of parameters that were copied to devices.
-        skipped: bytes of parameters that were not, because no layer read them: experts that no token was routed to.
+        skipped: bytes of parameters that were not copied, because no layer read them, such as unused experts.
 
     >>> import torch
     >>> from roundpipe_runtime import RoundPipe
@@ -120,7 +119,8 @@ class Timeline:
     def draw(self, width: int = 72) -> str:
         """Draw the timeline as text: a row per device, time to the right, a letter per kind of work.
 
-        ``F`` forward, ``R`` recompute, ``L`` loss, ``B`` backward, ``u`` upload, ``d`` download, ``.`` nothing.
+        The letters are ``F`` forward, ``R`` recompute, ``L`` loss, ``B`` backward, ``u`` upload, ``d`` download, and
+        ``.`` for no work.
 
         Args:
             width: number of columns for the time.
@@ -152,8 +152,8 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        ``otherData`` has the bytes of parameters, and the time of day of the first record, in seconds, by which
-        timelines of several processes are aligned; it is not there where there was no ``with`` block.
+        ``otherData`` contains the bytes of parameters, and the time of day of the first record in seconds, by which
+        timelines of several processes are aligned. It is missing if the timeline was not used as a context manager.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0
@@ -188,12 +188,12 @@ def _span(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def current_timeline() -> Timeline | None:
-    """Return the timeline of the caller's ``with`` block, if there is one."""
+    """Return the timeline of the caller's ``with`` block; ``None`` outside of such a block."""
     return _CURRENT.get()
 
 
 _FIX = "To write one: roundpipe train MODEL --text FILE -o DIR --timeline FILE"
-_FOREVER = 1e18  # microseconds; NaN is not below it, either
+_FOREVER = 1e18  # larger times are refused, also NaN, which is not below this number
 
 
 class TimelineFileError(RoundPipeError, ValueError):
@@ -201,18 +201,16 @@ class TimelineFileError(RoundPipeError, ValueError):
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Load a timeline from a file."""
-    # path: file that `Timeline.save` or `roundpipe train --timeline` wrote
+    """Load a timeline from a file that :meth:`Timeline.save` wrote."""
     return _read(path)[0]
 
 
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
-    """Load the timelines of several processes into one, which has separate rows for each process's devices.
+    """Load the timelines of several processes, in the order of ranks, into one timeline.
 
-    They are aligned by their start times; if a file has none, all begin together.
+    The timelines are aligned by their start times; if a file has no start time, all begin together.
     """
-    # paths: a file of each process, in the order of ranks
-    # returns: the timeline; its devices are `"rank 0 cuda:0"` and so on. Of one file, as it is.
+    # if there are several files, the names of devices are `"rank 0 cuda:0"` and so on
     if len(paths) == 1:
         return load_timeline(paths[0])
     read = [_read(path) for path in paths]
@@ -236,14 +234,14 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
-    """The timeline, and the time of day of its first record, if the file has it."""
+    """Return a timeline, and the time of day of its first record, or ``None`` if the file does not contain the time."""
     name = os.fspath(path)
     content = read_document(
         pathlib.Path(path), dict[str, Any], failure=TimelineFileError, remedy=_FIX, kind="timeline file"
     )
     events = content.get("traceEvents")
     if not isinstance(events, list):
-        raise TimelineFileError(f"{name} is not a timeline file: it is JSON, but not a trace. {_FIX}")
+        raise TimelineFileError(f"The file {name} is not a timeline file: it is JSON, but not a trace. {_FIX}")
     devices = _devices(events)
     timeline = Timeline()
     timeline.records = [
@@ -252,7 +250,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
         if not isinstance(event, dict) or event.get("ph") != "M"
     ]
     if not timeline.records:
-        raise TimelineFileError(f"{name} contains no records: nothing ran while it was written.")
+        raise TimelineFileError(f"The file {name} contains no records: nothing ran while it was written.")
     found = content.get("otherData")
     other: dict[str, Any] = found if isinstance(found, dict) else {}
     timeline.add_parameters(*(_bytes_of(other.get(name)) for name in ("uploaded", "skipped")))
@@ -262,7 +260,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
 
 
 def _bytes_of(value: Any) -> int:
-    """A number of bytes; 0 if a file has none, as in earlier versions."""
+    """Return a number of bytes from a file; 0 if the number is missing, as in files of earlier versions."""
     return value if type(value) is int and 0 <= value < _FOREVER else 0
 
 

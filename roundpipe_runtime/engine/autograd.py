@@ -90,8 +90,7 @@ class _Pipeline(torch.autograd.Function):
         learned: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        for number, on_host in enumerate(host_values):
-            run.start(number, on_host)
+        run.start_all(host_values)
         engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
         ctx.engine, ctx.run, ctx.learned = engine, run, learned
         ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]

@@ -113,13 +113,14 @@ def _locals_of(code: object) -> list[threading.local]:
         found += _OF_CLASSES[kind]
         found += [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, threading.local)]
         if not isinstance(part, nn.Module):
-            found += _named([_function_of(part)])
+            found += _named([function_of(part)])
         elif "forward" in vars(part):
-            found += _named([_function_of(part.forward)])
+            found += _named([function_of(part.forward)])
     return found
 
 
-def _function_of(value: object) -> object:
+def function_of(value: object) -> object:
+    """Return the function of a bound method or of a ``functools.partial``; other values are returned unchanged."""
     while isinstance(value, functools.partial):
         value = value.func
     return getattr(value, "__func__", value)

@@ -89,7 +89,7 @@ class RoundPipeRunConfig:
         if not isinstance(defaults, RoundPipeRunConfig):
             raise ConfigError(f"Expected a RoundPipeRunConfig, found {type(defaults).__qualname__}.")
         chosen = {
-            field.name: _first(getattr(self, field.name), getattr(defaults, field.name))
+            field.name: getattr(self if getattr(self, field.name) is not None else defaults, field.name)
             for field in dataclasses.fields(self)
         }
         return RoundPipeRunConfig(**chosen)
@@ -116,10 +116,6 @@ class RoundPipeRunConfig:
                 upload_experts="routed",
             )
         )
-
-
-def _first(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _is_device(value: Any) -> bool:

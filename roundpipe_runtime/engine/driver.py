@@ -125,21 +125,27 @@ class Engine(RunLifecycle):
                 self.commit(tail)
             return output
 
-    def outputs_before_last(self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> list[PyTree]:
-        """Return the output of the layer before the last one for each microbatch, without changing the model."""
-        return self._outputs_within(microbatches, config, range(len(self.layers) - 1))
-
     def wait_exact_step(self) -> None:
         """Wait for an optimizer step in the background whose weights the next run needs, and raise the step's error."""
         if self.steps.is_exact:
             self.steps.wait_update()
 
     def try_layers(
-        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        span: range,
+        trial: Trial | None = None,
     ) -> list[PyTree]:
         """Run the layers of a span without any lasting effect, and return the last one's output for each microbatch."""
         # span: indices of the layers, starting with the first
-        return self._outputs_within(microbatches, config, span, trial=trial)
+        self.check_can_run()
+        config = in_two_passes(dataclasses.replace(config, requires_grad=False))
+        with self._leaving_no_trace(), torch.no_grad():
+            run, host_values = self.prepare_forward(microbatches, config, span=span, trial=trial)
+            outputs = self._forward_outputs(run, host_values)
+            run.discard()
+            return outputs
 
     def try_backward(
         self,
@@ -177,17 +183,6 @@ class Engine(RunLifecycle):
                 yield
             finally:
                 self.round_robin.cursor = cursor
-
-    def _outputs_within(
-        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, **of_spec: Any
-    ) -> list[PyTree]:
-        self.check_can_run()
-        config = in_two_passes(dataclasses.replace(config, requires_grad=False))
-        with self._leaving_no_trace(), torch.no_grad():
-            run, host_values = self.prepare_forward(microbatches, config, span=span, **of_spec)
-            outputs = self._forward_outputs(run, host_values)
-            run.discard()
-            return outputs
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
         """Run the forward of a run, and return the output of each microbatch."""

@@ -174,9 +174,10 @@ class RunLifecycle:
             self._shapes = shapes
         made = self._spec(kind, config, contents, len(rows), span, of_spec.get("loss_fn"))
         spec = dataclasses.replace(made, **of_spec)
-        moves = self.groups.moves_generators
+        moves = self.groups.replicas == 1  # with several groups, the call advances the caller's generators
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=moves)
-        looks = spec.trial is None and is_due(self._count(kind))
+        looks = spec.trial is None and is_due(self._runs[kind])
+        self._runs[kind] += spec.trial is None
         spec = dataclasses.replace(spec, base_seed=draws.seeds, looks=looks)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
@@ -259,10 +260,6 @@ class RunLifecycle:
             compiled=compiled,
         )
 
-    def _count(self, kind: RunType) -> int:
-        self._runs[kind] += 1
-        return self._runs[kind] - 1
-
     def _pins(self) -> PinnedCopies | None:
         """Return an empty registry for a batch's pinned copies; ``None`` without an accelerator."""
         return {} if self._is_accelerated else None
@@ -315,7 +312,8 @@ class RunLifecycle:
         with Uninterrupted():
             run.collected.buffers.commit(keep_start=run.spec.kind == "train")
             run.draws.commit()
-            self.step += self.groups.counts_forward
+            if self.groups.replicas == 1:  # ranks may run different numbers of forwards, but must count the same runs
+                self.step += 1
 
     def commit_backward(self, run: Run) -> None:
         """Add the gradients of a run to the gradient buffers, after :meth:`commit_forward` of the same run."""

@@ -43,6 +43,7 @@ from ..batch.loss_proof import (
 )
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
+from .caller_state import function_of
 from .checks import Repeats
 from .layer_graph import other_leaves
 from .rows import RowTrial
@@ -208,10 +209,8 @@ def on_host(value: Any) -> Any:
 
 def loss_code(function: Any) -> Hashable:
     """Return a key that stays the same when a script defines the same loss function again in each step."""
-    function = inspect.unwrap(function)
-    while isinstance(function, partial):
-        function = function.func
-    code: Hashable = getattr(getattr(function, "__func__", function), "__code__", None) or id(function)
+    found = function_of(inspect.unwrap(function))
+    code: Hashable = getattr(found, "__code__", None) or id(found)
     return code
 
 

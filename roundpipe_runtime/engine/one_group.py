@@ -89,16 +89,6 @@ class OneGroup(Generic[AnyEngine]):
         """Return a context manager in which an error of another rank stops ``run``; no effect with one process."""
         return contextlib.nullcontext()
 
-    @property
-    def counts_forward(self) -> bool:
-        """Whether a forward without a backward increases the count of runs, which must be equal on all ranks."""
-        return self.replicas == 1
-
-    @property
-    def moves_generators(self) -> bool:
-        """Whether each run that draws advances the caller's random generators; with groups, each call advances them."""
-        return self.replicas == 1
-
     def rows_of_batch(self, rows: int) -> int:
         """Return the number of rows of the whole batch, given the number of rows of this process."""
         return rows

@@ -22,6 +22,7 @@ the expert of a token.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -358,15 +359,8 @@ class _Comparison:
         """Return the first layer that mixes rows; ``None`` if all ``number`` layers together do not mix rows."""
         if not mixes(number):
             return None
-        # bisection: rows that one layer has mixed stay mixed in later layers
-        low, high = 0, number - 1
-        while low < high:
-            middle = (low + high) // 2
-            if mixes(middle + 1):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        # rows that one layer has mixed stay mixed in later layers
+        return bisect.bisect_left(range(number - 1), True, key=lambda layer: mixes(layer + 1))
 
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
         trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)

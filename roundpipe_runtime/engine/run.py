@@ -74,14 +74,10 @@ class Run:
         finally:
             self.table.end_read(layer)
 
-    def start(self, microbatch: int, inputs: HostValue) -> None:
-        """Put the inputs of a microbatch into the mailbox, from which the run's first layer takes them."""
-        self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
-
     def start_all(self, inputs: Sequence[HostValue]) -> None:
-        """Put the inputs of all microbatches into the mailbox."""
+        """Put the inputs of all microbatches into the mailbox, from which the run's first layer takes them."""
         for number, on_host in enumerate(inputs):
-            self.start(number, on_host)
+            self.mailbox.put(("activation", self.spec.span.start, number), on_host)
 
     def release(self) -> None:
         """Release the device memory that this run still holds."""
@@ -122,8 +118,10 @@ class Run:
         # Gradients of layers are scaled on their devices. Gradients of a loss function's own parameters, which have the
         # index after the last layer, were summed before the scale was known.
         scale = self.gradient_scale()
-        if scale == 0.0:
-            self._zero_gradients()
+        if scale == 0.0:  # the weights of all losses are zero, so trained parameters get zero gradients
+            self.store.add_gradients(
+                {p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents
+            )
         gradients = self.collected.gradients
         layers = []
         for layer in sorted(gradients, reverse=True):
@@ -135,12 +133,6 @@ class Run:
             layers.append(found)
         self.store.add_gradients(layers)
         gradients.clear()
-
-    def _zero_gradients(self) -> None:
-        """Add zeros to the gradients of all trained parameters, as the weights of all losses are zero."""
-        self.store.add_gradients(
-            {p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.spec.contents
-        )
 
 
 # Comparison mode of a trial. "parts": rows run whole and in parts, and torch's random functions return a constant.

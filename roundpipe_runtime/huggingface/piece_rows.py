@@ -165,7 +165,7 @@ class PieceRows:
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
-            states = engine.outputs_before_last([*trial.parts, *shown], config)
+            states = engine.try_layers([*trial.parts, *shown], config, range(len(engine.layers) - 1))
         return states[: len(trial.parts)], states[-1] if shown else states[0]
 
     def _trial_engine(self) -> contextlib.AbstractContextManager[Engine]:

@@ -115,6 +115,10 @@ class EngineHandle(ModelProxy):
         return f"RoundPipe on {devices}:\n{self._rp_model!r}"
 
 
+def _is_floating_or_none(dtype: Any) -> bool:
+    return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineOptions:
     """The arguments of :class:`RoundPipe` except the model."""
@@ -135,22 +139,21 @@ class PipelineOptions:
     update: Update = "masters"
 
     def __post_init__(self) -> None:
-        dtype: Any = self.optim_dtype
-        config = self.model_run_config
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
-        narrow: Any = self.gradient_dtype
-        if narrow is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point and dtype):
+        config, wire = self.model_run_config, self.reduce_dtype
+        if not _is_floating_or_none(self.optim_dtype):
+            raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {self.optim_dtype!r}.")
+        if self.gradient_dtype is not None and not (self.optim_dtype and _is_floating_or_none(self.gradient_dtype)):
             raise ConfigError(
-                f"gradient_dtype, the dtype of gradients of master weights, needs optim_dtype; found {narrow!r} with "
-                f"optim_dtype={dtype!r}. Give both:\n"
+                "gradient_dtype, the dtype of gradients of master weights, needs optim_dtype; found "
+                f"{self.gradient_dtype!r} with optim_dtype={self.optim_dtype!r}. Give both:\n"
                 "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
             )
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
-        wire: Any = self.reduce_dtype
-        if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
-            raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
+        if not _is_floating_or_none(self.reduce_dtype):
+            raise ConfigError(
+                f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {self.reduce_dtype!r}."
+            )
         check_compile_options(self.compile)
         check_large_tables(self.large_tables)
         if disk_folder(self.host) is not None and self.has_groups:

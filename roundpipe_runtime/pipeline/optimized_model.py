@@ -139,25 +139,22 @@ class OptimizedModel(EngineHandle):
                 f"step_fn must be a function, found {step_fn!r}:\n"
                 "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
             )
-        steps = self._rp_engine.steps
-        if is_async in (True, "exact") and isinstance(self._rp_engine.store, InBackwardStore):
-            if is_async is True:
-                raise ConfigError(
-                    'update="in_backward" has stepped the parameters already, so the next run cannot read the '
-                    "parameters from before the step:\n    model.step(step_fn)"
-                )
-            is_async = False
-        if isinstance(is_async, str):
-            if is_async != "exact":
-                raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
-            bound = bound_now(step_fn)
-            self._rp_engine.step_exact(lambda: bound(*args, **kwargs))
-        elif is_async:
-            bound = bound_now(step_fn)
-            steps.start(lambda: bound(*args, **kwargs))
-        else:
+        if isinstance(is_async, str) and is_async != "exact":
+            raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
+        engine = self._rp_engine
+        is_in_backward = isinstance(engine.store, InBackwardStore)
+        if is_in_backward and is_async is True:
+            raise ConfigError(
+                'update="in_backward" has stepped the parameters already, so the next run cannot read the '
+                "parameters from before the step:\n    model.step(step_fn)"
+            )
+        if is_in_backward or not is_async:
             with gradient_mode_kept():
-                steps.run(lambda: step_fn(*args, **kwargs))
+                engine.steps.run(functools.partial(step_fn, *args, **kwargs))
+        elif is_async == "exact":
+            engine.step_exact(functools.partial(bound_now(step_fn), *args, **kwargs))
+        else:
+            engine.steps.start(functools.partial(bound_now(step_fn), *args, **kwargs))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

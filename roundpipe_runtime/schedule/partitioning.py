@@ -162,11 +162,9 @@ def _fastest(
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
     """Return the caps to try: sums of the times of neighbouring layers; smaller caps make more stages."""
     rows = [[cost.forward for cost in costs] for costs in models]
-    slowest = max(map(max, rows))
     if run_type != "infer":
         rows += [[cost.backward for cost in costs] for costs in models]
-        # forward stages are made as long as backward ones, so the slowest of all counts
-        slowest = max(map(max, rows))
+    slowest = max(map(max, rows))  # forward and backward stages have the same cap
     sums = {slowest, *(window for row in rows for window in _windows(row, slowest * upper_threshold))}
     above = _thin_out(sorted(window for window in sums if window >= slowest * (1 - 1e-9)))
     below = _thin_out(sorted(window for window in sums if window < slowest * (1 - 1e-9)))
@@ -244,14 +242,9 @@ def _time(
     microbatches: int,
     copies: int = 1,
 ) -> float:
-    forward = [
-        [sum(costs[i].forward for i in s) for s in stages[0]] for costs, stages in zip(models, plan, strict=True)
-    ]
-    backward = [
-        [sum(costs[i].backward for i in s) for s in stages[1]] for costs, stages in zip(models, plan, strict=True)
-    ]
-    there = [time for times in forward for time in times]
-    back = [time for times in reversed(backward) for time in times]
+    pairs = list(zip(models, plan, strict=True))
+    there = [sum(costs[i].forward for i in stage) for costs, (forward, _) in pairs for stage in forward]
+    back = [sum(costs[i].backward for i in stage) for costs, (_, backward) in reversed(pairs) for stage in backward]
     if types[-1] == "train":
         # the loss is computed outside of the pipeline, between forward and backward
         return makespan(there, devices, microbatches) + makespan(back, devices, microbatches)

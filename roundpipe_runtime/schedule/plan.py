@@ -156,7 +156,9 @@ class ModelExecutePlan:
             min_stages = max(int(getattr(model, "num_devices", 1)) for model in models)
         if type(min_stages) is not int:
             raise PlanError(f"min_stages must be a whole number, found {min_stages!r}.")
-        limit = _memory_limit(models) if model_memory_limit is None else model_memory_limit
+        limits = [getattr(model, "model_memory_limit", None) for model in models]
+        known = min((limit for limit in limits if limit is not None), default=None)
+        limit = known if model_memory_limit is None else model_memory_limit
         if limit is not None:
             _check_number("model_memory_limit", limit)
             if not limit > 0:
@@ -178,11 +180,6 @@ class ModelExecutePlan:
         plans = [cls(forward, backward) for forward, backward in found]
         plans[-1].last_stage_copies = copies
         return plans[0] if len(models) == 1 else plans
-
-
-def _memory_limit(models: Sequence[Any]) -> float | None:
-    limits = [getattr(model, "model_memory_limit", None) for model in models]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:

@@ -143,7 +143,10 @@ def simulate(
     deal = RoundRobin(machine.num_devices, cursor)
     for _ in range(iterations):
         state.begin(0.0 if staleness else state.time)
-        _play(state, stages, deal, num_microbatch)
+        for index, load in enumerate(stages):
+            copies = range(load.copies) if load.copy is None else [load.copy]
+            for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
+                state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
     if peak > machine.memory:
@@ -164,13 +167,6 @@ def simulate(
         iteration_ends=ends,
         steps=state.steps,
     )
-
-
-def _play(state: _State, stages: Sequence[StageLoad], deal: RoundRobin, num_microbatch: int) -> None:
-    for index, load in enumerate(stages):
-        copies = range(load.copies) if load.copy is None else [load.copy]
-        for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
-            state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:

@@ -139,7 +139,7 @@ class PipelineOptions:
     update: Update = "masters"
 
     def __post_init__(self) -> None:
-        config, wire = self.model_run_config, self.reduce_dtype
+        config = self.model_run_config
         if not _is_floating_or_none(self.optim_dtype):
             raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {self.optim_dtype!r}.")
         if self.gradient_dtype is not None and not (self.optim_dtype and _is_floating_or_none(self.gradient_dtype)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -119,14 +120,6 @@ def format_failure(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *notes])
 
 
-def rank_failed(rank: int, failure: str) -> DistributedError:
-    """Return the error to raise on this rank when another rank has failed."""
-    return DistributedError(
-        f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. Its error:\n"
-        + "\n".join(f"    {line}" for line in failure.splitlines())
-    )
-
-
 def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> None:
     """Raise the error of this rank, or otherwise the error of the first other rank that failed."""
     # failures: the result of `format_failure` on each rank; `None` for a rank without an error
@@ -134,15 +127,17 @@ def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> No
         raise own
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise rank_failed(rank, failure)
+            raise DistributedError(
+                f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. Its error:\n"
+                + textwrap.indent(failure, "    ")
+            )
 
 
 def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
     """Return the error to raise on this rank when the optimizer step of another rank has failed."""
     return RankStepError(
         f"The step function failed on rank {rank}, and other ranks may have updated their parameters, so the models "
-        "may differ. Load the newest checkpoint on all ranks. Its error:\n"
-        + "\n".join(f"    {line}" for line in failure.splitlines())
+        "may differ. Load the newest checkpoint on all ranks. Its error:\n" + textwrap.indent(failure, "    ")
     )
 
 

@@ -45,21 +45,10 @@ class LayerGraph:
                 starts.append(exit_)
                 seeds.append(gradient)
         if starts and run is None:
-            _go_back(starts, seeds)
+            torch.autograd.backward(starts, seeds)
         elif starts and run is not None:
-            run(partial(_go_back, starts, seeds))
+            run(partial(torch.autograd.backward, starts, seeds))
         return [None if entry is None else entry.grad for entry in self.entries]
-
-
-# The core of `torch.autograd.backward`, without the checks of the arguments.
-_run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-
-
-def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
-    if _run_engine is None or {type(start) for start in starts} != {torch.Tensor}:
-        torch.autograd.backward(starts, seeds)
-    else:
-        _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Enter(torch.autograd.Function):

@@ -212,17 +212,8 @@ class RunSpec:
     def seed(self, layer: int, microbatch: int) -> int:
         """Return the seed for the random numbers of a layer call."""
         # layer: index of the layer; the number of layers for the loss function
-        microbatch = 0 if self.trial == "others" else microbatch
-        found = self._seeds.get((layer, microbatch))
-        if found is None:
-            found = call_seed(self.base_seed, self.tag, layer, self.first_microbatch + microbatch)
-            self._seeds[layer, microbatch] = found
-        return found
-
-    @functools.cached_property
-    def _seeds(self) -> dict[tuple[int, int], int]:
-        """Seeds of the calls so far, by layer and microbatch."""
-        return {}
+        number = 0 if self.trial == "others" else microbatch
+        return call_seed(self.base_seed, self.tag, layer, self.first_microbatch + number)
 
 
 _NOT_MEASURED = contextlib.nullcontext()
@@ -363,10 +354,8 @@ class Collected:
 
     def clear(self) -> None:
         """Release everything."""
-        self.buffers.clear()
-        values: list[dict[Any, Any]] = [self.outputs, self.saved, self.kept, self.input_gradients, self.gradients]
-        for one in [*values, self.loss_gradients, self.digests, self.attributes, self.shared]:
-            one.clear()
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).clear()
 
 
 class WrittenBuffers:

@@ -166,7 +166,7 @@ class Engine(RunLifecycle):
         with self._leaving_no_trace(), torch.enable_grad():
             run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
             try:
-                # a failed trial is no error; if the call itself fails in its backward, that error is raised
+                # a failed trial is not an error; if the call itself fails in its backward, that error is raised
                 with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
                     run.start_all(host_values)
                     self.execute(run, run.spec.stages)

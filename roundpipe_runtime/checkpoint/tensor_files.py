@@ -22,8 +22,8 @@ import torch
 from yobx_flatten.errors import describe_class
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.files.tensors import opened_tensors, write_tensor_file
-from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
+from ..device.composite import is_wrapper
 from ..device.disk import disk_of, leave
 from ..errors import CheckpointError, DamagedCheckpointError
 from .shards import is_sharded
@@ -111,7 +111,7 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value) and not is_sharded(value):
+        if is_wrapper(value) and not is_sharded(value):
             return _encode_parts(value, path, tensors)
         return {"$tensor": _put(value, path, tensors)}
     writer = _WRITERS.get(kind)

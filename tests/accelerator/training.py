@@ -1,18 +1,19 @@
 """One short training that uses all of a pipeline, and what it leaves, bit by bit."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Literal
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from tests.runtime.small import Tied, batch, cut_plan, small_model, state
 
-__all__ = ["GRAINS", "expected", "late_devices", "moved_by_runs", "train"]
+__all__ = ["GRAINS", "Log", "expected", "late_devices", "moved_by_runs", "train"]
 
 F = nn.functional
 GRAINS = ["stage", "layer"]
@@ -31,6 +32,70 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+@dataclasses.dataclass
+class _Step:
+    """What one step of a training ran.
+
+    Attributes:
+        timeline: the work of the step, with times.
+        plans: the stages of each run, in the order of dispatch, as text.
+        rows: the number of rows of each microbatch.
+    """
+
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    plans: list[str] = dataclasses.field(default_factory=list)
+    rows: Sequence[int | None] = ()
+
+
+class Log:
+    """The names of the tensors that a training returns, and what each step ran, for the message of a failed test."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self._names: list[tuple[str, int]] = []
+
+    def follow(self, pipe: RoundPipe) -> None:
+        """Note the stages of each run of a pipeline from now on, except the runs that try a few rows."""
+        dispatch = pipe._rp_engine.dispatch
+        original = dispatch.run
+
+        def run(one: Any, stages: Sequence[Any]) -> None:
+            if one.spec.trial is None and self.steps:
+                self.steps[-1].plans.append(", ".join(f"{stage.kind} {[*stage.layers]}" for stage in stages))
+                self.steps[-1].rows = one.contract.rows
+            original(one, stages)
+
+        dispatch.run = run
+
+    def begin_step(self) -> Timeline:
+        """Begin the next step, and return the timeline in which the step must run."""
+        self.steps.append(_Step())
+        return self.steps[-1].timeline
+
+    def name(self, *names: str) -> None:
+        """Name the next tensors that the training returns, which the last step has computed."""
+        self._names += [(name, len(self.steps) - 1) for name in names]
+
+    def difference(self, found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
+        """Describe the first tensor that has other bits: its microbatches, and the plan and the order of its step."""
+        pairs = enumerate(zip(found, right, strict=True))
+        place = next(number for number, (one, other) in pairs if not torch.equal(one, other))
+        (name, number), one, other = self._names[place], found[place], right[place]
+        step = self.steps[number]
+        lines = [f"Step {number}: the {name} differs from the expected one.", f"found {one}", f"expected {other}"]
+        of_rows = [microbatch for microbatch, count in enumerate(step.rows) for _ in range(count or 0)]
+        if one.dim() and len(one) == len(of_rows):
+            rows = [row for row in range(len(one)) if not torch.equal(one[row], other[row])]
+            lines.append(f"rows {rows}, of the microbatches {sorted({of_rows[row] for row in rows})}")
+        lines += [f"plan: {plan}" for plan in step.plans]
+        lines += [
+            f"{record.start:.6f} to {record.end:.6f} s, {record.device}: {record.kind}, stage {record.stage}, "
+            f"layer {record.layer}, microbatch {record.microbatch}"
+            for record in sorted(step.timeline.records, key=lambda record: record.start)
+        ]
+        return "\n".join(lines)
 
 
 def late_devices(count: int) -> list[Device]:
@@ -72,6 +137,7 @@ def train(
     copies: int = 1,
     keep: float = 0,
     is_short: bool = False,
+    log: Log | None = None,
 ) -> list[torch.Tensor]:
     """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
 
@@ -87,6 +153,7 @@ def train(
         keep: GB of a device for parameters that stay there. With some, the first layer is frozen, and its weight is one
             that another layer has too.
         is_short: whether there are five layers and two microbatches, instead of nine and three.
+        log: gets the names of the tensors, and the plan and the order of each step. Default: a new one.
     """
     model = _short_model() if is_short else small_model(tied=True, dropout=0.3, norm=True)
     if checkpoints:  # in the place of the batch norm
@@ -103,21 +170,28 @@ def train(
         **({} if classic else {"execute_plan": plan}),
     )
     pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)
+    log = Log() if log is None else log
+    log.follow(pipe)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     inputs, labels = batch(4 if is_short else 8)
     inputs.requires_grad_(classic)
     found = []
     for _ in range(steps):
-        if classic:
-            loss = F.mse_loss(pipe(inputs), labels)
-            loss.backward()
-            found.append(inputs.grad.clone())
-        else:
-            loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+        with log.begin_step():
+            if classic:
+                loss = F.mse_loss(pipe(inputs), labels)
+                loss.backward()
+                found.append(inputs.grad.clone())
+                log.name("gradient of the inputs")
+            else:
+                loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
         found.append(loss.detach().clone())
+        log.name("loss")
         pipe.step(optimizer.step, is_async=is_async)
     pipe.synchronize()
     found += [*state(model), *(parameter.detach().clone() for parameter in model.parameters())]
+    log.name(*(f"gradient of {name}" for name, parameter in model.named_parameters() if parameter.grad is not None))
+    log.name(*(name for name, _ in model.named_buffers()), *(name for name, _ in model.named_parameters()))
     pipe.close()
     return found
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.accelerator import late
-from tests.accelerator.training import GRAINS, expected, late_devices, train
+from tests.accelerator.training import GRAINS, Log, expected, late_devices, train
 from tests.runtime.small import same_bits
 
 ORDERS = [("late", 0), *(("random", seed) for seed in range(3))]
@@ -14,7 +14,14 @@ once = functools.lru_cache(None)(expected)
 
 def check(count, order, **options):
     late.set_order(*order)
-    assert same_bits(train(late_devices(count), **options), once(**options))
+    check_bits(count, once(**options), **options)
+
+
+def check_bits(count, right, **options):
+    """Check the bits of a training; the message of a failure holds what another process needs to repeat the run."""
+    log = Log()
+    found = train(late_devices(count), log=log, **options)
+    assert same_bits(found, right), log.difference(found, right)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -29,7 +36,7 @@ def test_forward_backward(count, grain, order):
 def test_copies_of_the_last_stage(count, is_async, order):
     """Gradients of one microbatch cross from device to device over the host, and are added in order."""
     late.set_order(*order)
-    assert same_bits(train(late_devices(count), copies=count, is_async=is_async), once(is_async=is_async))
+    check_bits(count, once(is_async=is_async), copies=count, is_async=is_async)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -63,3 +70,17 @@ def test_parameters_in_pageable_memory(count, order):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_checkpoint_inside_a_layer(count, order):
     check(count, order, checkpoints=True)
+
+
+def test_the_message_of_a_difference():
+    """It names the tensor, its microbatches and the layers of each stage, and lists the work in the order of time."""
+    late.set_order("random", 0)
+    log = Log()
+    found = train(late_devices(2), log=log, classic=True, steps=1)
+    right = [tensor.clone() for tensor in found]
+    found[0][4] += 1
+    message = log.difference(found, right)
+    assert "Step 0: the gradient of the inputs differs" in message
+    assert "rows [4], of the microbatches [1]" in message
+    assert "plan: forward [0], forward [1, 2], forward" in message
+    assert "late:1: backward, stage 5, layer 8, microbatch 2" in message

@@ -13,7 +13,7 @@ from ..terminal.running import reflow_help, run_app
 from .adapter_command import adapter
 from .chat_command import chat
 from .check_command import check
-from .demo_command import demo
+from .demo import demo
 from .env_command import env
 from .explain_command import explain
 from .export_command import export

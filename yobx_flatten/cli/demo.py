@@ -1,4 +1,4 @@
-"""Export small models of real architectures, and print one row of results for each.
+"""``yobx-flatten demo``: export small models of real architectures, and print one row of results for each.
 
 .. code-block:: text
 
@@ -18,10 +18,11 @@ import dataclasses
 import io
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from ..errors import ReplayError
 from ..errors.dependencies import require
@@ -32,7 +33,8 @@ from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..terminal.output import progress, say, table
+from ..terminal.failures import UserError
+from ..terminal.output import progress, say, say_json, table
 
 WINDOW = 8
 STEPS = 6
@@ -81,13 +83,23 @@ class _Row:
     failure: str | None = None
 
 
-def run_demo(
-    output: pathlib.Path,
-    models: Sequence[str] = tuple(MODELS),
-    *,
-    as_json: Callable[[list[dict[str, Any]]], None] | None = None,
+def demo(
+    output: Annotated[pathlib.Path, typer.Option(metavar="DIR", help="Folder for the ONNX files.")] = pathlib.Path(
+        "yobx_flatten_demo"
+    ),
+    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Export the models to ``output``, compare each file with its model, and print a table or call ``as_json``."""
+    """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
+
+    The models have random weights. Each file reads the Zen of Python token by token; each call gets the cache that the
+    last one returned. Exit status: 0 all files compute the values of their models; 1 one differs.
+    """
+    names = list(dict.fromkeys(name.strip() for name in models.split(",")))
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        found = ", ".join(repr(name) for name in unknown)
+        raise UserError(f"unknown model {found}; choose from {', '.join(MODELS)}")
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()
@@ -96,7 +108,7 @@ def run_demo(
     rows: list[_Row] = []
     try:
         with progress("building the first model") as show:
-            for name in models:
+            for name in names:
                 show(f"building {name}")
                 rows.append(_export(name, text, output))
     except KeyboardInterrupt as error:
@@ -104,9 +116,14 @@ def run_demo(
             output.rmdir()
         raise type(error)(_what_is_there(rows)) from None
     failed = any(row.failure is not None for row in rows)
-    if as_json is not None:
-        as_json([_as_dict(row) for row in rows])
-        return int(failed)
+    if json:
+        say_json([_as_dict(row) for row in rows])
+    else:
+        _show(rows, text, output)
+    return int(failed)
+
+
+def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
     say(f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.\n")
     cells = [_cells(row) for row in rows]
     table(list(cells[0]), [list(row.values()) for row in cells])
@@ -115,9 +132,8 @@ def run_demo(
     for row in rows:
         if row.failure is not None:
             say(f"\n{row.model}: {row.failure}")
-    if not failed:
+    if all(row.failure is None for row in rows):
         say(f"\n{_next_steps(rows[0])}")
-    return int(failed)
 
 
 def _what_is_there(rows: Sequence[_Row]) -> str:

@@ -163,10 +163,8 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
     if has_data:
         stored = {one.name: one for one in read_onnx(target, failure=DamagedFileError).graph.initializer}
         for path, names in zip((first, later), renamed.values(), strict=True):
-            own = _data_of(path)
             _share(path, {name: stored[new] for name, new in names.items()})
-            if own is not None:  # a small file has no external data file
-                (path.parent / own).unlink()
+            path.with_name(f"{path.name}_data").unlink(missing_ok=True)  # a small file has no data file
     _check(first, later, target)
     return has_data
 
@@ -257,13 +255,6 @@ def _free(value: ir.Value) -> ir.Shape | None:
         return None
     sizes = enumerate(value.shape)
     return ir.Shape([dim if isinstance(dim, int) and dim > 1 else f"{value.name}_{axis}" for axis, dim in sizes])
-
-
-def _data_of(path: pathlib.Path) -> str | None:
-    """Return the name of the external data file; ``None`` if the weights are in the ONNX file."""
-    graph = read_onnx(path, failure=DamagedFileError).graph
-    entries = (entry for tensor in graph.initializer for entry in tensor.external_data)
-    return next((str(entry.value) for entry in entries if entry.key == "location"), None)
 
 
 def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:

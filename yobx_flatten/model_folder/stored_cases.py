@@ -22,9 +22,18 @@ from ..recipe.aliases import TransformersModel
 from ..storage.nested import StoredCase, save_case
 from ..trees.naming import leaf_names, output_names
 from .chat import CHATS
-from .pieces.grid_images import BlockwiseDecoder, GridVisionEncoder, TiledVisionEncoder, grid_image, tiled_image
+from .pieces.genai import image_token_of
+from .pieces.grid_images import (
+    BlockwiseDecoder,
+    GridVisionEncoder,
+    NestedVisionEncoder,
+    TiledVisionEncoder,
+    grid_image,
+    tiled_image,
+)
 from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input, input_name, random_values
+from .pieces.vision_language import images_for, vision_encoder
 from .texts import plain_loop
 
 CASES = "cases"
@@ -105,9 +114,6 @@ def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dic
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return inputs with one image in each row, between padding and text."""
-    from .pieces.grid_images import NestedVisionEncoder
-    from .pieces.vision_language import images_for, vision_encoder
-
     count = len(inputs["input_ids"])
     pictures: dict[str, torch.Tensor] = {}
     if GridVisionEncoder.fits(model):
@@ -123,7 +129,7 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
         pixels = images_for(model, count)
         pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels
         places = vision_encoder(model)(pixels[:1])["image_features"].shape[-2]
-    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    token = image_token_of(model)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     rows, masks = [], []
     for row, kept in zip(ids, mask.bool(), strict=True):

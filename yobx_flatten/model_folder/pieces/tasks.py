@@ -101,8 +101,9 @@ def task_of(model: TransformersModel) -> str:
     config, name = model.config, type(model).__name__
     if writes_spectrograms(model):
         return SPEAKS[model.main_input_name != "input_ids"]
-    one_call = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "text-generation")
-    if getattr(config, "is_encoder_decoder", False) and one_call in GENERATES:  # RT-DETR and BART also classify
+    by_name = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), None)
+    # encoder-decoders such as RT-DETR and BART also have classes for other tasks
+    if getattr(config, "is_encoder_decoder", False) and by_name in (None, *GENERATES):
         return _BY_INPUT.get(input_name(model), "text2text-generation")
     if compares(model):
         return "zero-shot-image-classification"
@@ -110,7 +111,7 @@ def task_of(model: TransformersModel) -> str:
         return "image-text-to-text"
     if name.endswith("ForSequenceClassification") and model.main_input_name == "input_values":
         return "audio-classification"
-    return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
+    return by_name or "feature-extraction"
 
 
 def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tuple[str, list[Piece]]:
@@ -136,7 +137,8 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
         )
     try:
-        return wanted, _FOR_GENAI.get(make, make)(model, split) if split.for_genai else make(model, split)
+        cut = _FOR_GENAI.get(make, make) if split.for_genai else make
+        return wanted, cut(model, split)
     except FlattenError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:

@@ -180,19 +180,21 @@ _READ = ("input_ids", "input_features", "input_values", "pixel_values")
 class _Decoder(torch.nn.Module):
     def __init__(self, model: TransformersModel, read_as: Callable[..., Any], heads: Sequence[Head] = ()) -> None:
         super().__init__()
-        self.model = model
-        self.recorder = HeadRecorder(model, heads)
+        self.model, self.heads = model, heads
         self.read_as = read_as
         self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
         read = self.read_as(last_hidden_state=hidden)  # Moonshine accepts only its own class
-        with self.recorder.recorded() as weights:
+        with recorded_weights(self.model, {layer for layer, _ in self.heads}) as found_weights:
             found = self.model(
                 decoder_input_ids=tokens, encoder_outputs=read, use_cache=True, **{self.cache_is: cache}, **masks
             )
-        return found, self.recorder.outputs(weights)
+        by_layer: dict[str, dict[str, torch.Tensor]] = {}
+        for layer, head in self.heads:
+            by_layer.setdefault(str(layer), {})[str(head)] = found_weights[layer][:, head]
+        return found, {"cross_attentions": by_layer} if by_layer else {}
 
 
 class FirstDecoder(_Decoder):
@@ -383,40 +385,24 @@ def heads_of(model: TransformersModel) -> list[Head]:
     return sorted({(int(layer), int(head)) for layer, head in stated})
 
 
-class HeadRecorder:
-    """Records the cross-attention weights of some heads in calls of the decoder."""
+@contextlib.contextmanager
+def recorded_weights(model: TransformersModel, layers: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """In a ``with`` block, record the cross-attention weights of decoder layers in the returned dict, by layer."""
+    found: dict[int, torch.Tensor] = {}
+    with contextlib.ExitStack() as undone:
+        for index in layers:
+            attention = model.model.decoder.layers[index].encoder_attn
+            # eager attention, because fused attention returns no weights
+            before, eager = attention.config, copy.copy(attention.config)
+            eager._attn_implementation = "eager"
 
-    def __init__(self, model: TransformersModel, heads: Sequence[Head]) -> None:
-        self.model, self.heads = model, heads
+            def keep(_module: Any, _given: Any, returned: Any, index: int = index) -> None:
+                found[index] = returned[1]
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[dict[int, torch.Tensor]]:
-        """In a ``with`` block, record the attention weights of calls in the returned dict, by layer."""
-        # eager attention in these layers, because fused attention returns no weights
-        found: dict[int, torch.Tensor] = {}
-        layers = {index for index, _ in self.heads}
-        with contextlib.ExitStack() as undone:
-            for index in layers:
-                attention = self.model.model.decoder.layers[index].encoder_attn
-                before, written_out = attention.config, copy.copy(attention.config)
-                written_out._attn_implementation = "eager"
-
-                def keep(_module: Any, _given: Any, returned: Any, index: int = index) -> None:
-                    found[index] = returned[1]
-
-                undone.callback(setattr, attention, "config", before)
-                attention.config = written_out
-                undone.callback(attention.register_forward_hook(keep).remove)
-            yield found
-
-    def outputs(self, found: dict[int, torch.Tensor]) -> dict[str, Any]:
-        """Return the recorded weights as file outputs ``cross_attentions.LAYER.HEAD``: (batch, tokens, source)."""
-        if not self.heads:
-            return {}
-        made: dict[str, dict[str, torch.Tensor]] = {}
-        for layer, head in self.heads:
-            made.setdefault(str(layer), {})[str(head)] = found[layer][:, head]
-        return {"cross_attentions": made}
+            undone.callback(setattr, attention, "config", before)
+            attention.config = eager
+            undone.callback(attention.register_forward_hook(keep).remove)
+        yield found
 
 
 _NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx")

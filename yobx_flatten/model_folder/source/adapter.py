@@ -192,16 +192,8 @@ def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWe
         return adapted, differences
 
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # the name of an adapter, which is also a file name
 _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
-
-
-def check_adapter_name(name: str) -> None:
-    """Raise InvalidArgumentError if a name is not a valid file name."""
-    if not _NAME.fullmatch(name):
-        raise InvalidArgumentError(
-            f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
-        )
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
@@ -213,7 +205,10 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
         )
     found = []
     for name, given in folders.items():
-        check_adapter_name(name)
+        if not _NAME.fullmatch(name):
+            raise InvalidArgumentError(
+                f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
+            )
         folder = pathlib.Path(given)
         if not (folder / ADAPTER).is_file():
             raise ModelSourceError(

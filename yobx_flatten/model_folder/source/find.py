@@ -8,6 +8,8 @@ import pathlib
 import re
 from typing import Any
 
+import torch
+
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import first_line, raised_as
@@ -35,12 +37,9 @@ _OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
-def require_transformers(what: str) -> Any:
-    """Import transformers; raise an error with the install command if transformers is missing."""
+def require_transformers(what: str) -> None:
+    """Raise MissingDependencyError, with the install command, if transformers is not installed."""
     require("transformers", purpose=what, extra="transformers")
-    import transformers
-
-    return transformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +89,6 @@ class FoundModel:
 
     def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
         """Return the model of :meth:`load`, and notes on weights that are not read from the folder."""
-        import torch
-
         if self.trained_as:
             return self._load_base(dtype)
         packing = self.packing()
@@ -133,8 +130,6 @@ class FoundModel:
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
         """Return a model whose quantized weights are unpacked to floats, and notes."""
-        import torch
-
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(

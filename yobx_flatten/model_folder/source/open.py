@@ -87,7 +87,8 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     remarks: tuple[str, ...] = ()
     if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free and found.adapter is None):
         try:
-            model, noted = streamed_model(found, checkpoint, wanted)
+            model, readers, noted = unread_model(found, checkpoint, wanted)
+            stream_layers(model, readers)
             shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
             return OpenedModel(model, found.folder, True, (shown, *noted), found)
         except NotStreamableError as reason:
@@ -169,13 +170,6 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
     if missing:
         raise ModelSourceError(f"{folder}: {index.name} lists {missing[0]} in {held[missing[0]]}, which lacks it.")
     return Checkpoint(files, shapes, types)
-
-
-def streamed_model(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Any, tuple[str, ...]]:
-    """Return a model that reads a layer's weights when the layer is called, with notes on the weights."""
-    model, readers, remarks = unread_model(found, checkpoint, dtype)
-    stream_layers(model, readers)
-    return model, remarks
 
 
 def unread_model(

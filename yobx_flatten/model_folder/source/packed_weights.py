@@ -204,14 +204,6 @@ class KeyDifferences:
     # names of weights that have another shape in the folder, with that shape and the class's
     reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
-    @classmethod
-    def of_loading(cls, found: Any) -> KeyDifferences:
-        """Make an instance from what ``from_pretrained(..., output_loading_info=True)`` returns."""
-        shapes = sorted((name, tuple(stored), tuple(wanted)) for name, stored, wanted in found["mismatched_keys"])
-        reshaped = {name for name, _, _ in shapes}
-        missing = sorted(name for name in found["missing_keys"] if name not in reshaped)
-        return cls(tuple(missing), tuple(sorted(found["unexpected_keys"])), tuple(shapes))
-
     def check(
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
@@ -260,7 +252,9 @@ def load_stored(
         torch.manual_seed(seed)
         # ignore_mismatched_sizes: weights with other shapes are listed in `found` instead of an error
         loaded, found = kind.from_pretrained(folder, **options, ignore_mismatched_sizes=True, output_loading_info=True)
-    differences = KeyDifferences.of_loading(found)
+    reshaped = sorted((key, tuple(stored), tuple(wanted)) for key, stored, wanted in found["mismatched_keys"])
+    missing = sorted(set(found["missing_keys"]) - {key for key, _, _ in reshaped})
+    differences = KeyDifferences(tuple(missing), tuple(sorted(found["unexpected_keys"])), tuple(reshaped))
     differences.check(name, type(loaded).__qualname__, choice, failure, option=option)
     return loaded, differences
 

@@ -183,7 +183,6 @@ class FileModel(ModelWithoutWeights):
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
     def _weights(self, cache: FileCache, count: int) -> dict[str, Any]:
-        """Return the attention weights of a call by layer, with the heads that the files return."""
         found = {} if cache.state is None else cache.state.weights
         if not found:
             return {}
@@ -375,7 +374,6 @@ class FileModel(ModelWithoutWeights):
         return Seq2SeqLMOutput(logits=kept, encoder_last_hidden_state=encoder_outputs[0], **filled)
 
     def _check_counted(self, name: str, given: torch.Tensor | None, cache: FileCache, tokens: torch.Tensor) -> None:
-        """Raise InvalidArgumentError if positions differ from those that the files count."""
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
@@ -432,7 +430,6 @@ class FileModel(ModelWithoutWeights):
         return scores[:, -count:]
 
     def _check_types(self, cache: FileCache, given: torch.Tensor) -> None:
-        """Raise InvalidArgumentError if token types differ from those that are passed to the files."""
         state = cache.state
         assert state is not None
         own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
@@ -462,7 +459,6 @@ def _stated(steps: Steps) -> Mapping[str, Any]:
 
 
 def _taken(steps: Steps) -> dict[str, Any]:
-    """Return the arguments of a call that the files read, with their defaults."""
     parts = steps.parts
     if parts.encoder is None:
         found = _defaults(FileModel._read_text)

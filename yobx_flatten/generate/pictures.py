@@ -227,7 +227,6 @@ class Tiles:
         return torch.cat(tuple(found))
 
     def _counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
-        """Return the number of tiles of each picture, including the whole picture."""
         config, pack = self._config_and_pack()
         count_of = vars(sys.modules[pack.__module__])["image_size_to_num_patches"]
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]

@@ -223,7 +223,6 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
 
 
 def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    """Raise GenerationError if a forced or forbidden token is not in the vocabulary."""
     for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
         for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
             if isinstance(vocabulary, int) and token >= vocabulary:

@@ -183,7 +183,6 @@ class Steps:
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
     def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
-        """Raise InvalidArgumentError for sound and pictures that the encoder would ignore."""
         assert self.parts.encoder is not None
         unread = [name for name in given if name not in self.parts.encoder.ports]
         if "pixel_values" not in given:

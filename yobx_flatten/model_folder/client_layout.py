@@ -134,7 +134,6 @@ def _point_to(path: pathlib.Path, data: str) -> None:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Yield the tensors of a graph and of its subgraphs."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
@@ -170,8 +169,6 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
 
 
 class _Weights:
-    """The weights of both files, without duplicates."""
-
     def __init__(self) -> None:
         self.values: dict[str, ir.Value] = {}
         self.tensors: dict[str, Any] = {}

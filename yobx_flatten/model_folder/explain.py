@@ -117,7 +117,6 @@ def _exported_again(
 
 
 def _options_of(file: pathlib.Path) -> dict[str, Any]:
-    """Return the export options that can be read from a file."""
     opsets = read_onnx(file, failure=DamagedFileError).opset_import
     version = next(one.version for one in opsets if one.domain in ("", "ai.onnx"))
     return {"opset_version": version, "optimize": "onnxruntime" if shared_inputs(file) else None}

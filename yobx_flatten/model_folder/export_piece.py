@@ -97,7 +97,6 @@ def _written(
     quantization: Quantization | None,
     adapters: Sequence[Adapter],
 ) -> ExportReport:
-    """Export a piece with the runtime of the folder, or with ``torch.export`` alone."""
     shapes: Any = piece.dynamic_shapes
     if options.batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)

@@ -44,7 +44,6 @@ def check_genai(model: TransformersModel, task: str) -> None:
 
 
 def _tokens(model: TransformersModel) -> dict[str, Any]:
-    """Return the special tokens; the end token is used for padding if the model has no padding token."""
     config, generation = model.config.get_text_config(decoder=True), model.generation_config
     ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     first_end = ends[0] if isinstance(ends, list) else ends

@@ -188,7 +188,6 @@ def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
 
 
 def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, proof: Proof) -> None:
-    """Raise an error for a model whose files could not be checked, or could not generate like the model."""
     if options.largest is not None:
         options.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):

@@ -340,7 +340,6 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 
 
 def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
-    """Return the difference of a spectrogram to the model's, and whether it is small enough."""
     manifest = opened.manifest
     stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
     # the difference of a frame adds to the differences of the frames after it

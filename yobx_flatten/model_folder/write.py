@@ -172,8 +172,6 @@ def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
 
 @dataclasses.dataclass
 class _Made:
-    """The files that were written so far."""
-
     work: pathlib.Path  # the hidden folder
     reports: dict[str, ExportReport] = dataclasses.field(default_factory=dict)  # by file name
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # paths of stored cases, by file name
@@ -187,7 +185,6 @@ class _Made:
 
 
 def _write_files(plan: FolderPlan, made: _Made) -> None:
-    """Export each piece, and store its cases."""
     options, model, work = plan.options, plan.model, made.work
     for piece in plan.pieces:
         name = piece.stem + options.suffix
@@ -223,7 +220,6 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
 
 
 def _write_cases(plan: FolderPlan, made: _Made) -> None:
-    """Store the model's generated tokens, if the folder generates."""
     if plan.task not in (*GENERATES, *SPEAKS) or plan.proof == "none":
         return
     model, options, work = plan.model, plan.options, made.work
@@ -332,7 +328,6 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
 
 
 def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
-    """Verify the folder, and write its card if weights are quantised."""
     logger.info("verifying the folder", extra={**STEP, "share": 0.8})
     with made.first.timed("verify"):
         verified = verify_folder(made.work, trust=True)  # this process wrote the files
@@ -345,7 +340,6 @@ def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> Folder
 
 
 def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, options: FolderOptions) -> OpenedModel:
-    """Return the model, or load the named one."""
     dtype, weights, unmatched = options.dtype, options.weights, options.unmatched_weights
     if isinstance(model, (str, os.PathLike, FoundModel)):
         found = (

@@ -168,7 +168,6 @@ class SoundDecoder(text.NextDecoder):
 
 
 def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
-    """Return a bool tensor of shape (vocabulary,): whether each token is in a list."""
     found = torch.zeros(vocabulary, dtype=torch.bool)
     found[[token for token in tokens or () if 0 <= token < vocabulary]] = True
     return found

@@ -121,7 +121,6 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
 
 def _check_splits(model: TransformersModel) -> None:
-    """Raise GenerationError if no separate module of the model reads the text."""
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
         raise GenerationError(

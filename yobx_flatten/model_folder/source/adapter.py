@@ -242,7 +242,6 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
 
 
 def _check_kind(config: Any, folder: pathlib.Path) -> None:
-    """Raise InvalidArgumentError if an adapter is more than a product of two matrices that is added to a layer."""
     if config.peft_type.value != "LORA":
         raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
     for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):

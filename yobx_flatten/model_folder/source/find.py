@@ -117,7 +117,6 @@ class FoundModel:
                 return made.to(wanted).eval(), () if self.folder is None else (random,)
 
     def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-        """Return the model, with its adapter merged, and the notes on both."""
         if self.adapter is None:
             return model.eval(), remarks
         model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)

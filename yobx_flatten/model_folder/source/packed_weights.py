@@ -171,7 +171,6 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
 
 
 def _configs(stated: Any) -> Iterator[str]:
-    """Yield the names of all configurations inside a configuration."""
     if not isinstance(stated, Mapping):
         return
     name = stated.get("_type")

@@ -63,10 +63,9 @@ class EncoderOfFiles(torch.nn.Module):
         """Run the encoder's file; ``read`` is its main input."""
         # for word times, Whisper's loop passes output_attentions to the encoder and to the decoder
         known = {"return_dict", "output_attentions"} if self.steps.heads else {"return_dict"}
-        asked = [name for name, value in others.items() if value is not None and value is not False]
-        refused = [name for name in asked if name not in known]
-        if refused:
-            raise InvalidArgumentError(f"{refused[0]}: the encoder's file returns features only. Leave this out.")
+        for name, value in others.items():
+            if value is not None and value is not False and name not in known:
+                raise InvalidArgumentError(f"{name}: the encoder's file returns features only. Leave this out.")
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
             given |= {self.main_input_name: read}
@@ -193,7 +192,7 @@ class FileModel(ModelWithoutWeights):
         return {"cross_attentions": tuple(made), "decoder_attentions": ()}
 
     def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the generation settings of a call: those of the folder, changed by the call's arguments."""
+        """Return the folder's generation settings, changed by the arguments of the call."""
         config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
         if not isinstance(config, GenerationConfig):
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Find the first node of an exported folder whose values differ from those of its model."""
+"""Find the first node of an exported folder whose values differ from the model's."""
 
 from __future__ import annotations
 

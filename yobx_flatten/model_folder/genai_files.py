@@ -1,4 +1,4 @@
-"""Write the configuration files of onnxruntime-genai: ``genai_config.json``, and that of its audio processor.
+"""Write the configuration files of onnxruntime-genai: ``genai_config.json`` and ``audio_processor_config.json``.
 
 .. code-block:: text
 

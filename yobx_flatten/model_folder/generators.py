@@ -47,7 +47,7 @@ def open_generator(
         GenerationError: when there is no such folder, it is for a task that generates nothing, it has no files for the
             runtime, or files of ExecuTorch are open in another number of threads.
         MissingDependencyError: when the runtime is not installed.
-        DamagedFileError: when a file is not the one that was exported.
+        DamagedFileError: when a file changed after the export.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
 
     >>> import tempfile

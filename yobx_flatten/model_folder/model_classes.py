@@ -65,7 +65,7 @@ class FolderModel:
             InvalidArgumentError: when the folder is for another task, or there is no such runtime.
             GenerationError: when there is no such folder, or it has no files for the runtime.
             MissingDependencyError: when transformers or the runtime is not installed.
-            DamagedFileError: when a file is not the one that was exported.
+            DamagedFileError: when a file changed after the export.
             UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")

@@ -268,9 +268,9 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
             distance.add_text(case.outputs, text_losses(scores, case.inputs["input_ids"]))
             continue
         outputs = runner.run({name: case.inputs[name] for name in runner.ports})
-        missing = [name for name in case.outputs if name not in outputs]
-        if missing:
-            raise ReplayError(f"{runner.name} has no output {missing[0]}.")
+        missing = next((name for name in case.outputs if name not in outputs), None)
+        if missing is not None:
+            raise ReplayError(f"{runner.name} has no output {missing}.")
         padding = Padding()
         padding.next_call(case.inputs)
         expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}
@@ -349,7 +349,7 @@ def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
 
 
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
-    """Generate with the files of a folder, and count the tokens that are not those of the eager model.
+    """Generate with the files of a folder, and count the tokens that differ from the eager model's.
 
     Rounding may change the order of two scores that are almost equal (a tie), mostly in half precision; the row then
     continues with a different text. So a row is excused if its first different token is a tie. Quantized weights also

@@ -337,11 +337,12 @@ def image_size(config: Any) -> tuple[int, int]:
 
 
 def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
-    missing = [name for name in ("num_mel_bins", "max_source_positions") if not hasattr(model.config, name)]
-    if missing:
+    names = ("num_mel_bins", "max_source_positions")
+    missing = next((name for name in names if not hasattr(model.config, name)), None)
+    if missing is not None:
         raise GenerationError(
             f"{type(model).__qualname__} is an audio encoder-decoder unlike Whisper: its configuration has no "
-            f"{missing[0]}, so folders do not support it. Record a call and export that:\n    with "
+            f"{missing}, so folders do not support it. Record a call and export that:\n    with "
             "record_calls(model) as calls: model.generate(...)"
         )
     # the encoder halves the number of frames, and accepts only this number

@@ -121,10 +121,11 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
 
 def _check_splits(model: TransformersModel) -> None:
-    kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
-    if kinds and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
+    takes = inspect.signature(model.forward).parameters
+    types = next((name for name in takes if name.endswith("token_type_ids")), None)
+    if types is not None and not GridVisionEncoder.fits(model) and not BlockwiseDecoder.fits(model):
         raise GenerationError(
-            f"{type(model).__qualname__} needs {kinds[0]} to mark image tokens. Exported vision-language files have "
+            f"{type(model).__qualname__} needs {types} to mark image tokens. Exported vision-language files have "
             "no such input."
         )
     if language_model_of(model) is None:

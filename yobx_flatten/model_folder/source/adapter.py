@@ -33,10 +33,10 @@ def holds_adapter(folder: pathlib.Path) -> bool:
     if not (folder / ADAPTER).is_file():
         return False
     files = [path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
-    more = sorted(set(files) - set(_WEIGHTS))
-    if more:
+    other = min(set(files) - set(_WEIGHTS), default=None)
+    if other is not None:
         raise ModelSourceError(
-            f"{folder} holds an adapter ({ADAPTER}) and also weights of a model ({more[0]}). Remove one of them."
+            f"{folder} holds an adapter ({ADAPTER}) and also weights of a model ({other}). Remove one of them."
         )
     return True
 

@@ -165,12 +165,12 @@ class FoundModel:
         """Raise ModelSourceError if a folder has weights only in a format that is not read."""
         if self.folder is None or self.unmatched_weights == "random":
             return
-        files = sorted(path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
-        if files and files[0].endswith(GGUF):
-            raise ModelSourceError(f"{self.name} holds {files[0]}. Name that file: {self.folder / files[0]}")
-        if files:
+        file = min((path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}")), default=None)
+        if file is not None and file.endswith(GGUF):
+            raise ModelSourceError(f"{self.name} holds {file}. Name that file: {self.folder / file}")
+        if file is not None:
             raise ModelSourceError(
-                f"{self.name} contains {files[0]}, but only safetensors and pytorch_model.bin can be read. Load the "
+                f"{self.name} contains {file}, but only safetensors and pytorch_model.bin can be read. Load the "
                 "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
                 'unmatched_weights="random" (--unmatched-weights random)'
             )

@@ -166,9 +166,9 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
                     files[key], shapes[key], types[key] = folder / name, weight.get_shape(), weight.get_dtype()
     except OSError as error:
         raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
-    missing = sorted(held.keys() - files.keys()) if index.is_file() else []
-    if missing:
-        raise ModelSourceError(f"{folder}: {index.name} lists {missing[0]} in {held[missing[0]]}, which lacks it.")
+    missing = min(held.keys() - files.keys(), default=None) if index.is_file() else None
+    if missing is not None:
+        raise ModelSourceError(f"{folder}: {index.name} lists {missing} in {held[missing]}, which lacks it.")
     return Checkpoint(files, shapes, types)
 
 

@@ -175,11 +175,11 @@ def choose_quantization(
             f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
             "Leave quantize out."
         )
-    others = [dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")]
-    if others:
+    other = next((dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")), None)
+    if other is not None:
         raise InvalidArgumentError(
-            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has "
-            f"{others[0]} weights. Convert them first: model.float()"
+            f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has {other} "
+            "weights. Convert them first: model.float()"
         )
     if chosen.activations in ("split", "token") and "float16" in facts.matrix_types:
         raise InvalidArgumentError(

@@ -52,7 +52,7 @@ class Traced:
     program: ExportedProgram
     input_names: list[str]  # names of the inputs of the graph, in order
     output_names: list[str]  # names of the outputs of the graph, in order
-    output_types: list[torch.dtype | None]  # dtypes of the outputs; `None` for outputs that are not tensors
+    complex_outputs: list[str]  # names of complex outputs, which files return as pairs of real numbers
     written: Sequence[str]  # buffers and parameters that the program writes to; the program has its own copies
     drawing: Sequence[str]  # operators that draw random numbers
     # functions that read the weights without data in the program, by name of the weight
@@ -71,12 +71,6 @@ class Traced:
     constant_outputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     # whether the program asserts equalities of numbers that depend on tensor values, which files cannot assert
     asserts_values: bool = False
-
-    @property
-    def complex_outputs(self) -> list[str]:
-        """Return the complex outputs, which files return as pairs of real numbers."""
-        types = zip(self.output_names, self.output_types, strict=True)
-        return [name for name, dtype in types if dtype is not None and dtype.is_complex]
 
     @property
     def presents(self) -> dict[str, str]:
@@ -110,7 +104,10 @@ class Traced:
                 "always returns the value of the example, and a file returns tensors only."
             )
         if self.drawing:
-            found.append(f"the model draws random numbers ({', '.join(self.drawing)}): the program had the same seed.")
+            operators = ", ".join(self.drawing)
+            found.append(
+                f"the model draws random numbers ({operators}): model and program were compared with one seed."
+            )
         for device, dtype in _autocasts(self.program):
             found.append(
                 f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
@@ -235,11 +232,10 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     values = _output_values(program, outputs)
     returned = pytree.tree_unflatten(values, program.call_spec.out_spec)
-    names, fixed_outputs = _in_graph(output_names(returned, example.names), outputs)
-    of_graph = [
-        value for value, spec in zip(values, outputs, strict=True) if not isinstance(spec.arg, ConstantArgument)
-    ]
-    types = [getattr(value, "dtype", None) for value in of_graph]
+    every = output_names(returned, example.names)
+    names, fixed_outputs = _in_graph(every, outputs)
+    rows = zip(every, values, strict=True)
+    complex_outputs = [name for name, value in rows if isinstance(value, torch.Tensor) and value.is_complex()]
     inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
     given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
     constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
@@ -249,7 +245,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     largest = {} if example.bounds is not None else _largest(program, example)
     sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
     fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
-    return Traced(program, inputs, names, types, written, drawing, readers, left, **sizes, **fixed)
+    return Traced(program, inputs, names, complex_outputs, written, drawing, readers, left, **sizes, **fixed)
 
 
 @contextlib.contextmanager

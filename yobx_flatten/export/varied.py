@@ -403,13 +403,14 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
         if isinstance(one, torch.Tensor) and one.shape == other.shape and one.shape[:1] == (rows,)
     }
     name = max(far, key=far.__getitem__, default="")
-    if not far or far[name] <= tolerance:
+    difference = far.get(name, 0.0)
+    if difference <= tolerance:
         return ""
     way = ""
     if callable(getattr(module, "set_attn_implementation", None)):
         way = ' Another kernel may not: model.set_attn_implementation("eager")'
     return (
-        f"The model itself changes a row's output by {far[name]:.1e} (output {name!r}) when another row is padded, so "
+        f"The model itself changes a row's output by {difference:.1e} (output {name!r}) when another row is padded, so "
         f"no file agrees with the model at every mask.{way}"
     )
 

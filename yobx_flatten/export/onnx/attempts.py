@@ -117,9 +117,10 @@ def write_proven(
             if "GroupQueryAttention" in report.operators:
                 report.remark(_SEVERAL_ROWS)
             return
-        name, difference, most = failed[0].worst(report.tolerance)
-        reason = failed[0].error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
-        report.remark(f"{attempt} was left out: {failed[0].case}: {reason}")
+        result = failed[0]
+        name, difference, most = result.worst(report.tolerance)
+        reason = result.error or f"{name} differs by {difference:.1e}, allowed {most:.1e}"
+        report.remark(f"{attempt} was left out: {result.case}: {reason}")
         del report.cases[done:]
 
 
@@ -263,10 +264,10 @@ def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:
     error = failure.__cause__ or failure
     reported = f"{type(error).__name__}: {first_line(error)[:300]}"
     weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
-    half = sorted(weights & {"bfloat16", "float16"})
-    if "NOT_IMPLEMENTED" in reported and half:
+    half = next((dtype for dtype in ("bfloat16", "float16") if dtype in weights), None)
+    if "NOT_IMPLEMENTED" in reported and half is not None:
         reported += (
-            f"\nonnxruntime lacks kernels for {half[0]} on the CPU, so the file cannot be checked there. Export in "
+            f"\nonnxruntime lacks kernels for {half} on the CPU, so the file cannot be checked there. Export in "
             'float32 (or float16), or keep it for another provider:\n    keep_failed="a folder"'
         )
     return reported

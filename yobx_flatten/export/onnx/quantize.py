@@ -169,8 +169,11 @@ def _quantized_table(
     if grid is not None:
         matrix = keep_integers(graph, value, grid, transposed=True)
     elif quantization.weights != "keep" and size >= _TABLE:
-        matrix = round_table(graph, value)
-        found.tables += matrix is not None
+        width = value.const_value.shape[1]
+        block = next((block for block in _TABLE_BLOCKS if width % block == 0), None)
+        if block is not None:
+            matrix = round_to_8_bits(graph, value, block, transposed=True, is_table=True)
+            found.tables += 1
     if matrix is not None:
         found.add(value, matrix.nbytes, None if grid is None else grid.bits)
     return matrix
@@ -478,13 +481,6 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
     nbytes = sum(one.const_value.nbytes for one in made)
     parts = [made[0], cast_value(graph, made[1], tensor.dtype)]
     return StoredMatrix(8, size, rows, columns, parts, nbytes, is_half=tensor.dtype.name == "FLOAT16")
-
-
-def round_table(graph: Any, value: Any) -> StoredMatrix | None:
-    """Add an 8-bit embedding table to a graph; ``None`` if its rows are not a multiple of the block size."""
-    width = value.const_value.shape[1]
-    size = next((size for size in _TABLE_BLOCKS if width % size == 0), None)
-    return None if size is None else round_to_8_bits(graph, value, size, transposed=True, is_table=True)
 
 
 def _read(tensor: Any, transposed: bool) -> Floats:

@@ -132,8 +132,10 @@ def _quantize_by_token(
     import onnx_ir as ir
 
     with report.timed("quantize"):
-        model = ir.load(file.path)
-        found = products_by_token(file, model, quantization, source)
+        model, found = ir.load(file.path), QuantizedWeights()
+        groups = _grouped(products_of(model, quantization))
+        for group in _with_moments(groups, file, model.graph, quantization, source):
+            _replace(group, model, found)
         found = quantize_model(model, quantization, report, grids=grids, found=found)
     quality = _measured(model, found, file, quantization, source, report, []) if source.cases else None
     is_asked = quantization.activations == "token"
@@ -248,7 +250,7 @@ _STEPS, _MIDDLE = 127, 128  # activations are stored as uint8 with the zero poin
 class _Group:
     """Matrices that multiply the same inputs; the channels of these inputs get the same divisors."""
 
-    nodes: list[Any] = dataclasses.field(default_factory=list)
+    nodes: list[tuple[Any, tuple[str, bool]]] = dataclasses.field(default_factory=list)  # with the key of its weight
     weights: dict[tuple[str, bool], Any] = dataclasses.field(default_factory=dict)
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     moments: torch.Tensor | None = None  # sum of the second moments of the inputs on the calibration text
@@ -260,27 +262,14 @@ class _Group:
         self.inputs |= other.inputs
 
 
-def products_by_token(
-    file: UnprovenFile, model: ir.Model, quantization: Quantization, source: Source
-) -> QuantizedWeights:
-    """In the registration ``with`` block, quantize matrix products whose weights no other node reads, in place.
-
-    A calibration text decides the divisors of channels and the rounding; without a text, there are no divisors.
-    """
-    found = QuantizedWeights()
-    groups = _grouped(products_of(model, quantization))
-    for group in _with_moments(groups, file, model.graph, quantization, source):
-        _replace(group, model, found)
-    return found
-
-
 def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
     """Group products with common inputs or common weights, since layers may share their weights (ALBERT)."""
     groups: list[_Group] = []
     products = [(node, weight) for node, weight in products if weight[0].uses() and _is_own(weight[0])]
     for node, (value, transposed) in products:
         x = node.inputs[0]
-        joined = _Group([node], {(value.name, transposed): value}, {x.name: x})
+        key = value.name, transposed
+        joined = _Group([(node, key)], {key: value}, {x.name: x})
         for group in [one for one in groups if one.weights.keys() & joined.weights or x.name in one.inputs]:
             joined.add(group)
             groups.remove(group)
@@ -346,20 +335,12 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
         found.blocks[0] = found.blocks.get(0, 0) + numbers.size
         found.by_token += 1
     divided: dict[Any, Any] = {}
-    for node in group.nodes:
-        value, transposed = _weight_of(node, group)
+    for node, key in group.nodes:
         made = _divided(node, channels, graph, divided)
-        _put(node, made, divided[node.graph, node.inputs[0]], stored[value.name, transposed], graph)
+        _put(node, made, divided[node.graph, node.inputs[0]], stored[key], graph)
     for (name, _), value in group.weights.items():
         if not value.uses() and name in graph.initializers:
             del graph.initializers[name]
-
-
-def _weight_of(node: Any, group: _Group) -> tuple[Any, bool]:
-    value = node.inputs[1]
-    before = value.producer()
-    value = value if before is None else before.inputs[0]
-    return next((found, key[1]) for key, found in group.weights.items() if found is value)
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:

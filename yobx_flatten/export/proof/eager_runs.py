@@ -120,8 +120,7 @@ def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
+def _naming(case: Case, module: torch.nn.Module, step: int) -> contextlib.AbstractContextManager[None]:
     def stopped(error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
         known = f"\n{explanation}" if explanation.known and not isinstance(error, FlattenError) else ""
@@ -130,8 +129,7 @@ def _naming(case: Case, module: torch.nn.Module, step: int) -> Iterator[None]:
             f"({type(error).__name__}: {first_line(error)}).{known}"
         )
 
-    with raised_as(stopped):
-        yield
+    return raised_as(stopped)
 
 
 Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]

@@ -133,12 +133,9 @@ class ByName:
 class InPlace(ByName):
     """A file whose runtime updates the KV cache in place; each call of a case continues with that cache."""
 
+    _runner: CheckedRunner
     _written: InPlaceCache | None = None  # the cache after the last call
     _goes_on = False  # whether the next call continues with this cache
-
-    def __init__(self, runner: CheckedRunner, *names: Any) -> None:
-        super().__init__(runner, *names)
-        self._steps = runner
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the inputs of the next call, which continues with the cache in the runtime."""
@@ -146,7 +143,7 @@ class InPlace(ByName):
         return super().feed_back(kwargs, outputs)
 
     def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        runner, slots = self._steps, {slot.port.name: slot.present for slot in self._steps.slots}
+        runner, slots = self._runner, {slot.port.name: slot.present for slot in self._runner.slots}
         goes_on, self._goes_on = self._goes_on, False
         cache = self._written if goes_on else runner.cache({name: inputs[name] for name in slots})
         assert cache is not None

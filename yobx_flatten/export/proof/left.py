@@ -323,7 +323,10 @@ def own_written_state(program: ExportedProgram, written: Collection[str]) -> Non
     for name in written:
         # a buffer with persistent=False is in `constants`
         held = program.state_dict if name in program.state_dict else program.constants
-        held[name] = _copy(held[name])
+        copied = held[name].detach().clone()
+        if isinstance(held[name], torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=held[name].requires_grad)
+        held[name] = copied
 
 
 def draws_random_numbers(program: ExportedProgram) -> list[str]:
@@ -344,10 +347,3 @@ def _is_switched_off(target: object, program: ExportedProgram) -> bool:
         if all(given.get(a.name, a.default_value) not in (False, 0) for a in named):
             return False
     return True
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone()
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy

@@ -354,13 +354,11 @@ class Padding:
 
     def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
         """Return the leaves of nested outputs without padded positions, each flattened for a comparison."""
-        return [self._kept(*row) for row in zip(names, pytree.tree_leaves(tree), strict=True)]
-
-    def _kept(self, name: str, value: Any) -> Any:
-        hidden, axis = self._hidden(name, value)
-        if hidden is None:
-            return value
-        return value.movedim(axis, 1)[~hidden.to(value.device)]
+        kept = []
+        for name, value in zip(names, pytree.tree_leaves(tree), strict=True):
+            hidden, axis = self._hidden(name, value)
+            kept.append(value if hidden is None else value.movedim(axis, 1)[~hidden.to(value.device)])
+        return kept
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
         """Return the padded positions of shape (batch, positions), and the axis of the positions in ``value``."""

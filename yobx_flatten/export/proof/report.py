@@ -126,10 +126,8 @@ class ExportReport(Report):
     @property
     def ok(self) -> bool:
         """Whether all differences are within the tolerance, including the differences of quantized files."""
-        return self._within and all(quality.ok for quality in self._qualities())
-
-    def _qualities(self) -> list[Quality]:
-        return [*([] if self.quality is None else [self.quality]), *self.of_adapters.values()]
+        is_close = self.quality is None or self.quality.ok
+        return self._within and is_close and all(quality.ok for quality in self.of_adapters.values())
 
     @property
     def _within(self) -> bool:

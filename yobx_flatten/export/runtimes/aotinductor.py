@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ...errors import FlattenError, MissingDependencyError, ReplayError
 from ...errors.failures import result_or
@@ -218,8 +218,9 @@ def lift_sizes(module: GraphModule) -> None:
         }
         step: Any = getattr(module, body.target)
         lifted = []
-        for source, axis, size in _sizes((*start, *given)):
-            if size.node.expr not in symbols:
+        axes = ((one, axis, size) for one in (*start, *given) for axis, size in enumerate(one.meta["val"].shape))
+        for source, axis, size in axes:
+            if not isinstance(size, torch.SymInt) or size.node.expr not in symbols:
                 continue
             symbols.discard(size.node.expr)
             with module.graph.inserting_before(node):
@@ -235,15 +236,6 @@ def lift_sizes(module: GraphModule) -> None:
             changed = True
     if changed:
         module.recompile()
-
-
-def _sizes(tensors: tuple[Node, ...]) -> list[tuple[Node, int, torch.SymInt]]:
-    return [
-        (tensor, axis, size)
-        for tensor in tensors
-        for axis, size in enumerate(tensor.meta["val"].shape)
-        if isinstance(size, torch.SymInt)
-    ]
 
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -302,12 +294,8 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     with quietly("torch._subclasses.fake_tensor", logging.CRITICAL), torch.no_grad(), mode:
         pairs = zip(values, [*weights, *shapes.values()], strict=True)
         given = [torch.empty(shape, dtype=value.dtype, device=value.device) for value, shape in pairs]
-        return result_or(lambda: _takes(program, given), lambda error: False)  # operators raise many classes of errors
-
-
-def _takes(program: ExportedProgram, given: list[torch.Tensor]) -> bool:
-    torch.fx.Interpreter(program.graph_module).run(*given)
-    return True
+        run = functools.partial(torch.fx.Interpreter(program.graph_module).run, *given)
+        return not isinstance(result_or(run, lambda error: error), Exception)  # operators raise many classes of errors
 
 
 def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:

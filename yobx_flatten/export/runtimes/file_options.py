@@ -88,10 +88,9 @@ class FileOptions:
 
     def check_suffix(self) -> None:
         """Refuse a path without the file suffix of the runtime."""
-        if self.path.suffix != RUNTIMES[self.runtime][0]:
-            raise InvalidArgumentError(
-                f"{self.caller} writes files with the suffix {RUNTIMES[self.runtime][0]}, not {self.path}."
-            )
+        suffix = RUNTIMES[self.runtime][0]
+        if self.path.suffix != suffix:
+            raise InvalidArgumentError(f"{self.caller} writes files with the suffix {suffix}, not {self.path}.")
 
 
 def check_libraries(runtime: str, caller: str) -> None:

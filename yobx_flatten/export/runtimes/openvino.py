@@ -29,11 +29,6 @@ from ..quantization import Quantization
 from ..traced import Traced
 
 
-def has_growing_cache(traced: Traced) -> bool:
-    """Return whether a program takes keys and values, and returns them with those of new tokens appended."""
-    return any(name.endswith((".key", ".value")) for name in traced.presents)
-
-
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
     """Convert a program to OpenVINO and write the files. Call it in the registration ``with`` block."""
     # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use
@@ -145,7 +140,7 @@ def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
 def copied_states(path: pathlib.Path) -> list[str]:
     """Return the names of cache tensors that OpenVINO copies in each call instead of updating them in place."""
     openvino = import_openvino()
-    with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile it: {last_line(error)}")):
+    with raised_as(lambda error: FlattenError(f"OpenVINO cannot compile the model: {last_line(error)}")):
         compiled = openvino.Core().compile_model(read_model(path), "CPU", dict(FLOAT32))
     found = []
     for node in compiled.get_runtime_model().get_ops():

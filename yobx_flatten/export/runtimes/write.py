@@ -135,8 +135,9 @@ class _Job:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether to try a cache that is updated in place."""
-        return self.options.cache == "in_place" and openvino.has_growing_cache(self.source.traced)
+        """Whether to try a cache that is updated in place: the program must take and return keys and values."""
+        returns_cache = any(name.endswith((".key", ".value")) for name in self.source.traced.presents)
+        return self.options.cache == "in_place" and returns_cache
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
         """Write a file whose runtime updates the cache in place; if that fails, the report has the reason."""
@@ -149,12 +150,12 @@ class _Job:
             reason = f"{kind}{first_line(made)}"
         else:
             self.replay(trust=trust, more=self._small_cases())
-            failed = report.failed()
-            if not failed:
+            failed = next(iter(report.failed()), None)
+            if failed is None:
                 report.in_place = made
                 report.remark(f"{library} writes the cache in place: calls do not return it.")
                 return True
-            reason = f"{failed[0].case}: {failed[0].error or f'it differs by {failed[0].max_difference:.1e}'}"
+            reason = f"{failed.case}: {failed.error or f'it differs by {failed.max_difference:.1e}'}"
         report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
         del report.cases[done:]
         return False
@@ -238,12 +239,12 @@ def _pte(job: _Job) -> None:
             report.remarks = remarks
             report.remark(f"kernels of {backend} were left out: {first_line(error)}")
             continue
-        failed = report.failed()
-        if not failed or last:
+        failed = next(iter(report.failed()), None)
+        if failed is None or last:
             return
-        reason = failed[0].error or f"it differs by {failed[0].max_difference:.1e}"
+        reason = failed.error or f"it differs by {failed.max_difference:.1e}"
         report.remarks = remarks
-        report.remark(f"kernels of {backend} were left out: {failed[0].case}: {reason}")
+        report.remark(f"kernels of {backend} were left out: {failed.case}: {reason}")
         report.cases.clear()
 
 

@@ -141,11 +141,11 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     """Replace ``softmax(scores + mask) @ value`` by one operator; return whether the nodes had this form."""
     import onnx_ir as ir
 
-    product = only_reader(_through_cast(softmax.outputs[0]), "MatMul")
+    # models in half precision compute the softmax in float32, between two casts
+    cast, cast_back = producer(input_of(softmax, 0), "Cast"), only_reader(softmax.outputs[0], "Cast")
+    product = only_reader((softmax if cast_back is None else cast_back).outputs[0], "MatMul")
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
-    # models in half precision compute the softmax in float32
-    cast = producer(input_of(softmax, 0), "Cast")
     scores, mask = input_of(softmax, 0) if cast is None else input_of(cast, 0), None
     parts, added = match_scores(scores), producer(scores, "Add")
     # the terms of the sum may have either order
@@ -239,11 +239,3 @@ def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: 
     if not isinstance(queries, int) or not isinstance(keys, int) or not isinstance(values, int):
         return False
     return keys == values and queries % keys == 0
-
-
-# -- nodes and values ------------------------------------------------------------------------------------------------
-
-
-def _through_cast(value: ir.Value) -> ir.Value:
-    cast = only_reader(value, "Cast")
-    return value if cast is None else cast.outputs[0]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX data type: 1 is float32, 10 is float16
 
 
-def share_cache(model: ir.Model) -> bool:
+def share_cache(model: ir.Model) -> None:
     """Replace each ``Attention`` node that takes and returns a KV cache by ``GroupQueryAttention``, in place."""
     import onnx_ir.passes.common as passes
 
@@ -44,7 +44,7 @@ def share_cache(model: ir.Model) -> bool:
     mask = inputs.get("attention_mask")
     # the number of earlier tokens is the length of the mask minus the number of new tokens, so both have to be inputs
     if tokens is None or mask is None or mask.shape is None or len(mask.shape) != 2:
-        return False
+        return
     sinks = fuse_sinks(graph)
     if sinks:
         passes.RemoveUnusedNodesPass()(model)  # unused nodes that repeat keys would count as readers of the cache
@@ -53,7 +53,7 @@ def share_cache(model: ir.Model) -> bool:
     if not set(sinks) <= set(nodes):
         raise ValueError("attention sinks need the operator GroupQueryAttention, whose cache no other node may read")
     if not nodes:
-        return False
+        return
     lengths = _Lengths(graph, tokens, mask)
     pasts = [input_of(node, place) for node in nodes for place in (4, 5)]
     for node in nodes:
@@ -70,7 +70,6 @@ def share_cache(model: ir.Model) -> bool:
     passes.RemoveUnusedNodesPass()(model)
     model.opset_imports["com.microsoft"] = 1
     model.metadata_props[SHARED_CACHE] = ",".join(str(past.name) for past in pasts)
-    return True
 
 
 def shared_inputs(path: str | os.PathLike[str]) -> list[str]:

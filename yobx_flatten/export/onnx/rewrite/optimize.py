@@ -133,6 +133,7 @@ def keep_last_scores(model: ir.Model) -> None:
     The decoder of an encoder-decoder model reads few tokens at the start, so it gets no such input. A file that does
     not return its cache (``loop=False``) scores texts, and needs all logits.
     """
+    import numpy
     import onnx_ir as ir
 
     graph = model.graph
@@ -146,7 +147,8 @@ def keep_last_scores(model: ir.Model) -> None:
     if not path:
         return
     hidden = input_of(path[-1], 0)
-    kept = _kept_scores()
+    none = ir.tensor(numpy.array(0, dtype=numpy.int64), name=KEPT_SCORES)
+    kept = ir.Value(name=KEPT_SCORES, type=ir.TensorType(none.dtype), shape=ir.Shape([]), const_value=none)
     graph.inputs.append(kept)
     graph.register_initializer(kept)
     numbers = {"zero": [0], "end": [2**63 - 1], "axis": [1]}
@@ -162,14 +164,6 @@ def keep_last_scores(model: ir.Model) -> None:
     for value in (cut.outputs[0], *(node.outputs[0] for node in path)):
         assert value.shape is not None  # see `_path_to_head`
         value.shape = ir.Shape([value.shape[0], _AXIS, *value.shape[2:]])
-
-
-def _kept_scores() -> ir.Value:
-    import numpy
-    import onnx_ir as ir
-
-    tensor = ir.tensor(numpy.array(0, dtype=numpy.int64), name=KEPT_SCORES)
-    return ir.Value(name=KEPT_SCORES, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)
 
 
 def _path_to_head(scores: ir.Value) -> list[ir.Node]:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,17 +72,11 @@ def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
     node.graph.insert_before(node, made)
 
 
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph.all_nodes():
-        yield from node.outputs
-
-
 def _name_apart(graph: ir.Graph) -> None:
     """Rename inner values that have the name of an input or output."""
     given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    values = list(_values(graph))
+    computed = (value for node in graph.all_nodes() for value in node.outputs)
+    values = [*graph.inputs, *graph.initializers.values(), *computed]
     taken = {value.name for value in values} | set(given)
     for value in values:
         owner = given.get(value.name)

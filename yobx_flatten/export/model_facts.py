@@ -17,9 +17,9 @@ from ..huggingface.layer_weights import largest_layer
 class ModelFacts:
     """Facts about a module for the checks before an export."""
 
-    name: str  # of its class
+    name: str  # name of the class
     weight_bytes: int  # of parameters and buffers; tied weights count once
-    layer_bytes: int  # largest layer whose weights are read when it is called; 0 if all are in memory
+    layer_bytes: int  # bytes of the largest layer if weights are read when a layer is called; 0 if all are in memory
     types: tuple[str, ...]  # of parameters and buffers, such as `"float32"`
     kernel_types: tuple[str, ...]  # of floating-point parameters, which a runtime needs kernels for
     matrix_types: tuple[str, ...]  # of parameters that can be quantized

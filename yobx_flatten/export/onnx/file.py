@@ -109,7 +109,7 @@ def convert(
     open_rooms(converted.model, rooms or {})
     with without_records({"onnx_ir.passes.common.initializer_deduplication": "Skipped deduplication of initializer"}):
         optimize_graph(converted.model)
-    # after the passes, one of which makes values that are input and output two values
+    # after the passes, since one pass splits a value that is both an input and an output
     for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
@@ -311,7 +311,9 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
         axes = "images" if "input_ids" in inputs else "batch_size", "channels", "height", "width"
         parts |= {("pixel_values", axis): part for axis, part in enumerate(axes)}
         both = {inputs[name][0] for name in ("input_ids", "pixel_values") if isinstance(inputs.get(name, [0])[0], str)}
-        if len(both) == 2 and any(both <= set(shape) for shape in outputs.values()):  # scores of pairs, as in CLIP
+        if len(both) == 2 and any(
+            both <= set(shape) for shape in outputs.values()
+        ):  # a score for each pair, as in CLIP
             parts |= dict.fromkeys([place for place, part in parts.items() if part == "batch_size"], "texts")
     return _told_apart(parts, inputs)
 

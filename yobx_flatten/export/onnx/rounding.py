@@ -340,7 +340,7 @@ _WORTH = 0.25
 """Activations are split in two parts only if the error is below this fraction of the error without a split."""
 
 _NEAR = 3.0
-"""Channels with large values stay in float if the error is below this multiple of that of two 8-bit parts (slower)."""
+"""Channels with large values stay in float if their error is below this multiple of the error of two 8-bit parts."""
 
 _SHARE, _MOST = 48, 32
 """At most one of 48 channels, and at most 32, stay in float, which reads an eighth more bytes of weights."""

@@ -143,7 +143,7 @@ class _Numbers:
             return add("Shape", value, start=axis, end=axis + 1)
         kind, first, *others = found[0], self(found[1]), *map(self, found[2:])
         for other in others:
-            if kind == "//":  # ONNX divides towards zero
+            if kind == "//":  # ONNX's Div rounds towards zero
                 whole = add("Sub", first, add("Mod", first, other))
                 first = add("Div", whole, other)
             else:

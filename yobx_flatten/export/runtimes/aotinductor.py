@@ -93,8 +93,8 @@ def with_buffers(
     """Return a program whose growing cache inputs are buffers, and the names of these inputs."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each cache input, the output that becomes this input of the next call
-    # returns: a program with the same inputs, of which the kept ones are buffers, and a last input whose length is the
-    # number of tokens in the buffers; it returns all outputs except the kept parts of the cache
+    # returns: a program with the same inputs and a last input whose length is the number of tokens in the buffers. It
+    # returns no cache that is in a buffer.
     sizes = sizes_of(program, inputs)
     module: Any = program.module(check_guards=False)
     graph = module.graph

@@ -47,8 +47,8 @@ def with_row_buffers(
     """Return a program for batch size 1 whose growing cache inputs are buffers."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each cache input, the output that becomes this input of the next call
-    # returns: a program with the same inputs, of which the kept ones are buffers of shape (heads, room, 1, size), and a
-    # last input whose length is the number of tokens in the buffers
+    # returns: a program with the same inputs and a last input whose length is the number of tokens in the buffers. The
+    # buffers have the shape (heads, room, 1, size).
     _operator()
     inputs, outputs = [name for name, *_ in signature.inputs], signature.outputs
     sizes = sizes_of(program, inputs)

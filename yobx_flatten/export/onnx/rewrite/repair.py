@@ -22,9 +22,7 @@ def repair_graph(model: ir.Model) -> None:
     if any(_rotates(node) for node in model.graph.all_nodes()):
         import onnx_ir.passes.common as passes
 
-        passes.CommonSubexpressionEliminationPass()(
-            model
-        )  # every operator has its own computation of cosines and sines
+        passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
         _as_many_rows(model.graph)
 
 

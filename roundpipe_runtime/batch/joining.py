@@ -171,14 +171,15 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
 
 
 def _the_same(path: str, values: Sequence[Any]) -> Any:
+    first = values[0]
     for index, value in enumerate(values):
-        if not _equal(value, values[0]):
+        if not _equal(value, first):
             raise JoinError(
-                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. A value "
+                f"{path} differs: {_short(first)} in microbatch 0, {_short(value)} in microbatch {index}. A value "
                 "that is not split must be the same in all microbatches. Pass a function that joins the outputs:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
-    return values[0]
+    return first
 
 
 def _equal(one: Any, other: Any) -> bool:

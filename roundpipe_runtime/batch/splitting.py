@@ -497,10 +497,11 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
                 "    TensorChunkSpec(dim)\n"
                 "    Replicate"
             )
-        if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
+        leaf = below[0]
+        if rule.dim is not None and leaf.path == path and not _has_rows(leaf):
             raise SplitError(
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
-                f"{format_value(below[0].value)}."
+                f"{format_value(leaf.value)}."
             )
 
 

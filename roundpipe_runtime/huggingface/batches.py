@@ -34,7 +34,7 @@ from ..device.transfer import Static
 from ..errors import ConfigError, JoinError, SplitError
 from ..pipeline.live import with_own_forwards
 from .adapters import model_inside
-from .cutting.caches import is_held, join_held, swapped
+from .cutting.caches import HeldCache, join_held, swapped
 from .cutting.check import evaluating
 from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
@@ -103,14 +103,14 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 def _pictures_per_row(
     tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str, merge: int | None
 ) -> list[int]:
-    """Return the number of images of each row, from its image tokens."""
     places = (tokens == token).sum(-1).tolist() if token is not None else []
-    each = _tokens_per_picture(grid, sum(places), merge)
+    tokens_of_rows = sum(places)
+    each = _tokens_per_picture(grid, tokens_of_rows, merge)
     if each is None:
         patches = int(grid.prod(-1).sum())
         raise SplitError(
-            f"kwargs['{name}']: {patches} patches do not fit the {sum(places)} image tokens of the rows. Pass what the "
-            "model's processor returns."
+            f"kwargs['{name}']: {patches} patches do not fit the {tokens_of_rows} image tokens of the rows. Pass what "
+            "the model's processor returns."
         )
     counts, number = [], 0
     for left in places:
@@ -336,7 +336,6 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
 
 
 def _takes_list(model: nn.Module, name: str) -> bool:
-    """Return whether the model's forward declares an argument as a list."""
     forward = type(model_inside(model)).forward
     found = inspect.signature(forward).parameters.get(name)
     try:
@@ -423,7 +422,7 @@ def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], output
     # merge: merge function for outputs without caches
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
-    held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
+    held = [next((v for v in _items(output) if isinstance(v, HeldCache)), None) for output, _, _ in outputs]
     mark = Static()  # a leaf without tensors, which marks the place of the cache
     parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
     joined = merge(parts)

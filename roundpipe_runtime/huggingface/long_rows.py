@@ -248,7 +248,6 @@ def _attentions() -> Any:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits and the loss of a batch."""
     with torch.no_grad(), evaluating(model):
         found = model(**{**batch, "use_cache": False})
     return found.logits, found.loss

@@ -240,7 +240,6 @@ class Tail:
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
     def _roles(self, rows: SomeRows) -> dict[str, Role]:
-        """Return the names of labels and masks among the arguments."""
         found: dict[str, Role] = {}
         labels = label_names(self._model)
         for name, value in sorted(rows.kwargs.items()):

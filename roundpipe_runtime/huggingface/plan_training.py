@@ -121,8 +121,9 @@ class PlannedTraining:
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
         """Return settings that make a batch fit into a device's memory: smaller parts or shorter rows."""
         if self.hardware.memory is None:
+            device = self.hardware.names[0]
             raise ConfigError(
-                f"remedy: the memory of {self.hardware.names[0]} is unknown. Give the memory in bytes:\n"
+                f"remedy: the memory of {device} is unknown. Give the memory in bytes:\n"
                 "    describe_hardware(devices, memory=24 * 2**30)"
             )
         sizes = [(n, length) for n in _doubled(num_microbatch, batch)]

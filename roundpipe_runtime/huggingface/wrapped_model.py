@@ -404,7 +404,6 @@ class WholeBatchLoss:
 
 
 def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:
-    """Return the losses of microbatches without auxiliary losses."""
     return [without_auxiliary_loss(model, part) for part in parts if weights.loss_of(part) is not None]
 
 

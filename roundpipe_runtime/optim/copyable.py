@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.errors.failures import result_or
+from yobx_flatten.errors.failures import first_line, result_or
 
 from ..device.composite import Rebuilding, is_composite, is_wrapper, parts_of, plain_numbers, states_of
 from ..device.transfer import sent_dtype, sent_nbytes
@@ -62,9 +62,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
     # a tensor subclass may raise any error for operators that it does not support
     return result_or(
         lambda: _difference(owner, parameter),
-        lambda error: (
-            f"which cannot be rebuilt from copies ({type(error).__name__}: {str(error).splitlines()[0]:.80})."
-        ),
+        lambda error: f"which cannot be rebuilt from copies ({type(error).__name__}: {first_line(error):.80}).",
     )
 
 
@@ -74,8 +72,7 @@ def _reason_trained(parameter: nn.Parameter) -> str | None:
         return result_or(
             lambda: _copy(parameter),
             lambda error: (
-                f"whose class does not copy it ({type(error).__name__}: {str(error).splitlines()[0]:.80}), and it "
-                f"trains. {why}"
+                f"whose class does not copy it ({type(error).__name__}: {first_line(error):.80}), and it trains. {why}"
             ),
         )
     hidden = _hidden_tensors(parameter)

@@ -375,7 +375,6 @@ class ParameterStore(InMemory):
         self._before = []
 
     def _needs_shadow(self, name: str) -> bool:
-        """Return whether the optimizer writes the parameter itself."""
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
@@ -402,7 +401,6 @@ class ParameterStore(InMemory):
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
     def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Convert trained parameters to the dtype of the optimizer."""
         for parameter in parameters:
             widen([parameter], self.optim_dtype or parameter.dtype)
             kept = self.dtype_between(parameter)

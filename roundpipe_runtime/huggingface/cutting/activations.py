@@ -176,7 +176,6 @@ class _Names:
         return "hidden" if self._is_main(key) and read[0] == made + 1 else "carried"
 
     def _is_main(self, key: Any) -> bool:
-        """Return whether a tensor is the hidden state that a layer returns."""
         return isinstance(key, Key) and not self._program.is_extra(*key)
 
 

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -149,11 +149,6 @@ def _moved_value(value: Any, device: torch.device) -> Any:
     return value
 
 
-def is_held(value: Any) -> TypeGuard[HeldCache]:
-    """Report whether a value is a :class:`HeldCache`."""
-    return isinstance(value, HeldCache)
-
-
 @contextlib.contextmanager
 def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
@@ -161,7 +156,7 @@ def open_caches(
     """Context manager that yields the arguments with each held KV cache replaced by one for a layer on ``device``."""
     # yields: the arguments with open caches, and the held caches by the ``id()`` of the open ones
     with contextlib.ExitStack() as stack:
-        held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
+        held = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, HeldCache)}
         opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
         views = {id(view): held[key] for key, view in opened.items()}
         yield swapped(args, opened), swapped(dict(kwargs), opened), views
@@ -215,7 +210,7 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
-        name, cache = next((name, value) for name, value in kwargs.items() if is_held(value))
+        name, cache = next((name, value) for name, value in kwargs.items() if isinstance(value, HeldCache))
         rest = {key: value for key, value in kwargs.items() if key != name}
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)

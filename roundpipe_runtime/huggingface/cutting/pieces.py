@@ -21,7 +21,7 @@ from ...errors import BatchStructureError, CutError, MissingEmbeddingError, chan
 from ..loss.call_options import run_with_options, split_options
 from ..loss.lazy_logits import weight_of_head
 from ..loss.weights import rows_of_call
-from .caches import Entry, HeldCache, MadeCache, entries_read, has_layers, is_held, open_caches, swapped, without_caches
+from .caches import Entry, HeldCache, MadeCache, entries_read, has_layers, open_caches, swapped, without_caches
 from .call_log import (
     BoxUse,
     CallLog,
@@ -113,7 +113,9 @@ class Phase(nn.Module):
         """Run the model's forward until it needs the output of a layer."""
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
-        kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: session.hand_out(value) if isinstance(value, HeldCache) else value for name, value in kwargs.items()
+        }
         # The forward runs again from its start, so it must draw the same numbers as in earlier phases. With two phases
         # this matters only if the draws decide which layers run.
         restart_generators()
@@ -273,9 +275,9 @@ def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[T
             found[Key(place, number)] = leaf
             named.append(Key(place, number))
             continue
-        if leaf is not None and not isinstance(leaf, (int, float, str)) and (unknown := find_unregistered(leaf)):
-            name = program.calls[place].layer
-            raise CutError("structure", f"{name} returns something that cannot pass between pieces: {unknown[0]}")
+        if leaf is not None and not isinstance(leaf, (int, float, str)) and (unregistered := find_unregistered(leaf)):
+            layer, unknown = program.calls[place].layer, unregistered[0]
+            raise CutError("structure", f"{layer} returns something that cannot pass between pieces: {unknown}")
         named.append(leaf)
     return Tree(spec, tuple(named)), found
 
@@ -360,10 +362,10 @@ class PhaseSession:
     # -- completed calls ---------------------------------------------------------------------------------------------
 
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        if self.program.calls[place].layer != layer:
+        earlier = self.program.calls[place].layer
+        if earlier != layer:
             raise BatchStructureError(
-                f"The model called {layer} where it called {self.program.calls[place].layer} before: its "
-                "forward is not deterministic."
+                f"The model called {layer} where it called {earlier} before: its forward is not deterministic."
             )
         given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
         self._check_given(place, given)
@@ -440,6 +442,7 @@ class PhaseSession:
         return pytree.tree_unflatten(made, form.spec)
 
     def _named(self, leaf: Any, place: int) -> Any:
+        layer = self.program.calls[place].layer
         if isinstance(leaf, Placeholder):
             if leaf.key.call < 0:  # an embedding of phase 0, which is not in the state
                 raise NeedsValue(leaf.key)
@@ -452,17 +455,15 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model creates. Layers "
+                    f"{layer} gets a {type(leaf).__name__} that the model creates. Layers "
                     "cannot exchange keys and values in such objects, as gradients cannot flow back.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())
             return MadeCache.of(leaf, lambda value: self._named(value, place), only)
-        if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
-            raise CutError(
-                "structure",
-                f"{self.program.calls[place].layer} gets an argument that cannot pass between pieces: {found[0]}",
-            )
+        if not isinstance(leaf, _PLAIN) and (unregistered := find_unregistered(leaf)):
+            unknown = unregistered[0]
+            raise CutError("structure", f"{layer} gets an argument that cannot pass between pieces: {unknown}")
         return EmptyCache(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
 
     def _side(self, tensor: torch.Tensor) -> Key:
@@ -499,5 +500,4 @@ def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
 
 
 def _is_or_is_none(given: Any, recorded: Any) -> bool:
-    """Return whether one argument is a tensor, and the other is ``None``."""
     return (given is None and isinstance(recorded, Key)) or (recorded is None and isinstance(given, torch.Tensor))

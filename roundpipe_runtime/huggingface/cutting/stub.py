@@ -56,10 +56,10 @@ def running(session: Session) -> Iterator[None]:
 
 
 def _answer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    session = _RUNNING.session
+    session, layer = _RUNNING.session, self.__dict__["_rp_name"]
     if session is None:
-        raise RuntimeError(f"The placeholder of {self.__dict__['_rp_name']} was called outside of a run.")
-    return session.call(self.__dict__["_rp_name"], args, kwargs)
+        raise RuntimeError(f"The placeholder of {layer} was called outside of a run.")
+    return session.call(layer, args, kwargs)
 
 
 def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,6 @@ def _is_simple(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of numbers and strings."""
     if type(value) is dict:
         return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
     if type(value) in (list, tuple, set):

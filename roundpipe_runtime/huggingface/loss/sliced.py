@@ -93,7 +93,8 @@ def _check_labels(labels: torch.Tensor, size: int, ignored: int) -> None:
         return
     wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= size))]
     if len(wrong):
-        raise IndexError(f"Target {int(wrong[0])} is out of bounds: the head has {size} logits.")
+        label = int(wrong[0])
+        raise IndexError(f"Target {label} is out of bounds: the head has {size} logits.")
 
 
 class _Sliced(torch.autograd.Function):

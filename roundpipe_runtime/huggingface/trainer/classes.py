@@ -208,7 +208,6 @@ class GroupTrainer(PipelineTrainer):
         super()._rp_backward(loss, **kwargs)
 
     def _rp_global_batch(self) -> int:
-        """Return the number of rows of a batch over all processes."""
         rows: int = self._train_batch_size
         return rows * self.pipeline.replicas
 

@@ -57,7 +57,6 @@ def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.opt
 
 
 def _has_shards(folder: pathlib.Path) -> bool:
-    """Report whether :func:`_save_shards` has written a checkpoint."""
     file = folder / f"{_PROGRESS}.json"
     return file.exists() and "optimizers" in read_document(file, dict[str, Any], failure=DamagedCheckpointError)
 
@@ -117,7 +116,6 @@ class SavingTrainer(PipelineTrainer):
             write_values(folder, _PROGRESS, collect_progress(self.pipeline))
 
     def _rp_own_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer without accelerate's wrapper."""
         found: Any = self.optimizer
         own: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return own
@@ -149,9 +147,9 @@ class SavingTrainer(PipelineTrainer):
                     folder, config=self.model.config, dtype="auto", output_loading_info=True
                 )
             if missing := sorted(info["missing_keys"]):
+                model, first = type(self.model).__name__, missing[0]
                 raise ConfigError(
-                    f"{folder} is for a different model: it lacks {len(missing)} weights of "
-                    f"{type(self.model).__name__}, like {missing[0]}."
+                    f"{folder} is for a different model: it lacks {len(missing)} weights of {model}, like {first}."
                 )
             self.model.load_state_dict(loaded.state_dict())
             self._rp_is_converted = False

@@ -14,6 +14,7 @@ version number: models outside of transformers may keep an older name.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -66,8 +67,7 @@ def has_read(cache: TransformersCache) -> bool:
 
 
 def _has_state(layer: CacheLayer) -> bool:
-    """Whether a layer without attention has seen a token; such layers have flags instead of a count."""
-    flags = getattr(layer, "has_previous_state", False)
+    flags = getattr(layer, "has_previous_state", False)  # layers without attention have flags instead of a count
     return flags is True or (isinstance(flags, Mapping) and True in flags.values())
 
 
@@ -77,8 +77,7 @@ def name_in(values: object) -> str | None:
     >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
     ('cache_params', None)
     """
-    # values: a mapping by name, or an output of a model; anything else has no cache entry. An entry that is `None` also
-    # counts.
+    # values: a mapping by name, or an output of a model; an entry that is `None` also counts
     if not isinstance(values, Mapping):
         return None
     # the keys only: an output of transformers 5.24 also has attributes with the older names
@@ -131,10 +130,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
-    """Return whether the annotation of a parameter allows a cache; true without annotation.
-
-    Thirty forwards of transformers 5.24 (RoBERTa's) still have the former types of caches: tuples and lists of tensors.
-    """
+    # thirty forwards of transformers 5.24 (RoBERTa's) still state the former types: tuples and lists of tensors
     stated = str(parameter.annotation)
     return parameter.annotation is parameter.empty or "Cache" in stated or _TENSORS.search(stated) is not None
 
@@ -158,8 +154,7 @@ def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
     """
-    # names: names of arguments. If the cache's name is among them, or if none of them is a name of a cache, nothing
-    # changes.
+    # names: the names of the model's arguments
     given, wanted = name_in(kwargs), next((word for word in _WORDS if word in names), None)
     if given is None or wanted is None or given in names:
         return dict(kwargs)
@@ -173,8 +168,6 @@ def _renamed(kwargs: Mapping[str, Any], given: str, wanted: str) -> dict[str, An
 @functools.cache
 def installed_name() -> str:
     """Return the name of the cache in the outputs of the installed transformers."""
-    import dataclasses
-
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     fields = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}

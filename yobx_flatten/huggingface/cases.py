@@ -17,7 +17,7 @@ from .decoders import has_states_alone, new_dynamic_cache
 from .layer_weights import device_of_inputs
 from .position_switch import switch_of
 
-# besides the cache
+# inputs that decode_inputs can make, without the cache
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
@@ -92,9 +92,9 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
     """Return which input must be passed for reproducible results, or ``None``.
 
-    Layers of PaliGemma are not causal (``use_bidirectional_attention``): the mask, which is made from token types, is.
-    Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then see later
-    tokens; with ``attn_implementation="eager"``, with padding, or in a trace the mask is kept.
+    The attention of PaliGemma (``use_bidirectional_attention``) is causal only by a mask, which is made from token
+    types. Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then see
+    later tokens. With ``attn_implementation="eager"``, with padding, or in a trace transformers keeps the mask.
     """
     if kwargs.get("token_type_ids") is not None or not hasattr(model, "config") or kwargs.get("input_ids") is None:
         return None
@@ -112,9 +112,8 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 
 def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[DecodeSizes], str | None]:
     """Choose difficult sizes: below, at and beyond the smallest window, one and several tokens, a padded row."""
-    # cache: the example's cache; a static cache has limited room
-    # if positions change at some length (longrope, dynamic), two more sizes exceed that length
-    # returns: the sizes, and a remark if a window, or the length at which positions change, is too long to exceed
+    # cache: the example's cache; a static cache has a limited capacity
+    # returns: the sizes, and a remark if no size exceeds the window, or the length at which rotary angles change
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     static = [one for one in getattr(cache, "layers", ()) if hasattr(one, "max_cache_len") and not one.is_sliding]
@@ -162,8 +161,8 @@ def decode_inputs(
             ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache, under the name that the
             model has for it. Without a cache all tokens are new.
         seed: seed of the random tokens; 0 by default.
-        tokens: what to decode, integers of shape (batch, past + new); random by default.
-        source: what the encoder reads, integers of shape (batch, source); random by default.
+        tokens: the tokens to decode, integers of shape (batch, past + new); random by default.
+        source: the tokens of the encoder, integers of shape (batch, source); random by default.
 
     Returns:
         Keyword arguments for the model.
@@ -186,7 +185,11 @@ def decode_inputs(
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     like = named_for(forward_of(model), dict.fromkeys(_usual_inputs(model, encoder_decoder)) if like is None else like)
     cache_is = name_in(like)
-    _check_fills(sizes, cache_is)
+    if sizes.past == 0 and cache_is is not None:
+        raise InvalidArgumentError(
+            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Give past=1 or more, or leave "
+            f"{cache_is} out of `like`."
+        )
     generator = torch.Generator().manual_seed(seed)
     tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator)
     mask = torch.ones_like(tokens)
@@ -199,7 +202,7 @@ def decode_inputs(
             made = _inputs_of_decoder(model, sizes, like, tokens, mask)
     if cache_is is not None:
         made = {name: contiguous(value) for name, value in made.items()}
-    # values that are not tensors (use_cache=True, ...) are the caller's
+    # values that are not tensors (use_cache=True, ...) are those of `like`
     return {name: made.get(name, value) for name, value in like.items()}
 
 
@@ -211,7 +214,6 @@ def _given_or_random(
     length: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return the given tokens, or random ones, under the model's name for them."""
     shape = (sizes.batch, length)
     if given is None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -222,7 +224,6 @@ def _given_or_random(
 
 
 def _check_decodes(model: TransformersModel) -> None:
-    """Refuse a model for which inputs of a decode call cannot be made."""
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
             f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs yourself, "
@@ -236,15 +237,6 @@ def _check_decodes(model: TransformersModel) -> None:
         )
 
 
-def _check_fills(sizes: DecodeSizes, cache_is: str | None) -> None:
-    """Refuse to fill a cache with no tokens."""
-    if sizes.past == 0 and cache_is is not None:
-        raise InvalidArgumentError(
-            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Give past=1 or more, or leave "
-            f"{cache_is} out of `like`."
-        )
-
-
 def _inputs_of_both(
     model: TransformersModel,
     sizes: DecodeSizes,
@@ -253,7 +245,7 @@ def _inputs_of_both(
     mask: torch.Tensor,
     source: torch.Tensor,
 ) -> dict[str, Any]:
-    """The inputs of a model with an encoder, with a cache if the example has one."""
+    """Return the inputs of a model with an encoder, with a cache if the example has a cache."""
     source_mask = torch.ones_like(source)
     source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
     encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
@@ -273,7 +265,7 @@ def _inputs_of_both(
 def _inputs_of_decoder(
     model: TransformersModel, sizes: DecodeSizes, like: Mapping[str, Any], tokens: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, Any]:
-    """The inputs of a causal model, with a cache if the example has one."""
+    """Return the inputs of a causal model, with a cache if the example has a cache."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache_is = name_in(like)
     if cache_is is None:
@@ -285,7 +277,7 @@ def _inputs_of_decoder(
     empty = _fresh_cache(model, like.get(cache_is))
     filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
     if cache_of(filled) is None:
-        # generate() always passes a cache, and some models make none themselves (Granite4Vision)
+        # generate() always passes a cache, and some models (Granite4Vision) do not make a cache themselves
         empty = new_dynamic_cache(model.config.get_text_config(decoder=True))
         filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
     made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
@@ -294,7 +286,6 @@ def _inputs_of_decoder(
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
     """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask."""
-    # seed: seed of the random tokens; 0 by default
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
@@ -359,16 +350,12 @@ def _fresh_cache(model: TransformersModel, example: TransformersCache) -> Transf
         return None
     from transformers.cache_utils import StaticCache
 
-    longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has none
-    cache_of = inspect.signature(StaticCache.__init__).parameters
-    return StaticCache(**{"config": model.config, "max_cache_len": longest} if "config" in cache_of else {})
+    longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has no capacity
+    return StaticCache(config=model.config, max_cache_len=longest)
 
 
 def _is_fp8(cache: TransformersCache) -> bool:
     return {type(layer).__name__ for layer in cache.layers} == {"Fp8QuantizedLayer"}
-
-
-# Make all tensors of the inputs contiguous, including those in cache layers.
 
 
 def contiguous(value: PyTree) -> PyTree:
@@ -377,14 +364,13 @@ def contiguous(value: PyTree) -> PyTree:
     A slice (``ids[:, 5:]``, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
     kind of strides reads the other kind wrongly.
     """
-    # value: a tensor, or lists, tuples, dicts and objects of transformers that hold some. A repeated tensor stays one
-    # tensor.
+    # value: a tensor, or lists, tuples, dicts and transformers objects with tensors; a repeated tensor stays one tensor
     return _contiguous(value, {})
 
 
 def _contiguous(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
     if id(value) not in done:
-        done[id(value)] = value, value  # stored, so that its id is not reused, and so that a cycle ends
+        done[id(value)] = value, value  # the reference keeps the id in use, and the entry ends a cycle
         done[id(value)] = value, _whole(value, done)
     return done[id(value)][1]
 

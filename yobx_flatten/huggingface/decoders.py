@@ -71,8 +71,7 @@ class Continued(torch.nn.Module):
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: random tokens, as many as before, and the returned cache."""
-        # ids: Kyutai's speech to text reads tokens with audio codes, each with its own vocabulary; they are unchanged
-        ids = kwargs["input_ids"]
+        ids = kwargs["input_ids"]  # with three axes they are not changed: audio codes, each with its own vocabulary
         if ids.dim() == 2:
             drawn = torch.randint(
                 0, outputs["logits"].shape[-1], ids.shape, generator=torch.Generator().manual_seed(seed)
@@ -84,8 +83,8 @@ class Continued(torch.nn.Module):
 class SlidingDecoder(Continued):
     """Wraps a decoder with only sliding layers, without its token counter input, which other tools do not pass."""
 
-    # kwargs: example keyword arguments of the model. The classes and windows of the cache's layers are kept, and values
-    # that are not tensors are passed to the model at each call.
+    # kwargs: example keyword arguments of the model, which determine the classes and windows of the cache's layers.
+    # Their values that are not tensors are passed to the model at each call.
 
     def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -108,8 +107,7 @@ class SlidingDecoder(Continued):
 
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Convert keyword arguments of the model to inputs of this module."""
-        # kwargs: the arguments of the model. Without a mask there is no padding; default positions continue from the
-        # number of tokens seen, as in the model.
+        # without a mask there is no padding; default positions continue from the number of tokens seen, as in the model
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
         batch, new = ids.shape[:2]
         past = cache.layers[0].cumulative_length
@@ -169,22 +167,15 @@ class SlidingDecoder(Continued):
 
 
 def pair_of(layer: CacheLayer) -> dict[str, torch.Tensor]:
-    """Return the keys and values of a layer as a file has them."""
+    """Return the keys and values of a layer under the names that files use."""
     return {"key": layer.keys, "value": layer.values}
-
-
-# Wrap a decoder that has only states, with the inputs of decoders with attention.
-#
-#     the model     input_ids, mask of the new tokens, cache
-#     this module   input_ids, mask of all tokens, cache
 
 
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
     """Return an empty ``DynamicCache`` with the layers of a configuration."""
     from transformers.cache_utils import DynamicCache
 
-    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
-    return DynamicCache(config=config) if takes_config else DynamicCache()
+    return DynamicCache(config=config)
 
 
 def has_states_alone(model: TransformersModel) -> bool:
@@ -210,7 +201,7 @@ def _is_state(layer: CacheLayer) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """Wraps a model such as Mamba, to take an attention mask of all tokens and not only of the new ones."""
+    """Wraps a model such as Mamba, so that it takes a mask of all tokens instead of a mask of the new tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

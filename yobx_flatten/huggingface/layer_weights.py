@@ -26,7 +26,7 @@ Reader = Callable[[], torch.Tensor]
 class _LayerWeights:
     """The weights of one layer, loaded before each call and dropped afterwards."""
 
-    # readers: a reader for each name of a weight in the layer
+    # readers: by name of the weight in the layer
 
     def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
         self.readers = readers
@@ -67,7 +67,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
     """Let each layer of a module load its weights when it is called.
 
-    A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module loads its own parameters.
+    A layer is an entry of a ``ModuleList`` or ``ModuleDict``. A module outside of a layer loads its own parameters.
     """
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
@@ -79,7 +79,7 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
 
 
 def _layer_of(module: torch.nn.Module, name: str) -> str:
-    """The name of the module whose call loads a parameter."""
+    """Return the name of the module whose call loads a parameter."""
     parts = name.split(".")[:-1]
     containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
     in_container = False
@@ -138,7 +138,6 @@ def device_of_inputs(module: torch.nn.Module) -> torch.device:
 
 
 def _each(hook: _Hook) -> tuple[_Hook, ...]:
-    """A hook of accelerate, and the hooks that it contains."""
     return (hook, *getattr(hook, "hooks", ()))
 
 

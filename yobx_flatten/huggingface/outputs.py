@@ -44,6 +44,9 @@ from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of
 from ..recipe.mappings import is_mapping_like
 
+REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
+"""The line of code that registers the transformers classes."""
+
 
 def classes_of(module: ModuleType) -> list[type]:
     """Return the classes that a module defines."""
@@ -58,7 +61,7 @@ def subclasses_of(cls: Any) -> Iterator[type]:
 
 
 class ModelClasses:
-    """The classes of imported model modules that pass a test. The results are cached."""
+    """A cached list of the classes of imported model modules that pass a test."""
 
     def __init__(self, fits: Callable[[Any], bool]) -> None:
         self._fits = fits
@@ -67,9 +70,9 @@ class ModelClasses:
         self._found: list[type] = []
 
     def __call__(self) -> list[type]:
-        """Return them, in the order of the imports."""
+        """Return the classes in the order of the imports."""
         if self._modules_then != len(sys.modules):  # blocks are entered often, models imported rarely
-            # In one step: during a copy of the items, garbage collection may run, and another thread may import.
+            # dict.copy is one step: another thread may import a module during a loop over the items
             imported = sys.modules.copy()
             modules = [item for item in imported.items() if item[0].startswith("transformers.models.")]
             for name, module in modules:
@@ -131,25 +134,25 @@ def unflatten_base_model_output(
 # -- transformers ----------------------------------------------------------------------------------------------------
 
 
-def output_recipes(remedy: str) -> dict[type, Recipe | None]:
+def output_recipes() -> dict[type, Recipe | None]:
     """Return the flatten recipes of transformers' outputs and containers that are defined so far."""
     recipes: dict[type, Recipe | None] = {}
-    # if it is not imported, it has no instances, and an import would register 70 classes permanently
+    # no instance exists before the module is imported, and the import registers 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
     if modeling_outputs is not None:
-        recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output, remedy)
+        recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output)
     for module, name in _CONTAINERS.items():
         container = getattr(sys.modules.get(module), name, None)
         for cls in () if container is None else (container, *subclasses_of(container)):
-            recipes[cls] = _recipe(cls, _container, remedy)
+            recipes[cls] = _recipe(cls, _container)
     for cls in _DATACLASSES():
-        recipes[cls] = _recipe(cls, functions_of, remedy)
+        recipes[cls] = _recipe(cls, functions_of)
     return recipes
 
 
-def output_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+def output_recipes_of_module(module: ModuleType) -> list[Recipe]:
     """Return the flatten recipes of the outputs that one model's module defines."""
-    recipes = [_recipe(cls, functions_of, remedy) for cls in classes_of(module) if _is_plain_output(cls)]
+    recipes = [_recipe(cls, functions_of) for cls in classes_of(module) if _is_plain_output(cls)]
     return [recipe for recipe in recipes if recipe is not None]
 
 
@@ -157,15 +160,15 @@ _CONTAINERS = {
     "transformers.tokenization_utils_base": "BatchEncoding",
     "transformers.feature_extraction_utils": "BatchFeature",
 }
-# data of a tokenizer
+# attributes of a BatchEncoding that are dropped
 _DROPPED = ("_encodings", "_n_sequences")
 
 _Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 _RECIPES: dict[type, Recipe] = {}
 
 
-def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
-    """The recipe of a class, ``None`` if another library has registered it with keys."""
+def _recipe(cls: type, functions: Callable[[type], _Functions]) -> Recipe | None:
+    """Return the recipe of a class; ``None`` if another library has registered the class with keys."""
     # read each once, the node first: other threads write the recipe before the node, and remove the node
     in_force = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)
@@ -176,19 +179,19 @@ def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> 
         flatten, flatten_with_keys, unflatten = functions(cls)
         short = cls.__name__ if cls.__module__ == "transformers.modeling_outputs" else describe_class(cls)
         name = f"yobx_flatten.transformers:{short}"
-        recipe = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
+        recipe = Recipe(cls, flatten, unflatten, flatten_with_keys, name, REMEDY)
         recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
 
 
 def _model_output(cls: type) -> _Functions:
-    # all of them share the flatten functions, as in transformers
+    # all classes share the flatten functions, as in transformers
     unflatten = functools.partial(unflatten_base_model_output, output_type=cls)
     return flatten_base_model_output, flatten_with_keys_base_model_output, unflatten
 
 
 def _container(cls: type) -> _Functions:
-    """Functions for a class that stores its content in ``data``, and little in other attributes."""
+    """Return flatten functions for a class that stores its content in ``data``; other attributes are static."""
     dropped = dict.fromkeys(_DROPPED) if any(base.__name__ == "BatchEncoding" for base in cls.__mro__) else {}
 
     def flatten(obj: object) -> tuple[list[Any], list[Any]]:

@@ -25,7 +25,7 @@ def switch_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Settings of the rotary embeddings, which differ between layers in some models."""
+    # some models have several settings of rotary embeddings, for different layers
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
         if isinstance(found, Mapping):
@@ -45,8 +45,8 @@ def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
     """Return whether a model drops its cache and recomputes all tokens when the text exceeds the switch.
 
-    Phi-3 does, since its keys were rotated with the short factors. The model's own inputs for three calls show it: the
-    last call before the switch, the call that exceeds it, and the next call.
+    Phi-3 does, since its keys were rotated with the short factors. The inputs that the model prepares for three calls
+    show whether it does: the last call before the switch, the call that exceeds it, and the next call.
     """
     try:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
@@ -60,14 +60,14 @@ _DROPPED = ["the next", "all", "the next"]
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Inputs of a model for one new token after a cache."""
+    """Return which tokens a model reads in a call with one new token and a cache of all other tokens."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 
     cache, ids = DynamicCache(), torch.zeros(1, length, dtype=torch.int64)
     keys = torch.zeros(1, 1, length - 1, 1)
     cache.update(keys, keys, 0)
-    # a model passes arguments that it does not read to the general method
+    # a model passes arguments that it does not use to the method of GenerationMixin
     loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)
     asked = {name for loop in loops for name in inspect.signature(loop).parameters}
     cache_is = argument_of(model.forward) or installed_name()

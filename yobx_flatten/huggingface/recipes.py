@@ -19,13 +19,11 @@ from .caches.known_state import read_known_state, read_template
 from .caches.layers import PLACEHOLDERS
 from .caches.layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
 from .caches.state import StateBuilder, follow_state, leaf_paths
-from .outputs import ModelClasses, classes_of, output_recipes, output_recipes_of_module, subclasses_of
+from .outputs import REMEDY, ModelClasses, classes_of, output_recipes, output_recipes_of_module, subclasses_of
 
-# Flatten every other cache: subclasses of ``Cache``, and caches that do not inherit it.
-#
-# A subclass is flattened like its parent; its additional attributes follow an entry ``cache=...`` that describes how to
-# rebuild them. A class that is not a ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is flattened by its
-# attributes.
+# A subclass of `Cache` is flattened like its parent; its additional attributes follow an entry `cache=...` that
+# describes how to rebuild them. A cache class that does not derive from `Cache` (`xLSTMCache`, padding caches of audio
+# codecs) is flattened by its attributes.
 
 
 # Attributes of every cache; others belong to the subclass.
@@ -33,7 +31,7 @@ _STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_slidi
 _OWN = "cache="
 
 
-def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
+def cache_recipes(known: Container[type]) -> list[Recipe]:
     """Return the flatten recipes of all cache classes defined so far."""
     import transformers.cache_utils as cache_utils
 
@@ -41,23 +39,23 @@ def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
     classes.update(dict.fromkeys(_PLAIN_CACHES()))
     if hasattr(cache_utils, "KVSharingDict"):
         classes[cache_utils.KVSharingDict] = None
-    recipes = (_recipe_of_cache(cls, remedy) for cls in classes if cls not in known)
+    recipes = (_recipe_of_cache(cls) for cls in classes if cls not in known)
     return [recipe for recipe in recipes if recipe is not None]
 
 
-def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+def cache_recipes_of_module(module: ModuleType) -> list[Recipe]:
     """Return the flatten recipes of the cache classes that one model's module defines."""
     from transformers.cache_utils import Cache
 
     classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
-    return [recipe for recipe in (_recipe_of_cache(cls, remedy) for cls in classes) if recipe is not None]
+    return [recipe for recipe in map(_recipe_of_cache, classes) if recipe is not None]
 
 
 _RECIPES: dict[type, Recipe] = {}
 
 
-def _recipe_of_cache(cls: type, remedy: str) -> Recipe | None:
-    """The recipe of a class, ``None`` for a class that its author registered with torch."""
+def _recipe_of_cache(cls: type) -> Recipe | None:
+    """Return the recipe of a cache class; ``None`` for a class that its author registered with torch."""
     theirs = cls.__module__.split(".")[0] == "transformers"
     # read each once, the node first: other threads write the recipe before the node, and remove the node
     node = pytree.SUPPORTED_NODES.get(cls)
@@ -76,7 +74,7 @@ def _recipe_of_cache(cls: type, remedy: str) -> Recipe | None:
             unflatten,
             lambda cache: with_keys(*flatten(cache)),
             prefix + short,
-            remedy,
+            REMEDY,
             axes=axes_of_leaf,
             label=label_of_leaf,
         )
@@ -118,7 +116,7 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
 
 
 def _read_object(obj: object, without: Container[str]) -> tuple[str, list[str], list[Any]]:
-    """Read an object by its attributes: their template as JSON, and paths and values of its leaves."""
+    """Return the template of an object's attributes as JSON, and the paths and values of its leaves."""
     held = vars(obj)
     own = {name: value for name, value in held.items() if name not in without}
     if PLACEHOLDERS in held:
@@ -153,7 +151,7 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
 
 
 def _is_plain_cache(cls: type) -> bool:
-    """Return whether a class is a model's own cache that does not derive from ``Cache``, by its name."""
+    """Return whether a class is a cache that does not derive from ``Cache``: its name ends in ``Cache``."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}
@@ -161,9 +159,6 @@ def _is_plain_cache(cls: type) -> bool:
 
 
 _PLAIN_CACHES = ModelClasses(_is_plain_cache)  # classes of imported models that do not inherit `Cache`
-
-
-_REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
 
 class _ByClass(dict[str, str]):
@@ -207,28 +202,28 @@ def transformers_recipes() -> dict[type, Recipe | None]:
     import transformers.cache_utils as cache_utils
 
     recipes: dict[type, Recipe | None] = {
-        cache_utils.DynamicCache: _recipe(cache_utils.DynamicCache, "dynamic_cache", caches),
-        cache_utils.StaticCache: _recipe(cache_utils.StaticCache, "static_cache", caches),
-        cache_utils.EncoderDecoderCache: _recipe(cache_utils.EncoderDecoderCache, "encoder_decoder_cache", caches),
+        cache_utils.DynamicCache: _recipe(cache_utils.DynamicCache, "dynamic_cache"),
+        cache_utils.StaticCache: _recipe(cache_utils.StaticCache, "static_cache"),
+        cache_utils.EncoderDecoderCache: _recipe(cache_utils.EncoderDecoderCache, "encoder_decoder_cache"),
     }
-    recipes.update(output_recipes(_REMEDY))
-    recipes.update({recipe.cls: recipe for recipe in cache_recipes(set(recipes), _REMEDY)})
+    recipes.update(output_recipes())
+    recipes.update({recipe.cls: recipe for recipe in cache_recipes(recipes)})
     return recipes
 
 
 def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
     """Return the flatten recipes of the caches and outputs that a model's module defines."""
-    return cache_recipes_of_module(module, _REMEDY) + output_recipes_of_module(module, _REMEDY)
+    return cache_recipes_of_module(module) + output_recipes_of_module(module)
 
 
-def _recipe(cls: type, suffix: str, module: ModuleType) -> Recipe:
+def _recipe(cls: type, suffix: str) -> Recipe:
     return Recipe(
         cls,
-        getattr(module, f"flatten_{suffix}"),
-        getattr(module, f"unflatten_{suffix}"),
-        getattr(module, f"flatten_with_keys_{suffix}"),
+        getattr(caches, f"flatten_{suffix}"),
+        getattr(caches, f"unflatten_{suffix}"),
+        getattr(caches, f"flatten_with_keys_{suffix}"),
         f"yobx_flatten.transformers:{cls.__name__}",
-        _REMEDY,
-        axes=getattr(module, "axes_of_leaf", None),
-        label={"encoder_decoder_cache": caches.label_of_cache}.get(suffix, getattr(module, "label_of_leaf", None)),
+        REMEDY,
+        axes=axes_of_leaf,
+        label=caches.label_of_cache if suffix == "encoder_decoder_cache" else label_of_leaf,
     )

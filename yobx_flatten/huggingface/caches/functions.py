@@ -13,7 +13,6 @@ layers has two sources:
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -37,8 +36,9 @@ def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str
         The cache's own tensors, each of shape (batch, heads, length, head size), and their names.
 
     Raises:
-        CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
-            StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
+        CacheStructureError: when a layer is half-initialised, or a sliding layer has seen another number of tokens than
+            a full layer.
+        StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=True)
 
@@ -76,15 +76,10 @@ def unflatten_dynamic_cache(
         SpecMismatchError: when there are not as many values as names of leaves.
         UnsupportedLayerError: when a name has a letter that no class has.
     """
-    layers, names = _layers(values, context)
-    return new_cache(_dynamic_cache(), layers, grows=holds_full_only(names))
-
-
-@functools.cache
-def _dynamic_cache() -> Any:
     from transformers.cache_utils import DynamicCache
 
-    return DynamicCache
+    layers, names = _layers(values, context)
+    return new_cache(DynamicCache, layers, grows=holds_full_only(names))
 
 
 def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
@@ -98,7 +93,7 @@ def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]
 
     Raises:
         CacheStructureError: when a layer is half-initialised.
-        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
+        StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=False)
 
@@ -142,7 +137,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """The layers, and their names with sizes, which yobx omits since it reads sizes from the keys."""
+    """Return the layers, and the names with sizes; yobx writes names without sizes, which it reads from the keys."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -258,7 +253,7 @@ def axes_of_leaf(name: str) -> dict[int, str] | None:
 
 
 def label_of_leaf(name: str, below: str) -> str:
-    """Name a cache's leaf as the ONNX tools for generation do.
+    """Return the name that ONNX tools for generation use for a leaf of a cache.
 
     >>> label_of_leaf("key_W8_1", ""), label_of_leaf("value_0", ""), label_of_leaf("length", "")
     ('1.key', '0.value', 'length')
@@ -268,7 +263,7 @@ def label_of_leaf(name: str, below: str) -> str:
 
 
 def label_of_cache(name: str, below: str) -> str:
-    """Name a leaf of an ``EncoderDecoderCache`` as the ONNX tools for generation do.
+    """Return the name that ONNX tools for generation use for a leaf of an ``EncoderDecoderCache``.
 
     >>> label_of_cache("self_attention_cache", "1.key"), label_of_cache("cross_attention_cache", "1.key")
     ('1.decoder.key', '1.encoder.key')
@@ -302,22 +297,17 @@ def with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
     """Make a cache of the given layers, without running the constructor of ``cls``."""
     # grows: whether the cache adds missing layers. A `DynamicCache` of full layers may be created empty and grow by one
-    # layer per model layer; a cache made from a configuration has all layers. A program treats both alike.
+    # layer per model layer; a cache made from a configuration has all layers. A program accepts both.
+    from transformers.cache_utils import DynamicLayer
+
     cache = cls.__new__(cls)
-    replicated = _full_layer() if grows else None
+    replicated = DynamicLayer if grows else None
     cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
     return cache
 
 
-@functools.cache
-def _full_layer() -> Any:
-    from transformers.cache_utils import DynamicLayer
-
-    return DynamicLayer
-
-
 def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
-    """``is_updated`` as the layers themselves show it; empty for placeholders."""
+    """Return the values of ``is_updated`` that the layers imply: whether each layer is filled."""
     layers = getattr(cross, "layers", ())
     return {index: _is_filled(layer, index) for index, layer in enumerate(layers)}
 
@@ -337,7 +327,7 @@ def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']
     """
-    # names: their names; names with a size, and names of keys that are not tensors, are unchanged
+    # names with a size, and names of keys that are not tensors, are unchanged
     found = {name: _WITHOUT.fullmatch(name) for name in names}
     sizes = {
         match[3]: value.shape[2]

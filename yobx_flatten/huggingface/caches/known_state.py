@@ -121,11 +121,11 @@ class KnownState:
 
 
 class _Part(NamedTuple):
-    """A value inside an object, and the property that is compared."""
+    """A value inside an object, and the property of the value that is compared."""
 
     value: Any
     kind: Literal["leaf", "same", "plain", "dumped", "any"]
-    leaf: int = 0  # its number
+    leaf: int = 0  # the number of the leaf
     below: tuple[_Part, ...] = ()
     is_container: bool = False
 
@@ -168,7 +168,7 @@ def _dumped(value: Any) -> str:
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return the function that takes some items of a list; for fewer than two, `itemgetter` returns no tuple."""
+    # itemgetter returns a tuple only for two items or more
     if len(places) > 1:
         return operator.itemgetter(*places)
     [place] = places or [0]
@@ -182,15 +182,15 @@ _MOST_AXES = 16
 
 # Read the templates in the names of a cache as untrusted data.
 #
-# A name such as `layer_0=transformers.cache_utils:DynamicIndexedLayer={"keys": ["tensor"], ...}` can come from a stored
-# value, a recorded call or a program of anyone. So it is checked first: entries have the kinds and types of a fixed
-# table, and special attributes such as `__class__` are refused.
+# A name such as `layer_0=transformers.cache_utils:DynamicIndexedLayer={"keys": ["tensor"], ...}` can come from a file
+# of an unknown author. So it is checked first: entries have the kinds and types of a fixed table, and special
+# attributes such as `__class__` are refused.
 
 
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
     """Parse a template from JSON text, and check every entry."""
-    # text: the result of `state.read_state` as JSON; shared, do not change it
+    # the result is cached; callers must not change it
     try:
         template = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -41,13 +41,13 @@ from .state import SIZES, Template
 # Marks a layer that was rebuilt around ``None``, torch's temporary placeholder: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
 
-# class name -> letter; two names where a version renamed the class
+# class name -> letter
 LETTERS = {
     "DynamicLayer": "D",
     "DynamicSlidingWindowLayer": "W",
     "StaticLayer": "S",
     "StaticSlidingWindowLayer": "X",
-    "SlidingWindowLayer": "X",  # transformers 4.56
+    "SlidingWindowLayer": "X",  # the name in transformers 4.56
 }
 
 _KINDS: dict[type, LayerKind | None] = {}
@@ -82,7 +82,7 @@ class LayerKind:
     has_recording: bool  # instances have `record_past` (transformers >= 5.17)
     has_dtype: bool  # a filled layer has `dtype` (transformers < 5.24)
     has_cropping: bool  # instances have `_is_croppable` (transformers >= 5.24)
-    derived: tuple[str, ...]  # attributes that a filled static layer takes from its tensors
+    derived: tuple[str, ...]  # attributes that a filled static layer computes from its tensors
     has_position: bool  # a static layer counts in a tensor (transformers >= 5.10 or so)
 
     @property
@@ -136,7 +136,7 @@ class LayerKind:
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
         """Return the template of a layer's attributes, as for layer classes without a ``LayerKind``."""
-        # has_position: the layer counts in a tensor; for a stored program, at the time of storing
+        # has_position: whether the layer counts in a tensor, or did so in the version that stored the program
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
         if self.has_flag:
@@ -165,7 +165,7 @@ class LayerKind:
         return [(name, SIZES[name]) for name in self.derived]
 
     def empty(self, parameter: str) -> CacheLayer:
-        """Make an empty layer; its constructor runs here only."""
+        """Make an empty layer with its constructor."""
         if self.letter == "D":
             return self.cls()
         size = int(parameter.rstrip("rc"))
@@ -192,7 +192,7 @@ def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
     """Return the tensor of a window; a new tensor if none is stored yet, as in a process that loads a program.
 
-    ``None`` in a trace, where a tensor would become a constant of the program, and for classes without such a tensor.
+    Return ``None`` for classes without such a tensor, and in a trace, where a new tensor would become a constant.
     """
     tensors = window_tensors(window)
     if _may_be_traced():

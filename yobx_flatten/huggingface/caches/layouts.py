@@ -34,16 +34,15 @@ _UNSET: Any = object()  # not None, which may be a leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
-    """Flatten layers."""
-    # layers: layers of any classes; classes without a row in `layers` are flattened by their attributes
-    # plain: if all layers are `DynamicLayer`, names have no letter
+    """Flatten the layers of a cache to leaves and names, and check that all layers have seen the same tokens."""
+    # plain: whether names have no letter if all layers are `DynamicLayer`
     values: list[Any] = []
     names: list[str] = []
     full: int | None = None  # keys of the first filled DynamicLayer, which contain every token
     slides = real = True
-    seen: Any = _UNSET  # counts of the layers that do not store every token
+    seen: Any = _UNSET  # the counter of the layers that do not store every token
     first = ("", "")  # the first of these layers
-    uncounted: list[tuple[int, str, str]] = []  # keys of filled layers whose counter is 0
+    uncounted: list[tuple[int, str, str]] = []  # the number of keys of filled layers whose counter is 0
     for index, layer in enumerate(layers):
         kind = kind_of(type(layer))
         if kind is not None and not kind.knows(layer):
@@ -94,7 +93,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
     length: Any = 0
     if plan.counts_itself:
         length = values[-1]
-        # among placeholders it is a placeholder, whatever its type
+        # if other leaves are placeholders, the length is a placeholder of any type
         if all(map(isinstance, values, plan.leaf_types)):
             length = length_of(length)
     elif plan.counter is not None and isinstance(values[plan.counter], torch.Tensor):
@@ -125,7 +124,7 @@ def holds_full_only(names: list[str]) -> bool:
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer with a row; return its code and its count of tokens."""
+    """Add the leaves of a layer with a ``LayerKind``; return its code and its counter."""
     code = kind.code(layer)
     if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
@@ -141,7 +140,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
-    """Count the keys of a hand-made layer whose counter is 0: it has seen as many tokens as the other layers."""
+    """Return the number of keys of a filled layer whose counter is 0, which a user made; 0 for other layers."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -151,13 +150,12 @@ def _held_uncounted(layer: CacheLayer, length: Length) -> int:
 
 
 def _key_count(keys: torch.Tensor) -> int:
-    """Count the tokens in the keys of a full layer."""
     # transformers fills a layer with a one-dimensional empty tensor before its first update
     return keys.shape[-2] if keys.dim() > 1 else 0
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer without a row; return its code and its count of tokens."""
+    """Add the leaves of a layer without a ``LayerKind``; return its code and its counters."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
@@ -174,12 +172,12 @@ def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: li
         names += state.names
         code, lengths = state.code, state.lengths
     values += leaves
-    # an empty layer has seen no tokens, whatever the others have seen
+    # an empty layer has seen no tokens
     return code, [held[name] for name in lengths] if leaves else []
 
 
 def _names_of_state(cls: type, code: str, index: int, text: str, paths: list[str]) -> list[str]:
-    # the first name describes the layer, and belongs to no leaf
+    # the first name describes the layer; it is not the name of a leaf
     parts = [f"{_PARTS.get(path, path)}_{code}_{index}" for path in paths]
     return [f"layer_{index}={cls.__module__}:{cls.__qualname__}={text}", *parts]
 
@@ -198,7 +196,6 @@ def _plain_names(count: int) -> tuple[str, ...]:
 
 
 def _check_agreement(expected: Length, found: Length, place: str, code: str) -> None:
-    """Check that all layers of a cache saw the same tokens, so that one count suffices."""
     # in a trace both are symbols; comparing them would add a guard to the program
     if type(expected) is int and type(found) is int and expected != found:
         raise CacheStructureError(
@@ -214,10 +211,10 @@ class _Plan(NamedTuple):
     """A plan to rebuild layers from a list of names."""
 
     leaf_count: int
-    leaf_types: list[Any]  # classes that no placeholder has, for `isinstance`
-    counts_itself: bool  # the last leaf states how many tokens were seen
-    counter: int | None  # otherwise: the keys of a full layer, which contain every token
-    rebuilds: list[Callable[[Iterator[Any], Any], CacheLayer]]  # from the leaves and the length
+    leaf_types: list[Any]  # the classes of leaves, which placeholders do not have
+    counts_itself: bool  # whether the last leaf is the number of tokens seen
+    counter: int | None  # otherwise the leaf with the keys of a full layer, which contain every token
+    rebuilds: list[Callable[[Iterator[Any], Any], CacheLayer]]  # functions of the leaves and the length
     full_only: bool
 
 
@@ -226,7 +223,7 @@ _KEPT_PLANS = 8
 
 
 def _plan(names: list[str]) -> _Plan:
-    """Return the plan for names. Mostly they equal those of the last call: comparing is faster than hashing."""
+    # names mostly equal those of the last call, and a comparison is faster than a hash
     for known, plan in _RECENT:
         if known == names:
             return plan
@@ -301,7 +298,7 @@ def rebuild_by_attributes(
         tensor = make_window_tensor(cls, window, device) if plain else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
-        elif not used and makes_window_tensor(cls):  # an empty layer needs it for its first update
+        elif not used and makes_window_tensor(cls):  # an empty layer needs the tensor for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
 
@@ -321,7 +318,7 @@ def slides_by_class(cls: type) -> bool:
     return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
-# Flatten the number of tokens that sliding layers have seen to a 0-d tensor, and back to an int.
+# The number of tokens that sliding layers have seen is a 0-d tensor among the leaves.
 #
 # The layers count in a Python integer. ExecuTorch, AOTInductor and submodules do not accept integer inputs, but all
 # accept tensors. The tensor stays on the CPU, where reading it does not wait for a device.
@@ -332,7 +329,7 @@ def slides_by_class(cls: type) -> bool:
 
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
     """Return the cache leaf that stores a number of tokens."""
-    # seen: the layers' count: an integer; in a trace a symbol, or the leaf from unflatten
+    # seen: the counter of a layer: an integer; in a trace a symbol, or the leaf from unflatten
     if isinstance(seen, StoredInteger):
         return int(seen)
     if torch.compiler.is_dynamo_compiling():

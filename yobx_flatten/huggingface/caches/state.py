@@ -7,12 +7,12 @@ seen, the dtype or the device, and it can be stored as JSON.
 ``["tensor"]``         a leaf
 ``["number"]``         also a leaf: an integer that counts (``entry_count``, ``_seen_tokens``)
 ``["length"]``         the number of tokens that all layers of a cache have seen; the cache provides it
-``["same", i]``        the very same tensor as leaf ``i`` (models that store one tensor as keys and values)
+``["same", i]``        the same tensor object as leaf ``i`` (models that store one tensor as keys and values)
 ``["dtype", i]``       the dtype of leaf ``i``; likewise ``["device", i]``
 ``["shape", i, axis]`` a size of leaf ``i`` (static layers note their batch size)
 ``["dict", [...]]``    pairs of key and template; likewise ``["list", [...]]``, ``["tuple", [...]]``
 ``["object", c, {}]``  an object of class ``c`` of the same library, by its attributes
-``["fixed", value]``   anything else, as :mod:`yobx_flatten.recipe.static_codec` stores it
+``["fixed", value]``   any other value, in the form of :mod:`yobx_flatten.recipe.static_codec`
 =====================  ==================================================================================
 """
 
@@ -50,7 +50,7 @@ SIZES = {
     "v_head_dim": ("values", -1),
 }
 
-# torch.compile's marks on a tensor, and attributes that are recomputed when needed
+# attributes that are made again when they are needed
 DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
@@ -62,8 +62,8 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
     for name, value in held.items():
         if name in DROPPED:
             continue
-        template[name] = []  # in its place
-        if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # if a leaf has the same
+        template[name] = []  # keeps the order of the attributes
+        if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # compared with the leaves below
             waiting.append((name, value))
         elif in_cache and name in LENGTHS and not _is_position(name, value, held):
             template[name] = ["length"]
@@ -76,7 +76,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
 
 
 def _is_position(name: str, value: object, held: dict[str, Any]) -> bool:
-    """Whether a static layer counts in its own tensor; in a trace, other layers also count in tensors."""
+    # a static layer counts in a tensor of its own; in a trace, other layers also count in tensors
     return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
 
@@ -109,14 +109,14 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is an object of a model library for tensors, such as a layer of a padding cache.
-
-    Quantizers of Quanto count as parts also: they have no attributes.
-    """
     cls = type(value)
-    if cls.__module__.startswith("optimum.quanto.") and "Optimizer" in cls.__qualname__:
-        return True
-    return cls.__module__.startswith("transformers.") and "Cache" in cls.__qualname__ and hasattr(value, "__dict__")
+    return _names_a_part(cls.__module__, cls.__qualname__) and hasattr(value, "__dict__")
+
+
+def _names_a_part(module: str, name: str) -> bool:
+    """Return whether a class belongs to a transformers cache, such as a layer of a padding cache, or to Quanto."""
+    of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in name
+    return of_quanto or (module.startswith("transformers.") and "Cache" in name)
 
 
 def _counts(name: str) -> bool:
@@ -135,7 +135,7 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Return the entry of a dtype, device or size: that of a leaf with the same value, or else a fixed value."""
+    """Return the entry of a dtype, device or size: a reference to a leaf with the same value, or a fixed value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
@@ -178,7 +178,7 @@ def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
-    """The keys and the templates of what a container or an object holds; nothing for other entries."""
+    """Return the keys and templates of the items of a container or the attributes of an object."""
     match entry:
         case ["dict", pairs]:
             return [(load_static(key), below) for key, below in pairs]
@@ -246,7 +246,6 @@ _Make: TypeAlias = Callable[[list[Any], Length], Any]  # from all leaves, and th
 
 
 def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
-    """Return the function that rebuilds an entry."""
     kind = entry[0]
     if kind in ("tensor", "number", "same"):
         index = entry[1] if kind == "same" else next(counter)
@@ -309,9 +308,7 @@ def part_class(name: object) -> type:
     """Return the class of this name, if the class is part of a transformers cache or of Quanto's quantizer."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
-    of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified
-    of_transformers = module.startswith("transformers.") and "Cache" in qualified
-    if found is None or not (of_quanto or of_transformers):
+    if found is None or not _names_a_part(module, qualified):
         raise CacheStructureError(
             f"The names of a cache contain {name!r}, which is not a known class of parts of layers."
         )

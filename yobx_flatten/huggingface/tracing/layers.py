@@ -3,12 +3,11 @@
 A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors are computed
 by arithmetic on lengths:
 
-* a sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys, starting at position ``seen -
-kept``; the layer then keeps the last ``window - 1`` keys, or all if there are fewer; * a static sliding layer returns
-the last ``window - 1`` keys it has seen, the new keys, and then unused slots; * an empty layer starts from a slice of
-    its first keys, not from a new tensor, which a trace would make a constant that ``run_decompositions`` and the ONNX
-    exporter do not find
-  (https://github.com/pytorch/pytorch/issues/179555).
+* A sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys from position ``seen - kept``. The
+  layer then keeps the last ``window - 1`` keys, or all keys if there are fewer.
+* A static sliding layer returns the last ``window - 1`` keys it has seen, the new keys, and then unused slots.
+* An empty layer starts from a slice of its first keys. A trace would make a new tensor a constant, which
+  ``run_decompositions`` and the ONNX exporter do not find (https://github.com/pytorch/pytorch/issues/179555).
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def _sliding_update(original: Function) -> Function:
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
     """Return the indices of the last ``most`` keys, or of all keys if there are fewer.
 
-    Not ``keys[:, :, -most:]``: a slice checks whether there are enough keys, and its strides whether it covers all of
-    them. These checks become guards, so that the program refuses lengths on the other side of the window.
+    The slice ``keys[:, :, -most:]`` would check whether there are enough keys, and its strides whether it covers all
+    keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     """
     count = keys.shape[-2]
     kept = torch.sym_min(count, most)
@@ -101,7 +100,7 @@ def _sliding_mask_sizes(original: Function) -> Function:
 
 
 def _sliding_seq_length(original: Function) -> Function:
-    # the original's value; transformers' exporters (5.23) use the number of kept keys instead
+    # the value of the original; transformers' exporters (5.23) replace it by the number of kept keys
     def get_seq_length(self: Any, *args: object) -> Length:
         seen: Length = self.cumulative_length
         return seen
@@ -126,7 +125,7 @@ def _start_empty(layer: CacheLayer, key_states: torch.Tensor, value_states: torc
     layer.device = key_states.device
     if keeps_dtype(layer.__class__):
         layer.dtype = key_states.dtype
-    # not torch.empty: see the head of this file
+    # slices instead of torch.empty: see the docstring of this file
     layer.keys, layer.values = key_states[..., :0, :], value_states[..., :0, :]
     layer.is_initialized = True
 
@@ -142,10 +141,10 @@ def _lazy_initialization_indexer(original: Function) -> Function:
 
 def _sliding_init(original: Function) -> Function:
     def __init__(self: Any, sliding_window: int, *args: Any, **kwargs: Any) -> None:
-        # only DDP's gather reads the layer's tensor copy of its window, outside of traces
+        # the layer also stores its window in a tensor, which only DDP's gather reads, outside of traces
         with _without_new_tensors():
             original(self, sliding_window, *args, **kwargs)
-        # otherwise it would be an unused constant of the program
+        # the tensor would be an unused constant of the program
         self.__dict__.pop("_sliding_window_tensor", None)
 
     return __init__
@@ -166,9 +165,9 @@ def _without_new_tensors() -> Iterator[None]:
 # A static sliding layer with 4 slots (a-d) and new keys (x, y): the keys that it returns and the keys that it keeps:
 #
 #   seen  slots    new   shown        kept
-#   1     a - - -  x y   a x y - -    a x y -      there is room: others are shown in addition, and masked
-#   3     a b c -  x y   a b c x y    b c x y      it becomes full
-#   9     a b c d  x y   b c d x y    c d x y      it is full; a is out of the window
+#   1     a - - -  x y   a x y - -    a x y -      the layer has unused slots, which are shown and masked
+#   3     a b c -  x y   a b c x y    b c x y      the layer becomes full
+#   9     a b c d  x y   b c d x y    c d x y      the layer is full; a is outside the window
 
 
 def _static_sliding_update(original: Function) -> Function:
@@ -193,7 +192,7 @@ def _static_sliding_update(original: Function) -> Function:
         self.keys.copy_(keys.index_select(2, kept))
         self.values.copy_(values.index_select(2, kept))
         vars(self)[counter] = seen + new
-        if counter != "cumulative_length":  # the tensor next to the integer; it stops when the layer is full
+        if counter != "cumulative_length":  # this tensor does not grow after the layer is full
             self.cumulative_length.add_((seen + new <= size) * new)
         return keys.index_select(2, shown), values.index_select(2, shown)
 
@@ -218,7 +217,7 @@ def _counter(layer: CacheLayer) -> str:
 
 
 def _filled_from(layer: CacheLayer) -> int:
-    """Number of tensor parameters of the method that fills a layer: 4.56 and 4.57 have the keys only."""
+    # the number of tensor parameters of the method that fills a layer: 4.56 and 4.57 have the keys only
     return len(inspect.signature(type(layer).lazy_initialization).parameters) - 1
 
 
@@ -242,7 +241,7 @@ def _update_conv_state(original: Callable[..., torch.Tensor]) -> Function:
             return original(self, conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
-        # the first tokens, fewer or more than the kernel's width: padded without a branch
+        # fewer or more tokens than the kernel's width are padded without a branch
         self.has_previous_state[state_idx] = True
         size = self.conv_kernel_size[state_idx]
         full = torch.nn.functional.pad(conv_states, (torch.sym_max(size - conv_states.shape[-1], 0), 0))

@@ -1,6 +1,6 @@
 """List the functions of models that are replaced during a trace.
 
-A function is replaced only if its module is imported, and only if the replacement knows its parameters
+A function is replaced only if its module is imported, and if the replacement accepts all of its parameters
 (:mod:`.replacement`).
 """
 
@@ -26,8 +26,8 @@ from .sparse import SPARSE
 
 # Trace models that process tokens in chunks as one scan over tokens, for any number of new tokens.
 #
-# Their own code pads the tokens to whole chunks. A trace fixes the number of chunks, so that a program that was traced
-# with few tokens accepts one chunk at most, and a single token costs as much as a chunk.
+# Their own code pads the tokens to whole chunks. A trace fixes the number of chunks: a program that was traced with few
+# tokens accepts at most one chunk, and computes a whole chunk for a single token.
 
 
 # (state, inputs of one token) -> (next state, output of the token)
@@ -110,7 +110,7 @@ def _delta_rule(original: Function) -> Function:
 
 
 def _chunk_scan(step: _Step, start: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last state, and the outputs of all tokens; tokens are axis 1 of inputs and outputs."""
+    """Return the last state, and the outputs of all tokens; tokens are axis 1 of inputs and outputs."""
     from ...private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
@@ -149,7 +149,7 @@ def model_replacements() -> Iterator[Replacement]:
 
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
-    """Routing weights of every token and expert, (experts, tokens, 1): zero if it was not routed there."""
+    """Return the routing weights as (experts, tokens, 1), with zero for experts that a token is not routed to."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
@@ -201,9 +201,9 @@ EXPERTS = [
 
 @replacement
 def _past_of_the_window(original: Function) -> Function:
-    # Upstream joins the past and the new keys, and drops the keys before the window. Such a slice checks whether there
-    # is anything to drop, which adds a guard to the program. Except for recording layers, layers have dropped these
-    # keys already; so only the past of recording layers is cut.
+    # The original joins the past and the new keys, and drops the keys before the window with a slice. The slice checks
+    # whether it drops a key, which adds a guard to the program. Only recording layers still have these keys, so only
+    # their past is cut.
     def forward(
         again: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         self: Any,
@@ -220,7 +220,7 @@ def _past_of_the_window(original: Function) -> Function:
         if getattr(layer, "record_past", False):
             last = last_places(past[0], self.sliding_window - 1)
             past = tuple(states.index_select(2, last) for states in past)
-        uncut = copy.copy(self)  # not the module itself, which other threads may call
+        uncut = copy.copy(self)  # other threads may call the module
         uncut.sliding_window = None
         return again(self=uncut, shared_kv_states={**shared, self.layer_idx: past})
 
@@ -236,7 +236,7 @@ LOOPS = ((("dory",), "DoryAttention", "forward", _past_of_the_window),)
 
 @replacement
 def _next_position(original: Function) -> Function:
-    # upstream uses `int(...)` of the sum, for an older exporter, which fixes the length of the example
+    # the original uses `int(...)` of the sum, for an older exporter, and so fixes the length of the example
     def forward(
         again: Function,
         self: Any,
@@ -257,8 +257,8 @@ def _next_position(original: Function) -> Function:
 
 @replacement
 def _positions_of_the_call(original: Function) -> Function:
-    # upstream slices the mask's positions after the past: the trace cannot know that one is left per token, assumes
-    # that it is not one, and the program refuses calls of one token
+    # the original slices the mask's positions after the past; the trace assumes that the size of the slice is not 1, so
+    # that the program refuses calls with one token
     def forward(
         again: Function,
         self: Any,
@@ -275,7 +275,7 @@ def _positions_of_the_call(original: Function) -> Function:
         length = tokens.shape[1]
         seen = 0 if cache is None else cache.get_seq_length()
         if isinstance(seen, (int, torch.SymInt)):
-            # upstream raises an error for this shape, but these positions would be wrong silently
+            # the original raises an error for another shape; without this check the positions would be wrong
             torch._check(
                 attention_mask.shape[1] == seen + length, lambda: "attention_mask does not fit the cache and the tokens"
             )
@@ -288,7 +288,7 @@ def _positions_of_the_call(original: Function) -> Function:
 
 @replacement
 def _relative_embeddings(original: Function) -> Function:
-    # upstream pads its table for longer inputs and slices it for shorter inputs: a branch on the length
+    # the original pads its table for longer inputs and slices it for shorter inputs: a branch on the length
     def forward(self: Any, relative_embeddings: torch.Tensor, length: Size) -> Any:
         last = relative_embeddings.shape[1] - 1
         places = torch.arange(1 - length, length, device=relative_embeddings.device) + self.window_size
@@ -306,25 +306,24 @@ POSITIONS = (
 )
 
 
-# -- mamba -----------------------------------------------------------------------------------------------------------
-
-# Models of the first Mamba have two branches: one new token continues from the state, several start from zero ("initial
-# hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
-# a dynamic size is 2 or more and drops comparisons with 1, so the number of tokens is read from a tensor.
-
-
 # Trace recurrent models (with a state per token) as one graph, for any number of new tokens.
 
 
-def _caches_answer(*questions: str) -> bool:
-    """Return whether caches have methods that query a state (transformers 5.23 and newer)."""
-    return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in questions)
+def _caches_have(*methods: str) -> bool:
+    """Return whether the caches of the installed transformers have these methods, which 5.23 added."""
+    return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
+
+
+# -- mamba -----------------------------------------------------------------------------------------------------------
+
+# Models of the first Mamba have two branches: one new token continues from the state, several tokens start from zero
+# ("initial hidden state is not supported by the kernel path"). Both branches are one scan here, from the state or from
+# zero. torch assumes that a dynamic size is 2 or more and drops comparisons with 1, so the number of tokens is read
+# from a tensor.
 
 
 class _Waiting(threading.local):
-    """The initial states of the scans of the current layer, in order."""
-
-    states: Iterator[Any] = iter(())
+    states: Iterator[Any] = iter(())  # the initial states of the scans of the current layer, in order
 
 
 _WAITING = _Waiting()
@@ -332,8 +331,8 @@ _WAITING = _Waiting()
 
 @replacement
 def _mamba_mixer(original: Function) -> Function:
-    # versions with the scan inside this function, and versions whose caches lack the query
-    if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_answer("get_recurrent_state"):
+    # older versions have the scan inside this function, or caches without this method
+    if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_have("get_recurrent_state"):
         return original
 
     def forward(
@@ -390,17 +389,17 @@ def _mamba_selective_scan(original: Function) -> Function:
 
 
 def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
-    """The initial state of a scan: the stored state for one token, zero for several."""
+    """Return the initial state of a scan: the stored state for one new token, zero for several new tokens."""
     zero = torch.zeros_like(added[0])
     if state is None:
         return zero
-    # index of the last token, as a tensor: 0 for a single token, and not a size that a trace would compare
+    # the index of the last token as a tensor, since a trace would not keep a comparison of the size with 1
     last = torch.arange(added.shape[0], device=added.device).amax(0)
     return torch.where(last == 0, state.to(added.dtype), zero)
 
 
 def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """All states of ``state = decay * state + added``, along the first axis."""
+    """Return all states of ``state = decay * state + added``, along the first axis."""
     from ...private_names.of_torch import scan
 
     def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -446,7 +445,7 @@ def _minimax_lightning_attention(original: Function) -> Function:
         # each key decayed by its distance to the last token: the state of the next call
         state = (key * torch.exp(-self.slope_rate * (count - 1 - token[:, None]))).mT.matmul(value)
         if past is not None:
-            # the past is one token further away than the first of these
+            # the past is one token before the first new token
             output = output + (query * torch.exp(-self.slope_rate * (token[:, None] + 1))).matmul(past)
             state = state + torch.exp(-self.slope_rate * count) * past
 
@@ -464,9 +463,9 @@ def _minimax_lightning_attention(original: Function) -> Function:
 
 @replacement
 def _zaya_projection(original: Function) -> Function:
-    # The original drops the last new token. With two tokens one is left, and a trace fixes a size of one.
+    # The original drops the last new token. Of two tokens one token remains, and a trace fixes a size of 1.
     repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
-    if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
+    if repeat is None or not _caches_have("get_conv_state", "get_recurrent_state"):
         return original
 
     def forward(
@@ -507,7 +506,7 @@ def _zaya_projection(original: Function) -> Function:
 
 
 def _last(tensor: torch.Tensor, count: int, axis: int) -> torch.Tensor:
-    """The last entries of an axis that has enough entries, without a slice."""
+    # without a slice, which would check that the axis has enough entries
     return tensor.index_select(axis, torch.arange(count, device=tensor.device) + (tensor.shape[axis] - count))
 
 

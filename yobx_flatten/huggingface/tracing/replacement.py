@@ -3,12 +3,12 @@
 .. code-block:: text
 
     a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
-    a version reads        forward(again, self, hidden_states, cache, **others)      one name for the cache
+    a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
     any other case         again(), again(position_ids=p)                            the original, with its own names
 
-A version reads the parameters in its signature. It replaces an original that has all of its required parameters and no
-unknown parameter, which could change the result. A version with ``again`` and ``others`` passes everything on, so its
-original may have more parameters.
+A version receives the parameters in its signature. It replaces an original that has all of its required parameters and
+no unknown parameter, which could change the result. A version with ``again`` and ``others`` passes all arguments to the
+original, which may have more parameters.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from ...errors.tried_versions import NEWEST_TRIED
 from ..cache_names import argument_of, named_for
 
 Function: TypeAlias = Callable[..., Any]
-"""a function or method of a model, or its replacement"""
+"""A function or method of a model, or its replacement."""
 Make: TypeAlias = Callable[[Function], Function]
-"""returns the replacement for a function"""
+"""A function that returns the replacement for a function."""
 Replacement: TypeAlias = tuple[ModuleType | type, str, Make]
-"""a module or a class, the name of its function, and a function that makes the version of it to trace"""
+"""A module or a class, the name of its function, and a function that makes the replacement."""
 _CACHE = "cache"
 _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
     """Decorate a function that makes a replacement, to give the replacement the original's signature."""
-    # make: returns a version for an original, or the original if a release needs no replacement
-    # returns: a function from an original to its replacement, with the signature of the original. If the version does
-    # not fit, the original stays, with a `yobx_flatten.errors.ReplacedFunctionWarning`.
+    # make: returns a version for an original, or the original if a release of transformers needs no replacement
+    # if the version does not fit, the result returns the original and warns (ReplacedFunctionWarning)
 
     @functools.wraps(make)
     def made(original: Function) -> Function:
@@ -80,7 +79,7 @@ def _called_as(version: Function, original: Function) -> Function:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # the signature below the decorators, which a release may use for its older names
+        # the signature of the undecorated function: a decorator may accept older names
         kwargs = named_for(original, kwargs)
         bound = signature.bind(*args, **kwargs)
         named: dict[str, Any] = {}
@@ -109,7 +108,7 @@ def _called_as(version: Function, original: Function) -> Function:
 
 
 def _warn(original: Function, reason: str) -> None:
-    """Name a function that is not replaced, once per process."""
+    # once per process for each function
     name = f"{original.__module__}.{original.__qualname__}"
     if name not in _warned:
         _warned.add(name)

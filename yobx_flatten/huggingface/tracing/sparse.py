@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. Their own code branches on the number of windows or blocks, or fixes it.
+LED attend to a window. Their own code branches on the number of windows or blocks, or fixes this number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prepare_compressed(layer: CacheLayer) -> None:
     Between two calls a buffer contains fewer keys than a window, often 0 or 1, and a trace would fix these sizes. The
     traced values are never used.
     """
-    # layer: a layer of a copy of the example's cache, changed in place; other layers are left alone
+    # layer: a layer of a copy of the example's cache; layers of other classes are not changed
     held = vars(layer)
     rate = held.get("compress_rate")
     if "entry_count" not in held or not isinstance(rate, int):
@@ -60,7 +60,7 @@ def _shared_update(original: Function) -> Function:
 
 
 def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> CacheLayer | None:
-    """Return the layer of a cache with closed windows; ``None`` if the original code is traced."""
+    """Return the layer of a cache that has full windows; ``None`` if the original code is traced."""
     layer = None if cache is None else cache.layers[index]
     if layer is None or layer.compressed_kv[name] is None:
         return None
@@ -68,12 +68,12 @@ def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> C
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-    """All compressed keys, with the windows that this call fills at the end: (batch, windows, width)."""
+    """Return all compressed keys, with the windows that this call fills at the end: (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
     windows = count // ratio
-    # not from a size: the remainder may be 0 or 1, which a trace would fix
+    # the indices are not made from a size: the remainder may be 0 or 1, which a trace would fix
     rest = torch.nonzero(torch.arange(count, device=kv.device) >= windows * ratio).flatten()
     layer.buffer_kv[name], layer.buffer_gate[name] = kv.index_select(1, rest), gate.index_select(1, rest)
 
@@ -102,7 +102,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each window with the first series of the one before it, and that series of the last closed window."""
+    """Return each window with the first series of the window before, and the first series of the last full window."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed
@@ -144,7 +144,7 @@ def _every_closed_window(
     position_ids: torch.Tensor,
     *cache: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one extra window, which no token sees
+    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # an extra window that no token sees
     count, queries = compressed.shape[2], position_ids.shape[1]
     # a single query sees all full windows
     single = torch.arange(queries, device=compressed.device).amax(0) == 0
@@ -167,7 +167,7 @@ def _chosen_windows(
     chosen = torch.where(chosen >= 0, chosen, count)  # invisible indices point to the extra window at the end
     bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
     bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
-    unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which no token sees
+    unseen = torch.arange(count + 1, device=bias.device) == count  # the extra window, which no token sees
     compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))
     return compressed, bias.masked_fill(unseen, float("-inf"))
 
@@ -253,9 +253,7 @@ def _qsa_indexer(original: Function) -> Function:
 
 
 class _Marked(threading.local):
-    """Whether the traced call marks tokens that attend to all others and that all others see."""
-
-    now = False
+    now = False  # whether the traced call marks tokens that attend to all others and that all others see
 
 
 _MARKED = _Marked()
@@ -263,7 +261,7 @@ _MARKED = _Marked()
 
 @replacement
 def _whole_windows(original: Function) -> Function:
-    # upstream pads and unpads if tokens are missing for a whole window: branches on the length
+    # the original pads and unpads if the tokens do not fill the last window: a branch on the length
     def forward(again: Function, self: Any, global_attention_mask: torch.Tensor | None = None, **others: Any) -> Any:
         ids, rows = others.get("input_ids"), {**others, "global_attention_mask": global_attention_mask}
         tokens = others["inputs_embeds"] if ids is None else ids
@@ -298,8 +296,8 @@ _ROWS = ("attention_mask", "global_attention_mask", "position_ids", "token_type_
 
 @replacement
 def _attention_in_blocks(original: Function) -> Function:
-    # A block of half a window attends to itself and to both neighbors, in memory that is linear in the length. Only
-    # where a call marks tokens, as a classifier marks the first one, every token is also compared with every other one.
+    # A block of half a window attends to itself and to both neighbors, in memory that is linear in the length. If the
+    # call marks tokens, as a classifier marks the first token, every token is also compared with every other token.
     def forward(
         again: Function,
         self: Any,

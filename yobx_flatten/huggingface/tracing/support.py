@@ -1,9 +1,9 @@
 """Replacements that let one trace of a transformers model serve all lengths.
 
 A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
-and on whether a mask can be omitted; each branch would fix the example's case in the program. The replacements compute
-the same values without a branch: for layers (:mod:`.layers`), for some models (:mod:`.models`), and here for masks,
-positions and attention.
+and on whether a mask can be omitted. Each branch would fix the case of the example in the program. The replacements
+compute the same values without a branch: for layers (:mod:`.layers`), for some models (:mod:`.models`), and here for
+masks, positions and attention.
 
 The replacements are active only during a trace and in its thread, and call the originals for other cases.
 """
@@ -52,7 +52,7 @@ class TransformersTracing(TraceSupport):
 
     def acquire(self) -> None:
         """At the start of a ``with`` block or trace, add keys to outputs that transformers registered without keys."""
-        from transformers.utils.generic import ModelOutput  # here, since imports must not run under the lock
+        from transformers.utils.generic import ModelOutput  # an import must not run under the lock
 
         with LOCK:
             self._open += 1
@@ -91,8 +91,8 @@ class TransformersTracing(TraceSupport):
     def prepare(self, tree: PyTree) -> PyTree:
         """Return the inputs with the tensors of their caches contiguous.
 
-        Beyond its window a layer keeps a slice, whose strides would add a guard that refuses the contiguous tensors of
-        other callers. Layers that compress their keys get sizes that a trace does not fix.
+        A layer that has seen more tokens than its window keeps a slice. The strides of the slice would add a guard,
+        which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
         """
         from transformers.cache_utils import Cache
 
@@ -119,7 +119,7 @@ class TransformersTracing(TraceSupport):
         with LOCK:
             patches = [self._patch(target, name, make) for target, name, make in replacements]
         with contextlib.ExitStack() as stack:
-            self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block
+            self.acquire()  # again, for models imported inside the block, and for a trace that continues after it
             stack.callback(self.release)
             for patch in patches:
                 stack.enter_context(patch)
@@ -137,7 +137,7 @@ class TransformersTracing(TraceSupport):
     def translations(self) -> Iterator[Translation]:
         """Return the translations of the grouped matrix products in mixtures of experts.
 
-        They are part of transformers' own exporters (5.17 and later); there are none for earlier versions.
+        The translations are part of transformers' own exporters (5.17 and later); earlier versions have none.
         """
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
         if fallback is not None and is_installed("transformers.exporters"):
@@ -146,9 +146,8 @@ class TransformersTracing(TraceSupport):
 
 
 def _grouped_products(operator: OpOverload) -> Callable[..., Any]:
-    """Build the product with transformers' own translation, which is imported only if a program needs it."""
-
     def translate(*args: Any, **kwargs: Any) -> Any:
+        # transformers' own translation, imported only if a program needs it
         with warnings.catch_warnings():
             # 5.17's exporters import every model that they patch, and some use torch.jit.script
             warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
@@ -189,7 +188,6 @@ def attention_replacements() -> Iterator[Replacement]:
 
 
 def _answering(answer: bool) -> Make:
-    """Make a replacement for a question that is the same for all arguments."""
     return lambda original: lambda *args, **kwargs: answer
 
 
@@ -204,7 +202,7 @@ class TensorRanges(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id: a sum, and its second operand
+        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by id of a sum: the sum and its two operands
 
     def __torch_function__(
         self,
@@ -221,7 +219,7 @@ class TensorRanges(TorchFunctionMode):
                 return torch.arange(found[2], **kwargs) + args[0]
         result = func(*args, **kwargs)
         if func in _SUMS and len(args) == 2 and _is_count(args[0]) and not isinstance(args[1], torch.Tensor):
-            self._sums[id(result)] = result, args[0], args[1]  # with the sum, so that its id is not used again
+            self._sums[id(result)] = result, args[0], args[1]  # the reference keeps the id of the sum in use
         return result
 
 
@@ -257,7 +255,8 @@ _CLASSES = ModelClasses(lambda cls: _plain(vars(cls).get("forward")) is not None
 @replacement
 def _by_length(original: Function) -> Function:
     # The original checks whether this call is longer than all calls before, and stores the result. The lengths of a
-    # text only grow, so the frequencies depend on the length of this call, or are the initial ones up to the switch.
+    # text only grow, so the frequencies depend on the length of this call only; up to the switch they are the initial
+    # frequencies.
     plain = _plain(original)
     if plain is None:
         return original
@@ -280,7 +279,7 @@ def _by_length(original: Function) -> Function:
         stated = config.get("rope_parameters") or config["rope_scaling"]
         switch = switch_of_kind(stated if layer_type is None else stated[layer_type], config)
         length = torch.max(position_ids) + 1
-        # the long frequencies of `longrope` are the same for all greater lengths
+        # the long frequencies of `longrope` are equal for all greater lengths
         above = switch + 1 if kind == "longrope" else length
         scaled, _ = ROPE_INIT_FUNCTIONS[kind](self.config, x.device, seq_len=above, **of_layer)
         first = getattr(self, f"{prefix}original_inv_freq").to(x.device)
@@ -317,7 +316,7 @@ def _prepare_padding_mask(original: Function) -> Function:
             return None
         missing = kv_length + kv_offset - attention_mask.shape[-1]
         if isinstance(missing, torch.Tensor) or not statically_known_true(missing <= 0):
-            # more than needed, so that no graph computes the number: a mask covers positions before the first key
+            # a longer padding than necessary, so that the graph does not compute its size
             padded = torch.nn.functional.pad(attention_mask, (0, missing if type(missing) is int else kv_length))
         else:
             padded = attention_mask
@@ -330,7 +329,7 @@ def _prepare_padding_mask(original: Function) -> Function:
 
 @replacement
 def _recurrent_mask(original: Function) -> Function:
-    # Not mask[:, -new:]: a slice checks whether it begins at 0, as before the first token, which adds a guard.
+    # the slice mask[:, -new:] would check whether it begins at 0, as for an empty cache, which adds a guard
     def create_recurrent_attention_mask(
         config: object,
         inputs_embeds: torch.Tensor,
@@ -348,8 +347,8 @@ def _recurrent_mask(original: Function) -> Function:
 
 
 def _broadcast_for_bhqkv(original: Function) -> Function:
-    # 4.56 and 4.57 use vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
-    # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
+    # 4.56 and 4.57 use vmap over four indices; later versions broadcast. In vmap an index into the padding mask becomes
+    # an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
     # function_const_func_spec0".
     def _vmap_for_bhqkv(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Function:
         def broadcast(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -384,10 +383,10 @@ def upstream_replacements() -> Iterator[Replacement]:
 
 @functools.cache
 def _modules_named() -> frozenset[str]:
-    """The model modules that the installed exporters patch, from their source: importing 5.17's takes 2 seconds."""
+    """Return the model modules that transformers' exporters patch, from their source: their import takes 2 seconds."""
     package, _, file = _MODULE.rpartition(".")
     spec = importlib.util.find_spec(package)  # the package only: finding its module would import the package
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())  # there is none in 4.56 to 5.16
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())  # 4.56 to 5.16 lack the package
     sources = [path for path in (pathlib.Path(folder, f"{file}.py") for folder in folders) if path.exists()]
     source = "".join(path.read_text(encoding="utf-8") for path in sources)
     return frozenset(re.findall(r'"(transformers\.models\.\w+\.\w+)\.', source))
@@ -407,14 +406,14 @@ def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
 
 
 def _imported(path: str) -> Any:
-    """The module, or the class of a module, at a dotted path; ``None`` if it is not imported."""
+    """Return the module, or the class of a module, at a dotted path; ``None`` if it is not imported."""
     module, _, name = path.rpartition(".")
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
 def _masked_attention(original: Function) -> Function:
-    # Upstream's version (5.23) omits the norms of queries and keys that come from one projection, and silently computes
-    # different values. It also requires images, and windows, of equal size; a mask does not.
+    # The patch of transformers' exporters (5.23) omits the norms of queries and keys that come from one projection, and
+    # silently computes different values. It also requires images and windows of equal size, which a mask does not.
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -439,7 +438,7 @@ def _masked_attention(original: Function) -> Function:
     return forward
 
 
-# class and attribute -> replacement here, if upstream's version computes different values
+# class and attribute -> replacement, if the patch of transformers' exporters computes different values
 _CORRECTED: dict[tuple[str, str], Make] = {
     ("Dots3NoteVisionAttention", "forward"): _masked_attention,
     ("GlmOcrVisionAttention", "forward"): _masked_attention,

@@ -21,28 +21,38 @@ from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
-from . import size_errors
 from .opaque import Remedy, find_unregistered, remedy_for
+from .size_errors import (
+    PROGRAM_ROWS,
+    SIZE_ROWS,
+    Explanation,
+    Failure,
+    Row,
+    explain_guards,
+    explain_misfit,
+    misfit_in_our_words,
+    place_of,
+)
 
 
-def _leaves(failure: size_errors.Failure) -> list[tuple[str, Any]]:
+def _leaves(failure: Failure) -> list[tuple[str, Any]]:
     return [item for name, value in failure.inputs().items() for item in torch_leaves(value, name)]
 
 
-def _tensors(failure: size_errors.Failure) -> list[tuple[str, torch.Tensor]]:
+def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in _leaves(failure) if isinstance(leaf, torch.Tensor)]
 
 
-def _fixed(text: str, line: str) -> Callable[[size_errors.Failure, re.Match[str]], size_errors.Explanation]:
+def _fixed(text: str, line: str) -> Callable[[Failure, re.Match[str]], Explanation]:
     """Make an explanation with a fixed text, in which ``FOUND`` stands for the first group of the pattern."""
-    return lambda failure, found: size_errors.Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
+    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
 
 
-def _old_tracer(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
     others = [one for name, value in failure.inputs().items() for one in find_unregistered(value, name=name)]
     paths = tuple(one.path for one in others if one.inside is None)
     what = f" ({paths[0]} is a {class_name(others[0].cls)})" if paths else ""
-    return size_errors.Explanation(
+    return Explanation(
         "The old tracer (torch.jit.trace, torch.onnx.export(dynamo=False)) accepts tensors in lists, tuples and "
         f"dicts, and ignores registrations{what}. Use torch.export:",
         paths,
@@ -50,16 +60,16 @@ def _old_tracer(failure: size_errors.Failure, found: re.Match[str]) -> size_erro
     )
 
 
-def _other_structure(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
     others = [one for name, value in failure.inputs().items() for one in find_unregistered(value, name=name)]
     text = "The unflattened program was called with inputs of another structure than those of the example."
     if not others:
-        return size_errors.Explanation(
+        return Explanation(
             f"{text} Pass inputs like the example's, where their classes are registered:",
             (),
             "with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
         )
-    return size_errors.Explanation(
+    return Explanation(
         f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten and call "
         "the program where the class is registered:",
         (others[0].path,),
@@ -67,13 +77,13 @@ def _other_structure(failure: size_errors.Failure, found: re.Match[str]) -> size
     )
 
 
-def _devices(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     module = failure.module
     held = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     devices = {str(tensor.device) for tensor in held}
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
-        return size_errors.Explanation(
+        return Explanation(
             f"An operator gets tensors of several devices{places}. Move the module to one:", (), "module.to(device)"
         )
     (device,) = devices
@@ -81,15 +91,15 @@ def _devices(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.
         return _without_data(failure, found)
     paths = tuple(path for path, tensor in _tensors(failure) if str(tensor.device) != device)
     what = f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} not" if paths else "other tensors are not"
-    return size_errors.Explanation(
+    return Explanation(
         f"The weights are on {device}, and {what}. Move the inputs:",
         paths,
         f"torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to({device!r}), inputs)",
     )
 
 
-def _without_data(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
-    return size_errors.Explanation(
+def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
+    return Explanation(
         "Weights that are offloaded or on the meta device have no data, so the program cannot be compared with the "
         "module. Load the weights, or trace without the comparison, with inputs on the same device:",
         (),
@@ -97,9 +107,9 @@ def _without_data(failure: size_errors.Failure, found: re.Match[str]) -> size_er
     )
 
 
-def _nested(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _nested(failure: Failure, found: re.Match[str]) -> Explanation:
     paths = tuple(path for path, tensor in _tensors(failure) if tensor.is_nested)
-    return size_errors.Explanation(
+    return Explanation(
         f"{paths[0] if paths else 'An input'} is a nested tensor, which torch.export does not accept. Pass its rows "
         "padded to one length, and a mask:",
         paths,
@@ -107,20 +117,20 @@ def _nested(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.E
     )
 
 
-def _module_among_inputs(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation | None:
+def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation | None:
     paths = tuple(path for path, leaf in _leaves(failure) if isinstance(leaf, torch.nn.Module))
     if not paths:
         return None
-    return size_errors.Explanation(
+    return Explanation(
         f"The input {paths[0]} is a module, for which torch.export accepts no dynamic shapes. Make it a submodule:",
         paths,
         "self.part = part",
     )
 
 
-def _not_storable(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
-    return size_errors.Explanation(
+    return Explanation(
         f"The program ignores its input {name} ({value}), and a file cannot store this. Keep the value in the module, "
         "or make it static data of its object:",
         (name,),
@@ -128,7 +138,7 @@ def _not_storable(failure: size_errors.Failure, found: re.Match[str]) -> size_er
     )
 
 
-OTHER_ROWS: list[size_errors.Row] = [
+OTHER_ROWS: list[Row] = [
     (r"are supported as JIT inputs/outputs", _old_tracer),
     (r"are supported as inputs or outputs of traced functions", _old_tracer),
     (r"cannot be traced\. Only Tensors and \(possibly nested\)", _old_tracer),
@@ -197,7 +207,7 @@ def explain_error(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: DynamicShapes = None,
-) -> size_errors.Explanation:
+) -> Explanation:
     """Explain an error of ``torch.export``, of an exported program, or of a tool that reads exported programs.
 
     Args:
@@ -228,19 +238,19 @@ def explain_error(
     if not isinstance(error, BaseException):
         raise InvalidArgumentError(f"explain_error: expected an exception or its text, found {describe_class(error)}.")
     if isinstance(error, FlattenError):
-        return size_errors.Explanation(str(error))
-    failure = size_errors.Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)
+        return Explanation(str(error))
+    failure = Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)
     for pattern, explain in _TABLE:
         found = re.search(pattern, failure.message, re.DOTALL)
         if found is not None and (explanation := explain(failure, found)) is not None:
             return explanation
-    if (explanation := size_errors.explain_guards(failure)) is not None:
+    if (explanation := explain_guards(failure)) is not None:
         return explanation
-    if misfit := size_errors.misfit_in_our_words(failure):
-        return size_errors.explain_misfit(failure, misfit, ())
+    if misfit := misfit_in_our_words(failure):
+        return explain_misfit(failure, misfit, ())
     message = failure.message if is_text else f"{type(error).__name__}: {failure.message}"
     text = f"This error is unknown. torch reports: {_first_line_of(message)}"
-    return size_errors.Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
+    return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
 
 
 def _first_line_of(message: str) -> str:
@@ -253,24 +263,24 @@ def _first_line_of(message: str) -> str:
 # -- classes that are not registered ----------------------------------------------------------------------------------
 
 
-def _unregistered_input(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _unregistered_input(failure: Failure, found: re.Match[str]) -> Explanation:
     return _unregistered("torch.export takes no object of this class as input", found[1], failure.inputs())
 
 
-def _unregistered_output(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _unregistered_output(failure: Failure, found: re.Match[str]) -> Explanation:
     # if the call of the module fails, the explanation has the class without its position
     outputs: dict[str, Any] = result_or(lambda: _outputs(failure), lambda error: {})
     return _unregistered("torch.export takes no object of this class as output", found[1], outputs)
 
 
-def _outputs(failure: size_errors.Failure) -> dict[str, Any]:
+def _outputs(failure: Failure) -> dict[str, Any]:
     if not isinstance(failure.module, torch.nn.Module):
         return {}
     with torch.no_grad():
         return {"output": failure.module(*failure.args, **failure.kwargs)}
 
 
-def _unregistered(what: str, name: str, trees: dict[str, Any]) -> size_errors.Explanation:
+def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
     """Explain that a class is not registered, with the leaves whose class has this name."""
     short, layouts = name.rpartition(".")[2], Layouts()
     leaves = [(path, leaf) for root, tree in trees.items() for path, leaf in torch_leaves(tree, root)]
@@ -281,23 +291,21 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> size_errors.Ex
             remedy = remedy_for(cls, None, layouts)
         else:
             remedy = Remedy("Register it first", f"register_class_flattening({short}, ...)")
-        return size_errors.Explanation(f"{what}: {name}. {remedy.advice}:", (), remedy.line)
+        return Explanation(f"{what}: {name}. {remedy.advice}:", (), remedy.line)
     paths = tuple(path for path, _ in places)
     leaf = places[0][1]
     remedy = remedy_for(type(leaf), leaf, layouts, paths[0])
     some = paths[0] if len(paths) == 1 else f"{paths[0]} (one of {len(paths)} such places)"
-    return size_errors.Explanation(
-        f"{what}: {some} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line
-    )
+    return Explanation(f"{what}: {some} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line)
 
 
-def _not_registered_now(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation | None:
+def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation | None:
     # torch raises `KeyError: <class ...>` for a program that is called after its classes were unregistered
     cls = failure.error.args[0] if failure.error.args else None
     if not isinstance(failure.error, KeyError) or not isinstance(cls, type):
         return None
     remedy = remedy_for(cls, None, Layouts())
-    return size_errors.Explanation(
+    return Explanation(
         f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call the program "
         "where the class is registered:",
         (),
@@ -305,12 +313,13 @@ def _not_registered_now(failure: size_errors.Failure, found: re.Match[str]) -> s
     )
 
 
-def _not_registered_when_loaded(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
-    module, _, name = found[1].rpartition(".")
+def _not_registered_when_loaded(failure: Failure, found: re.Match[str]) -> Explanation:
+    path = found[1]
+    module, _, name = path.rpartition(".")
     block = "with register_flattening_functions(patch_transformers=True): ..."
     own = f"from {module} import {name}\nregister_class_flattening({name}, ...)"
-    return size_errors.Explanation(
-        f"The stored program holds a {found[1]}, which is not registered in this process. Register the class first:",
+    return Explanation(
+        f"The stored program holds a {path}, which is not registered in this process. Register the class first:",
         (),
         block if module.startswith("transformers.") else own,
     )
@@ -322,10 +331,10 @@ def _not_registered_when_loaded(failure: size_errors.Failure, found: re.Match[st
 _TORCH = os.path.dirname(torch.__file__)
 
 
-def _looks_at_values(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
+def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
     own = [place for place in places if not place[0].startswith(_TORCH)]
-    where = size_errors.place_of(failure.error)  # the traceback has more details than the message
+    where = place_of(failure.error)  # the traceback has more details than the message
     if not where and own:
         file, line, function, code = own[-1]
         where = f" in {function}, {file}:{line}{': ' + code.strip() if code else ''}"
@@ -333,7 +342,7 @@ def _looks_at_values(failure: size_errors.Failure, found: re.Match[str]) -> size
         caused = re.search(r"Caused by: .*?\(?([\w./\\-]+\.py):(\d+) in (\w+)", failure.message)
         if caused is not None and not os.path.exists(os.path.join(_TORCH, caused[1])):
             where = f" in {caused[3]}, {caused[1]}:{caused[2]}"
-    return size_errors.Explanation(
+    return Explanation(
         f"The code branches on the value of a tensor{where}\nAn exported program takes the same path for every "
         "value. Use torch.where or torch.cond; if the value is a size, bound it with torch._check:",
         (),
@@ -344,23 +353,21 @@ def _looks_at_values(failure: size_errors.Failure, found: re.Match[str]) -> size
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _arguments(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation | None:
+def _arguments(failure: Failure, found: re.Match[str]) -> Explanation | None:
     if not isinstance(failure.error, TypeError):
         return None
-    return size_errors.Explanation(
+    return Explanation(
         f"The module's forward cannot be called with these args and kwargs: {failure.message.strip()}.",
         (found[1],),
         "check_inputs(module, args, kwargs)",
     )
 
 
-def _args_are_no_tuple(failure: size_errors.Failure, found: re.Match[str]) -> size_errors.Explanation:
-    return size_errors.Explanation(
-        "args must be a tuple of positional arguments:", ("args",), "torch.export.export(module, (x,))"
-    )
+def _args_are_no_tuple(failure: Failure, found: re.Match[str]) -> Explanation:
+    return Explanation("args must be a tuple of positional arguments:", ("args",), "torch.export.export(module, (x,))")
 
 
-_TABLE: list[size_errors.Row] = [
+_TABLE: list[Row] = [
     (r"Unsupported input type <class '([^']+)'>", _unregistered_input),
     (r"one of the inputs with type `?<class '([^']+)'>`?\s*is not supported", _unregistered_input),
     (r"Encountered an unsupported object of type <class '([^']+)'> while writing", _unregistered_input),
@@ -368,8 +375,8 @@ _TABLE: list[size_errors.Row] = [
     (r"Encountered unrecognized type \w+\((?:\w+\()?([\w.]+)\)* at output", _unregistered_output),
     (r"Deserializing ([\w.]+) in pytree is not registered", _not_registered_when_loaded),
     (r"<class '([^']+)'>$", _not_registered_now),
-    *size_errors.SIZE_ROWS,
-    *size_errors.PROGRAM_ROWS,
+    *SIZE_ROWS,
+    *PROGRAM_ROWS,
     (
         r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not supported",
         _looks_at_values,

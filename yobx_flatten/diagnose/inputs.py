@@ -245,10 +245,11 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
         if start is None:
             continue
         if start in first_start:
+            other = first_start[start]
             yield Finding(
                 "warning",
                 path,
-                f"{path} and {first_start[start]} share their memory. If the module writes into one of them, the "
+                f"{path} and {other} share their memory. If the module writes into one of them, the "
                 "program cannot be decomposed, nor converted to ONNX. If it does, pass a copy:",
                 f"{path}.clone()",
             )

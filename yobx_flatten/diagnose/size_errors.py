@@ -30,16 +30,16 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
     narrower = re.findall(r"Not all values of (.+?) in the specified range satisfy the generated guard (.+)", message)
     sentences, paths = [], []
     for name, size in fixed:
-        paths.append(format_size(name))
+        path = format_size(name)
+        paths.append(path)
         if int(size) < 2:
             sentences.append(
-                f"{format_size(name)} should vary, but has size {size} in the example; torch.export fixes sizes 0 and "
-                "1. Pass an example of size 2 or more, or fix the size:"
+                f"{path} should vary, but has size {size} in the example; torch.export fixes sizes 0 and 1. Pass an "
+                "example of size 2 or more, or fix the size:"
             )
         else:
             sentences.append(
-                f"{format_size(name)} should vary, but the code works for size {size} only. Change the code, or fix "
-                "the size:"
+                f"{path} should vary, but the code works for size {size} only. Change the code, or fix the size:"
             )
     for pair in equal + related:
         sides = [format_size(side) for side in pair]
@@ -47,10 +47,11 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
         kind = "are equal" if pair in equal else "vary together"
         sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Declare this:")
     for name, guard in narrower:
-        paths.append(format_size(name))
+        path, condition = format_size(name), format_size(guard)
+        paths.append(path)
         sentences.append(
-            f"The code takes another branch for some sizes of {format_size(name)}: the trace is valid where "
-            f"{format_size(guard)}. Limit the size to this range, or remove the branch:"
+            f"The code takes another branch for some sizes of {path}: the trace is valid where {condition}. Limit the "
+            "size to this range, or remove the branch:"
         )
     if not sentences:
         return None
@@ -83,11 +84,11 @@ def _conflicts(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def _not_in_range(failure: Failure, found: re.Match[str]) -> Explanation:
+    size, allowed = found.groups()
     return Explanation(
-        f"The example has size {found[1]} where the Dim allows {found[2]}. Pass an example within the range, or widen "
-        "it:",
+        f"The example has size {size} where the Dim allows {allowed}. Pass an example within the range, or widen it:",
         (),
-        f'Dim("name", min={found[1]})',
+        f'Dim("name", min={size})',
     )
 
 
@@ -226,7 +227,6 @@ def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | No
     return Explanation(
         f"The program was exported for inputs of another structure:\n{listed}",
         tuple(difference.path for difference in differences),
-        "",
     )
 
 
@@ -236,15 +236,9 @@ def _other_keywords(failure: Failure, found: re.Match[str]) -> Explanation:
     missing = [name for name in expected if name not in given]
     text = [f"{', '.join(paths)} was not passed by keyword when the program was exported."] if paths else []
     text += [f"{', '.join(missing)} is missing: the export passed it by keyword."] if missing else []
-    return Explanation(" ".join(text) + " Call the program as it was exported:", paths, _call(expected))
-
-
-def _call(keywords: list[str]) -> str:
-    return (
-        f"program.module()(..., {', '.join(f'{name}=...' for name in keywords)})"
-        if keywords
-        else "program.module()(...)"
-    )
+    arguments = ", ".join(["...", *(f"{name}=..." for name in expected)])
+    line = f"program.module()({arguments})"
+    return Explanation(" ".join(text) + " Call the program as it was exported:", paths, line)
 
 
 def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -267,23 +261,19 @@ def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
             f"{path}.contiguous()",
         )
     if value.isdigit() and operator == "==":
+        root = re.split(r"[\[.]", path)[0]
         return Explanation(
             f"{path} has another size along axis {axis} than {value}, which the program was exported for: the axis "
             "was not dynamic, or the code fixed it. Export again with:",
             (path,),
-            f"dynamic_shapes={{{_root(path)!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
+            f"dynamic_shapes={{{root!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
         )
     return Explanation(
         f"The program is valid only for {format_size(guard)}: the code branches on it, or bounds= or a Dim set the "
         "range. Remove the branch, export with a larger bound, or export one program for each branch and choose "
         "before the call.",
         (path,),
-        "",
     )
-
-
-def _root(path: str) -> str:
-    return re.split(r"[\[.]", path)[0]
 
 
 def explain_guards(failure: Failure) -> Explanation | None:

@@ -119,9 +119,9 @@ def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[
     static = [one for one in getattr(cache, "layers", ()) if hasattr(one, "max_cache_len") and not one.is_sliding]
     room = min([getattr(config, "max_position_embeddings", None) or _LONGEST, *(one.max_cache_len for one in static)])
     window = window if isinstance(window, int) and window >= 3 else None
-    remark = None
-    if window is not None and 2 * window + 8 > min(_LONGEST, room):
-        remark = f"No case exceeds the sliding window of {window}: that needs more than {min(_LONGEST, room)} tokens."
+    remark, limit = None, min(_LONGEST, room)
+    if window is not None and 2 * window + 8 > limit:
+        remark = f"No case exceeds the sliding window of {window}: that needs more than {limit} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
     if switch is not None and switch + 8 > _LONGEST:

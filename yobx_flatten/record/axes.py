@@ -227,11 +227,11 @@ class _AxisReading:
         used = dict.fromkeys(self.axes.names.values())
         declared = {self.axes.names[place] for place in self.declared}
         for name in used:
-            seen = set(self.axes.sizes[name].values())
-            if len(seen) == 1 and name != "new":
+            size, *others = set(self.axes.sizes[name].values())
+            if not others and name != "new":
                 is_declared = name in declared or name in self.declared.values()
                 why = "a registered class states this" if is_declared else "axis 0 of every tensor has this size"
-                self.axes.remarks.append(f"{name}: one size ({seen.pop()}) was seen. It is assumed to vary, as {why}.")
+                self.axes.remarks.append(f"{name}: one size ({size}) was seen. It is assumed to vary, as {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
         if len(self.calls) == 1:

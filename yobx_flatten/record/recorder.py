@@ -10,7 +10,7 @@ import os
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -74,7 +74,7 @@ def record_calls(
     folder = None if to is None else prepare_folder(to)
     calls = RecordedCalls(callee)
     recorder = _Recorder(callee, calls, limit, outputs, None if device is None else torch.device(device), folder)
-    with libraries_in_use(), watching(callee.owner, callee.method, recorder):
+    with libraries_in_use(), _recording(callee.owner, callee.method, recorder):
         yield calls
 
 
@@ -104,6 +104,7 @@ class _Recorder:
         self.next_index = self.taken = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
+        """Copy the inputs of a call; return ``None`` if the call is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None
@@ -121,14 +122,14 @@ class _Recorder:
         with LOCK:
             self.taken -= 1
 
-    def failed(self, token: _Begun, error: BaseException) -> None:
+    def failed(self, begun: _Begun, error: BaseException) -> None:
         self.dropped()
         with LOCK:
             is_kept = self.limit is None or len(self.calls.failed) < self.limit
         if not is_kept or not isinstance(error, Exception):
             return
         text = f"{type(error).__name__}: {error}".rstrip(": ")
-        call = Call(self.callee, token.index, token.kind, token.past, None, {"inputs": token.inputs}, text)
+        call = Call(self.callee, begun.index, begun.kind, begun.past, None, {"inputs": begun.inputs}, text)
 
         def not_stored(other: Exception) -> Call:  # the error of the call takes precedence
             error.add_note(f"record_calls could not store this call ({type(other).__name__}: {first_line(other)}).")
@@ -138,9 +139,9 @@ class _Recorder:
         with LOCK:
             self.calls.failed.append(found)
 
-    def after(self, token: _Begun, result: PyTree) -> None:
+    def after(self, begun: _Begun, result: PyTree) -> None:
         with undone_on_failure(self.dropped):
-            call = self.record_of(token, result)
+            call = self.record_of(begun, result)
         with LOCK:
             self.calls._add(call)
 
@@ -172,28 +173,12 @@ def _top_level(result: PyTree) -> dict[str, Any]:
     return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
 
 
-# Watch a method of one object: pass every call to observers, and restore the object afterwards.
-
-
-class Watcher(Protocol):
-    """An observer of the calls of a method: it is called before each call, after it, and when it fails."""
-
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return an object that identifies the call in :meth:`after` and :meth:`failed`; ``None`` skips the call."""
-
-    def after(self, token: Any, result: object) -> None:
-        """Receive the outputs of a call that returned; ``token`` is from :meth:`before`."""
-
-    def failed(self, token: Any, error: BaseException) -> None:
-        """Receive the exception of a call that raised; ``token`` is from :meth:`before`."""
-
-
 class _Interception:
-    """One method of one object, replaced while there are observers."""
+    """One method of one object, which is replaced while it has recorders."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.owner = owner
-        self.watchers: tuple[Watcher, ...] = ()
+        self.recorders: tuple[_Recorder, ...] = ()
         self.patch = AttributePatch(owner, name, self._replacement(getattr(owner, name)))
 
     def _replacement(self, original: Callable[..., Any]) -> Any:
@@ -217,33 +202,33 @@ class _Interception:
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # calls inside a trace have placeholders and are not recorded
-        if torch.compiler.is_compiling() or not self.watchers:
+        if torch.compiler.is_compiling() or not self.recorders:
             return original(*args, **kwargs)
         with contextlib.ExitStack() as failed:
-            begun = []
-            for watcher in self.watchers:
-                token = watcher.before(args, kwargs)
-                if token is not None:
-                    begun.append((watcher, token))
-                    failed.push(functools.partial(_pass_on, watcher, token))
+            begun_calls = []
+            for recorder in self.recorders:
+                begun = recorder.before(args, kwargs)
+                if begun is not None:
+                    begun_calls.append((recorder, begun))
+                    failed.push(functools.partial(_pass_on, recorder, begun))
             result = original(*args, **kwargs)
             failed.pop_all()
-        for watcher, token in begun:
-            watcher.after(token, result)
+        for recorder, begun in begun_calls:
+            recorder.after(begun, result)
         return result
 
 
-def _pass_on(watcher: Watcher, token: object, kind: object, error: BaseException | None, trace: object) -> None:
+def _pass_on(recorder: _Recorder, begun: _Begun, kind: object, error: BaseException | None, trace: object) -> None:
     assert error is not None
-    watcher.failed(token, error)
+    recorder.failed(begun, error)
 
 
 _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 
 @contextlib.contextmanager
-def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
-    """Pass every call of the method ``owner.name`` in the with block to a watcher. Several watchers may overlap."""
+def _recording(owner: object, name: str, recorder: _Recorder) -> Iterator[None]:
+    """Pass every call of the method ``owner.name`` in the with block to a recorder; several blocks may overlap."""
     key = (id(owner), name)
     with LOCK:
         found = _IN_FORCE.get(key)
@@ -257,12 +242,12 @@ def watching(owner: object, name: str, watcher: Watcher) -> Iterator[None]:
                     "module that it calls:\n    record_calls(module)"
                 ) from error
             _IN_FORCE[key] = found
-        found.watchers = (*found.watchers, watcher)
+        found.recorders = (*found.recorders, recorder)
     try:
         yield
     finally:
         with LOCK:
-            found.watchers = tuple(other for other in found.watchers if other is not watcher)
-            if not found.watchers:
+            found.recorders = tuple(other for other in found.recorders if other is not recorder)
+            if not found.recorders:
                 found.patch.release()
                 del _IN_FORCE[key]

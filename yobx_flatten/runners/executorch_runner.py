@@ -153,9 +153,10 @@ def _use_threads(threads: int) -> None:
         return
     gc.collect()
     if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
+        file = next(iter(_OPEN)).name
         raise GenerationError(
-            f"All ExecuTorch files of a process share a thread pool, but {next(iter(_OPEN)).name} is open with {found} "
-            f"threads. Open the first file with threads={threads}, or open this file in another process."
+            f"All ExecuTorch files of a process share a thread pool, but {file} is open with {found} threads. Open the "
+            f"first file with threads={threads}, or open this file in another process."
         )
     library._unsafe_reset_threadpool(threads)
 

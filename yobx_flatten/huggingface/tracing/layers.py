@@ -205,9 +205,8 @@ def _static_sliding_mask_sizes(original: Function) -> Function:
     def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
         size, seen = self.max_cache_len, vars(self)[_counter(self)]
         first = seen - size + 1
-        return size - 1 + count(query), (
-            first.clamp(min=0) if isinstance(first, torch.Tensor) else torch.sym_max(first, 0)
-        )
+        start = first.clamp(min=0) if isinstance(first, torch.Tensor) else torch.sym_max(first, 0)
+        return size - 1 + count(query), start
 
     return get_mask_sizes
 

@@ -106,9 +106,8 @@ def _overlapping(
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed
-    return torch.cat([series.index_select(1, each), windows[..., size:]], dim=2), series.index_select(1, last).squeeze(
-        1
-    )
+    joined = torch.cat([series.index_select(1, each), windows[..., size:]], dim=2)
+    return joined, series.index_select(1, last).squeeze(1)
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:

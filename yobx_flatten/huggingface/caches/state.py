@@ -76,7 +76,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
 
 
 def _is_position(name: str, value: object, held: dict[str, Any]) -> bool:
-    # a static layer counts in a tensor of its own; in a trace, other layers also count in tensors
+    # a static layer counts in its own tensor; in a trace, other layers also count in tensors
     return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
 

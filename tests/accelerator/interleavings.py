@@ -54,7 +54,7 @@ def _try(seeds: range, mutant: str | None) -> None:
 
         install(mutant)
     from tests.accelerator import late
-    from tests.accelerator.training import expected, late_devices, train
+    from tests.accelerator.training import Log, expected, late_devices, train
     from tests.runtime.small import same_bits
 
     variants = [{"steps": 2, "is_short": True, **variant} for variant in VARIANTS]
@@ -64,12 +64,13 @@ def _try(seeds: range, mutant: str | None) -> None:
     for seed in seeds:
         number = seed % len(VARIANTS)
         late.set_order("random", seed)
+        log = Log()
         try:
-            found = train(late_devices(counts[number]), **variants[number])
+            found = train(late_devices(counts[number]), log=log, **variants[number])
         except Exception as error:
             sys.exit(f"seed {seed}: {error!r} with {VARIANTS[number]}")
         if not same_bits(found, right[number]):
-            sys.exit(f"seed {seed}: wrong numbers with {VARIANTS[number]}")
+            sys.exit(f"seed {seed}: wrong numbers with {VARIANTS[number]}\n{log.difference(found, right[number])}")
 
 
 def _seeds(text: str) -> range:

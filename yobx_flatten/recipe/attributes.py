@@ -236,27 +236,24 @@ def names_of(names: str | Iterable[str]) -> list[str]:
 
 
 def _check_names(cls: type, names: list[str]) -> None:
-    unfit = [name for name in names if not str(name).isidentifier() or keyword.iskeyword(name)]
-    if unfit:
+    caller = f"functions_from_fields({cls.__qualname__})"
+    for name in names:
+        if not str(name).isidentifier() or keyword.iskeyword(name):
+            raise InvalidRegistrationError(
+                f"{caller}: {name!r} is not the name of an attribute. Write the three functions yourself:\n"
+                f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+            )
+        if not cls.__dictoffset__ and not hasattr(cls, name):
+            raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} has no slot {name!r}. Leave it out.")
+        found = getattr(cls, name, None)
+        if isinstance(found, property) and not found.fset:
+            raise InvalidRegistrationError(
+                f"{caller}: {name!r} is a property without a setter, so an instance cannot be rebuilt from it. Name "
+                "the attribute that the property reads."
+            )
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
         raise InvalidRegistrationError(
-            f"functions_from_fields({cls.__qualname__}): {unfit[0]!r} is not the name of an attribute. Write the three "
-            f"functions yourself:\n    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, "
-            "f_flatten_with_keys)"
-        )
-    lacked = [] if cls.__dictoffset__ else [name for name in names if not hasattr(cls, name)]
-    if lacked:  # without a __dict__
-        raise InvalidRegistrationError(
-            f"functions_from_fields({cls.__qualname__}): {describe_class(cls)} has no slot {lacked[0]!r}. Leave it out."
-        )
-    computed = [name for name in names if isinstance(found := getattr(cls, name, None), property) and not found.fset]
-    if computed:
-        raise InvalidRegistrationError(
-            f"functions_from_fields({cls.__qualname__}): {computed[0]!r} is a property without a setter, so an "
-            "instance cannot be rebuilt from it. Name the attribute that the property reads."
-        )
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise InvalidRegistrationError(
-            f"functions_from_fields({cls.__qualname__}): {twice[0]!r} of {describe_class(cls)} is given twice. An "
-            "attribute is either a child or static data, once."
+            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. An attribute is either a child or static "
+            "data, once."
         )

@@ -254,8 +254,9 @@ class Initializers:
             self._sizes[path.name] = path.stat().st_size
         return self._sizes[path.name]
 
-    def _damaged(self, record: dict[str, Any], what: str) -> DamagedFileError:
-        return DamagedFileError(f"{self._name} is damaged: {record['name']!r} {what}.")
+    def _damaged(self, record: dict[str, Any], problem: str) -> DamagedFileError:
+        model, tensor = self._name, record["name"]
+        return DamagedFileError(f"{model} is damaged: {tensor!r} {problem}.")
 
 
 def _read(file: BinaryIO, view: memoryview) -> int:

@@ -207,14 +207,15 @@ def read_leaf(record: Record, source: Source, device: Device) -> Any:
 
 
 def _read_tensor(record: Record, source: Source) -> torch.Tensor:
-    dtype, shape = getattr(torch, record["dtype"], None), record["shape"]
-    if not isinstance(dtype, torch.dtype) or record["dtype"] not in ELEMENTS:
-        raise DamagedFileError(f"{record['name']!r} is of type {record['dtype']!r}, which this torch does not have.")
+    name, kind, shape = record["name"], record["dtype"], record["shape"]
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype) or kind not in ELEMENTS:
+        raise DamagedFileError(f"{name!r} is of type {kind!r}, which this torch does not have.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
-            raise DamagedFileError(f"{record['name']!r} needs random numbers of shape {shape}, more than 1 GB.")
+            raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}, more than 1 GB.")
         return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
-    element = ELEMENTS[record["dtype"]]
+    element = ELEMENTS[kind]
     nbytes = math.prod(shape) * dtype.itemsize
     source.check(record, element, _dims(element, shape), nbytes)
     data = torch.empty(nbytes, dtype=torch.uint8)

@@ -75,9 +75,8 @@ def matched(
     # by_order: whether names that are not known are matched by order
     by_order |= all(map(str.isdigit, graph))  # a file without names
     found = {name: stated[name] for name in graph if name in stated}
-    unknown = sorted(set(found.values()) - set(names))
-    if unknown:
-        raise InvalidArgumentError(f"A name is mapped to {unknown[0]}, not to one of {', '.join(names)}.")
+    for name in sorted(set(found.values()) - set(names)):
+        raise InvalidArgumentError(f"A name is mapped to {name}, not to one of {', '.join(names)}.")
     flat = 4 if any(".encoder." in name for name in names) else 2
     places = {place_of(name): name for name in names}
     for name in graph:

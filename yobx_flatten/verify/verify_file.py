@@ -118,9 +118,9 @@ def verify_file(
             found[name] = VerifiedFile(why_not=first_line(error))
             continue
         found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, known, trust, explain)
-    if strange := sorted(set(names or ()) - known):
+    for unknown in sorted(set(names or ()) - known):
         there = f"There are {', '.join(sorted(known))}."
-        raise InvalidArgumentError(f"names, --map: no file has an input or output {strange[0]}. {there}")
+        raise InvalidArgumentError(f"names, --map: no file has an input or output {unknown}. {there}")
     return FileReport(place, found)
 
 

@@ -283,11 +283,10 @@ def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
     found = digests_of_frozen(model) if stored else {}
     changed = [name for name, digest in stored.items() if found.get(name) != digest]
     if changed:
-        first, *others = changed
+        differing = _format_names("Frozen quantized weights have changed since it was saved:", changed)
         raise CheckpointError(
-            f"The checkpoint is for a different model: {first} and {len(others)} more frozen quantized "
-            "weights differ from the weights at the time of saving. Quantize the same weights in the same way before "
-            "you load the checkpoint."
+            f"The checkpoint is for a different model.{differing} Quantize the same weights in the same way before you "
+            "load the checkpoint."
         )
 
 

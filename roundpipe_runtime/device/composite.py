@@ -7,24 +7,34 @@
     state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
 
 No library is named here: a class is known by ``__tensor_flatten__``, or by tensors in the attributes of a parameter.
-Only frozen weights are rebuilt, since integers have no gradients.
+Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight of each
+kind as a trial: the tensors of the copy must be equal, the copy must not refer to tensors of the original, and the
+layer must compute the same bits with the copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import gc
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from yobx_flatten import find_unregistered
+from yobx_flatten.errors.failures import first_line, result_or
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
 
 # Attributes of every module: parameters, buffers, hooks and modes.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+# Objects that are not searched for tensors of a weight.
+_NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 # The children of a value, and a function that makes an equal value from other children.
 _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
@@ -250,3 +260,188 @@ def _is_made_by_python(kind: type) -> bool:
     bases: Sequence[type] = kind.__mro__[:-1]
     # CPython flags: a heap type that is not immutable, as a `class` statement makes it
     return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)
+
+
+def check_copyable(model: nn.Module) -> None:
+    """Check that each parameter of a model can be copied to a device."""
+    proved: set[object] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device, and has no values. Load the model, or initialize it, first:\n"
+                "    model.to_empty(device='cpu'); model.load_state_dict(state)"
+            )
+        check_gradient(name, parameter)
+        if type(parameter) in (nn.Parameter, torch.Tensor):
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if reason := _reason(owner, parameter, proved):
+            kind = type(parameter)
+            raise ConfigError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, {reason} Load the model without quantization:\n"
+                "    AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)"
+            )
+
+
+def check_gradient(title: str, parameter: nn.Parameter) -> None:
+    """Check that the gradient of a parameter has the shape of the parameter."""
+    gradient = parameter.grad if parameter.is_leaf else None  # torch warns about `grad` of other tensors
+    if gradient is not None and gradient.shape != parameter.shape:
+        raise ConfigError(
+            f"{title} was resized from {tuple(gradient.shape)} to {tuple(parameter.shape)}, and its gradient has the "
+            "old size. Clear the gradients first:\n    model.zero_grad()"
+        )
+
+
+def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
+    """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
+    if parameter.requires_grad:
+        return _reason_trained(parameter)
+    if not is_composite(parameter):
+        hidden = _hidden_tensors(parameter)
+        return f"which stores tensors in its attribute {hidden!r}, and a copy would miss them." if hidden else None
+    kind = (type(owner), type(parameter), tuple((part.dtype, part.dim()) for part in parts_of([parameter])))
+    if kind in proved or any(part.is_meta for part in parts_of([parameter])):
+        return None
+    proved.add(kind)
+    # a tensor subclass may raise any error for operators that it does not support
+    return result_or(
+        lambda: _difference(owner, parameter),
+        lambda error: f"which cannot be rebuilt from copies ({type(error).__name__}: {first_line(error):.80}).",
+    )
+
+
+def _reason_trained(parameter: nn.Parameter) -> str | None:
+    why = "Quantized weights must be frozen. Train adapters, or all weights without quantization."
+    if is_wrapper(parameter):
+        return result_or(
+            lambda: _copy(parameter),
+            lambda error: (
+                f"whose class does not copy it ({type(error).__name__}: {first_line(error):.80}), and it trains. {why}"
+            ),
+        )
+    hidden = _hidden_tensors(parameter)
+    return f"which stores tensors in its attribute {hidden!r}, and it trains. {why}" if hidden else None
+
+
+def _copy(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch.empty_like(parameter).copy_(parameter)
+
+
+def _hidden_tensors(parameter: nn.Parameter) -> str | None:
+    held = vars(parameter)
+    tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
+    tensors += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(held, name="held")]
+    return tensors[0] if tensors else None
+
+
+def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
+    """Return how a weight differs from a weight rebuilt from copies of its tensors; ``None`` if they are equal."""
+    copy = Rebuilding(_clone).parameter(parameter)
+    before, after = parts_of([parameter]), parts_of([copy])
+    if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():
+        return "which is of another class, or has other attributes, when it is rebuilt from copies of its tensors."
+    if len(before) != len(after) or not all(map(_is_equal, after, before)):
+        return "which has different values when it is rebuilt from copies of its tensors."
+    if _reached(vars(copy)) & _reached(vars(parameter)):
+        return "which stores tensors where the pipeline does not find them, so a copy would read host tensors."
+    given = _input_of(owner, parameter)  # other modules are compared when a model is split
+    return None if given is None else _other_output(owner, parameter, given)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return plain_numbers(tensor).clone()
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = plain_numbers(one), plain_numbers(other)
+    return one.dtype == other.dtype and one.shape == other.shape and bool(same_numbers(one, other))
+
+
+def _reached(value: object) -> set[int]:
+    """Return the ids of all tensors that an object refers to, also from slots."""
+    found: set[int] = set()
+    seen: dict[int, object] = {}
+    waiting: list[object] = [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, _NOT_ENTERED):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            found.add(id(one))
+        else:
+            waiting += gc.get_referents(one)
+    return found
+
+
+def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return an input for a linear layer or an embedding; ``None`` for other modules."""
+    if isinstance(owner, nn.Linear):
+        dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+        return torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
+    return torch.arange(min(8, owner.num_embeddings)) if isinstance(owner, nn.Embedding) else None
+
+
+def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
+    """Return a message if a layer computes different values with a copy of its weight."""
+    with weights_kept(owner), torch.no_grad():
+        # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
+        expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
+    if expected is None:
+        return None
+    rebuilding, own = Rebuilding(_clone), dict(owner._parameters)
+    with weights_kept(owner), torch.no_grad():
+        try:
+            for name, value in own.items():
+                if value is parameter:
+                    owner._parameters[name] = rebuilding.parameter(parameter)
+            for slot in states_of(owner):
+                vars(owner)[slot.name] = rebuilding.state(slot.value)
+            found = type(owner).forward(owner, given)
+        finally:
+            owner._parameters.update(own)
+    return None if _is_equal(found, expected) else f"with whose copy {type(owner).__name__} computes different values."
+
+
+def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return whether a copy of a parameter still has the parameter's values."""
+    with torch.no_grad():  # not detached, because a virtual device counts a view of a host tensor as its memory
+        if copy.device.type == "cpu" and torch.equal(copy, source):
+            return torch.ones((), dtype=torch.bool)
+        return ((copy == source) | (copy.isnan() & source.isnan())).all()
+
+
+def has_few_bits(module: nn.Module) -> bool:
+    """Report whether a module, without its submodules, holds a frozen quantized weight."""
+    return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
+
+
+@contextlib.contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores quantized weights, and the related state of their modules, when it ends."""
+    # Linear4bit of bitsandbytes repacks its weight in evaluation mode on a CPU, and the repacked weight has no gradient
+    # in training. Inside the block, modules hold new objects that share the memory of the weights.
+    with contextlib.ExitStack() as stack:
+        rebuilding = Rebuilding(plain_numbers)
+        for module in filter(has_few_bits, model.modules()):
+            states = states_of(module)
+            stack.callback(vars(module).update, {slot.name: slot.value for slot in states})
+            for name, parameter in module._parameters.items():
+                if parameter is not None and is_composite(parameter):
+                    stack.callback(module._parameters.__setitem__, name, parameter)
+                    numbers = None if is_wrapper(parameter) else plain_numbers(parameter)
+                    stack.callback(_restore, parameter, numbers, dict(vars(parameter)))
+                    vars(parameter).update(vars(rebuilding.parameter(parameter)))
+            vars(module).update({slot.name: rebuilding.state(slot.value) for slot in states})
+        yield
+
+
+def _restore(parameter: nn.Parameter, numbers: torch.Tensor | None, before: dict[str, Any]) -> None:
+    if numbers is not None:
+        now = plain_numbers(parameter)
+        if (now.data_ptr(), now.shape, now.dtype) != (numbers.data_ptr(), numbers.shape, numbers.dtype):
+            parameter.data = numbers
+    vars(parameter).clear()
+    vars(parameter).update(before)

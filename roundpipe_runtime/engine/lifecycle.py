@@ -27,9 +27,9 @@ from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..device.worker import Outcome, Uninterrupted, collect, free_after_fork, on_error
 from ..errors import DeviceError, StageError
-from ..optim.copyable import LargeTables
 from ..optim.disk_store import DiskStore
 from ..optim.in_backward import InBackwardStore
+from ..optim.large_tables import LargeTables
 from ..optim.parameters import LayerContents, Update, check_gradients, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..device.protocol import Device
-from ..optim.copyable import LargeTables, TableRule, needed_bytes, rule_for
+from ..optim.large_tables import LargeTables, TableRule, needed_bytes, rule_for
 from ..optim.parameters import scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType

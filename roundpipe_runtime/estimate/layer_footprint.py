@@ -19,7 +19,7 @@ from ..device.protocol import NOW, Event
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..engine.parameters.host_table import HostSum, HostTable, TableAccess
-from ..optim.copyable import TableRule
+from ..optim.large_tables import TableRule
 from ..optim.parameters import LayerContents, scan
 from .footprint import Footprint, device_kernels, storage_bytes
 

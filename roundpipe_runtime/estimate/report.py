@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import PlanError
-from ..optim.copyable import TableRule
+from ..optim.large_tables import TableRule
 from ..optim.parameters import Update, scan
 from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN

@@ -19,7 +19,7 @@ from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.report import PlanReport, plan_report
-from ..optim.copyable import LargeTables, rule_for
+from ..optim.large_tables import LargeTables, rule_for
 from ..optim.parameters import Update
 from .cutting.cut import Cut, cut, without_cache
 from .cutting.pieces import Phase, Whole

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..device.composite import stored_bytes
+from ..device.composite import check_copyable, stored_bytes
 from ..engine.config import RoundPipeRunConfig
 from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, warn
-from ..optim.copyable import check_copyable
 from ..pipeline import RoundPipe
 from .adapters import model_inside
 from .cutting.cut import Cut, cut, whole

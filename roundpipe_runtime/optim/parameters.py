@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..device.composite import StateSlot, parts_of, states_of
+from ..device.composite import StateSlot, check_gradient, parts_of, states_of
 from ..device.pinning import PinnedMemory
 from ..device.transfer import sent_dtype, sent_nbytes, widen
 from ..device.worker import free_after_fork
@@ -164,16 +164,6 @@ def check_gradients(layers: Iterable[LayerContents]) -> None:
     for layer in layers:
         for slot in layer.slots:
             check_gradient(f"{layer.title}: {slot.name!r}", slot.parameter)
-
-
-def check_gradient(title: str, parameter: nn.Parameter) -> None:
-    """Check that the gradient of a parameter has the shape of the parameter."""
-    gradient = parameter.grad if parameter.is_leaf else None  # torch warns about `grad` of other tensors
-    if gradient is not None and gradient.shape != parameter.shape:
-        raise ConfigError(
-            f"{title} was resized from {tuple(gradient.shape)} to {tuple(parameter.shape)}, and its gradient has the "
-            "old size. Clear the gradients first:\n    model.zero_grad()"
-        )
 
 
 def resized_late() -> ConfigError:

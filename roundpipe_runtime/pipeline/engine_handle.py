@@ -19,7 +19,7 @@ from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
 from ..errors import ConfigError
-from ..optim.copyable import LargeTables, check_large_tables
+from ..optim.large_tables import LargeTables, check_large_tables
 from ..optim.parameters import Update
 from ..schedule.costs import LayerCost
 from .model_proxy import ModelProxy

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..batch.entries import check_call, check_loss_fn
 from ..device.accelerator import DeviceSpec, parse_devices
+from ..device.composite import check_copyable
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
 from ..device.pinning import PinnedModel
 from ..device.transfer import send_as, sent_as, widen
@@ -23,7 +24,6 @@ from ..engine.lifecycle import EngineOptions
 from ..engine.loss_check import JoinedLossError
 from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
-from ..optim.copyable import check_copyable
 from ..optim.parameters import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always

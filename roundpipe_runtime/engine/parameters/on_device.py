@@ -14,11 +14,10 @@ from yobx_flatten.private_names.of_torch import NormBase, cached_parametrization
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
-from ...device.composite import Rebuilding, is_composite, plain_numbers
+from ...device.composite import Rebuilding, is_composite, plain_numbers, same_numbers, weights_kept
 from ...device.protocol import Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
-from ...optim.copyable import same_numbers, weights_kept
 from ...optim.parameters import LayerContents
 from ..checks import HOST_PARAMETER, is_compared, watch_escaped
 from ..draws import traits_of

@@ -18,6 +18,7 @@ from yobx_flatten.core.compare import tolerance
 from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...device.composite import has_few_bits, weights_kept
 from ...device.protocol import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
@@ -25,7 +26,6 @@ from ...engine.digests import Digest, digest, distance, typical
 from ...engine.driver import Engine
 from ...engine.lifecycle import EngineOptions
 from ...errors import CutError
-from ...optim.copyable import has_few_bits, weights_kept
 from ...optim.parameters import is_watched, scan
 
 

@@ -230,8 +230,8 @@ def test_models_of_transformers(name, update):
 @pytest.mark.parametrize("tables", ["whole", "slices"])
 def test_large_tables(tables, monkeypatch):
     """Rows of an embedding and slices of a head are rounded like whole parameters."""
-    monkeypatch.setattr("roundpipe_runtime.optim.copyable.LARGE", 2**10)
-    monkeypatch.setattr("roundpipe_runtime.optim.copyable._SMALLEST_SLICE", 2**10)
+    monkeypatch.setattr("roundpipe_runtime.optim.large_tables.LARGE", 2**10)
+    monkeypatch.setattr("roundpipe_runtime.optim.large_tables._SMALLEST_SLICE", 2**10)
     found = []
     for way in ("masters", "in_backward"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.optim.copyable: parameters of which a device cannot get a copy."""
+"""Tests of roundpipe_runtime.device.composite: parameters of which a device cannot get a copy."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_runtime import ConfigError, RoundPipe
+from roundpipe_runtime.device.composite import check_copyable, weights_kept
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
-from roundpipe_runtime.optim.copyable import check_copyable, weights_kept
 from tests.runtime.few_bits import layer_of
 from tests.runtime.huggingface.hf_small import Toy
 
@@ -56,7 +56,7 @@ def test_tensors_next_to_numbers_that_train_are_refused(name):
     with pytest.raises(ConfigError) as caught:
         RoundPipe(model_with(quantized(**{name: held}).requires_grad_()), devices="virtual:1")
     text = str(caught.value)
-    assert text.startswith("1.weight is a tests.runtime.optim.test_copyable.Quantized, which stores tensors in its")
+    assert text.startswith("1.weight is a tests.runtime.device.test_copyable.Quantized, which stores tensors in its")
     assert f"attribute {name!r}, and it trains. Quantized weights must be frozen" in text
     assert "    AutoModelForCausalLM.from_pretrained(" in text
 

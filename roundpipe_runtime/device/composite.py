@@ -295,38 +295,25 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
     """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
-    if parameter.requires_grad:
-        return _reason_trained(parameter)
-    if not is_composite(parameter):
+    trains = "it trains. Quantized weights must be frozen. Train adapters, or all weights without quantization."
+    if not (is_wrapper(parameter) or is_composite(parameter)):
         hidden = _hidden_tensors(parameter)
-        return f"which stores tensors in its attribute {hidden!r}, and a copy would miss them." if hidden else None
-    kind = (type(owner), type(parameter), tuple((part.dtype, part.dim()) for part in parts_of([parameter])))
-    if kind in proved or any(part.is_meta for part in parts_of([parameter])):
+        why = trains if parameter.requires_grad else "a copy would miss them."
+        return f"which stores tensors in its attribute {hidden!r}, and {why}" if hidden else None
+    parts = parts_of([parameter])
+    kind = type(owner), type(parameter), parameter.requires_grad, tuple((part.dtype, part.dim()) for part in parts)
+    if kind in proved or any(part.is_meta for part in parts):
         return None
     proved.add(kind)
+
+    def refused(error: Exception) -> str:
+        shown = f"({type(error).__name__}: {first_line(error):.80})"
+        if parameter.requires_grad:
+            return f"whose class does not copy it {shown}, and {trains}"
+        return f"which cannot be rebuilt from copies {shown}."
+
     # a tensor subclass may raise any error for operators that it does not support
-    return result_or(
-        lambda: _difference(owner, parameter),
-        lambda error: f"which cannot be rebuilt from copies ({type(error).__name__}: {first_line(error):.80}).",
-    )
-
-
-def _reason_trained(parameter: nn.Parameter) -> str | None:
-    why = "Quantized weights must be frozen. Train adapters, or all weights without quantization."
-    if is_wrapper(parameter):
-        return result_or(
-            lambda: _copy(parameter),
-            lambda error: (
-                f"whose class does not copy it ({type(error).__name__}: {first_line(error):.80}), and it trains. {why}"
-            ),
-        )
-    hidden = _hidden_tensors(parameter)
-    return f"which stores tensors in its attribute {hidden!r}, and it trains. {why}" if hidden else None
-
-
-def _copy(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        torch.empty_like(parameter).copy_(parameter)
+    return result_or(lambda: _difference(owner, parameter), refused)
 
 
 def _hidden_tensors(parameter: nn.Parameter) -> str | None:
@@ -337,7 +324,11 @@ def _hidden_tensors(parameter: nn.Parameter) -> str | None:
 
 
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Return how a weight differs from a weight rebuilt from copies of its tensors; ``None`` if they are equal."""
+    """Return how a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
+    if parameter.requires_grad:  # a weight that trains is copied by its class, and not rebuilt
+        with torch.no_grad():
+            torch.empty_like(parameter).copy_(parameter)
+        return None
     copy = Rebuilding(_clone).parameter(parameter)
     before, after = parts_of([parameter]), parts_of([copy])
     if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():

@@ -19,10 +19,10 @@ from ..engine.loss_check import NONLINEAR
 from ..errors import ConfigError, RoundPipeWarning, other_loss, rows_are_mixed, warn
 from ..pipeline import RoundPipe
 from . import batches
-from .adapters import check_adapters, model_inside
+from .adapters import check_adapters, model_inside, plain_rows, without_cache
 from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
 from .cutting.capture import asked_for, install_hooks
-from .cutting.cut import Cut, plain_rows, without_cache
+from .cutting.cut import Cut
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.moe_aux_loss import has_router_logits, wants_tuple
 from .loss.weights import UnprovenLossError, has_labels, rows_of_call

@@ -21,7 +21,8 @@ from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.report import PlanReport, plan_report
 from ..optim.large_tables import LargeTables, rule_for
 from ..optim.parameters import Update
-from .cutting.cut import Cut, cut, without_cache
+from .adapters import without_cache
+from .cutting.cut import Cut, cut
 from .cutting.pieces import Phase, Whole
 from .loss.lazy_logits import loss_only, without_logits
 

@@ -13,9 +13,10 @@ from torch import nn
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
+from ..adapters import example_inputs, without_cache
 from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating
-from .cut import Cut, example_inputs, without_cache
+from .cut import Cut
 from .cut_plan import CutPlan, CutState, begin
 from .pieces import LayerCall
 from .stub import Key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.failures import raised_as, result_or
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs
 
 from ...device.composite import parts_of, stored_bytes
 from ...errors import CutError, MissingEmbeddingError, StageError
 from ...pipeline.live import ModelReading, changed_layers, read_model
-from ..adapters import model_inside, text_config
-from ..loss.weights import label_names, loss_of
+from ..adapters import example_inputs, plain_rows, without_cache
+from ..loss.weights import with_labels
 from .caches import Entry, check_apart
 from .call_log import Candidate, candidates, observe
 from .capture import asked_for, install_hooks
@@ -294,62 +293,6 @@ def _report(
     )
 
 
-# The names of logits in transformers, by the names of their labels.
-_LOGITS = {
-    "start_positions": "start_logits",
-    "end_positions": "end_logits",
-    "next_sentence_label": "seq_relationship_logits",
-}
-
-
-def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return an example with labels that give a finite loss, so that the check of a split covers the training loss."""
-    # returns: the example, unchanged if no labels give a finite loss
-    taken = inspect.signature(model_inside(model).forward).parameters
-    names = sorted(label_names(model) & set(taken))
-    if not names or any(kwargs.get(name) is not None for name in names):
-        return kwargs
-    with torch.no_grad():
-        outputs = model(**kwargs)
-        for labels in _candidates(names, kwargs, outputs):
-            try:
-                loss = loss_of(model(**kwargs, **labels))
-            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
-                continue  # labels of the wrong shape or dtype
-            if loss is not None and bool(loss.isfinite()):
-                return {**kwargs, **labels}
-    return kwargs
-
-
-def _candidates(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield labels to try: tokens, classes and numbers, for all names at once and then for "labels" alone."""
-    tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
-    if not tokens:
-        return
-    rows = len(tokens[0])
-    places = {name: torch.arange(rows) + 1 for name in names if name in _LOGITS and name != "next_sentence_label"}
-    others = {name: torch.arange(rows) % 2 for name in names if name == "next_sentence_label"}
-    found = _logits(outputs)
-    of_rows = [torch.arange(rows) % 2, torch.linspace(-1, 1, rows)]
-    of_tokens = [value for value in tokens if found is not None and found.shape[:2] == value.shape]
-    if found is not None and found.dim() == 3:
-        of_tokens = [value.remainder(found.shape[-1]) for value in of_tokens]
-    for labels in [*of_tokens, *of_rows]:
-        own = {"labels": labels} if "labels" in names else {}
-        yield {**own, **places, **others}
-        if own and (places or others):
-            yield own
-        if not own:
-            return
-
-
-def _logits(outputs: PyTree) -> torch.Tensor | None:
-    found: Any = getattr(outputs, "logits", None)
-    if found is None:
-        found = getattr(outputs, "prediction_logits", None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
 # With more phases, a model is better not split, because each phase repeats the code of all earlier phases.
 _MOST_PHASES = 300
 
@@ -461,47 +404,3 @@ def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.M
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
     unread = names.difference(*used)
     return [frozenset(found | unread) for found in used]
-
-
-_LENGTH = 12
-_PADDING = 3
-_LARGEST_TOKEN = 100  # larger ids may be image tokens
-
-
-def example_inputs(model: nn.Module) -> Kwargs:
-    """Return keyword arguments for a model's forward: tokens, and a mask and decoder tokens if it accepts them."""
-    vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
-    generator = torch.Generator().manual_seed(0)
-    high = min(vocabulary, _LARGEST_TOKEN)
-    tokens = torch.randint(min(5, high - 1), high, (2, _LENGTH), generator=generator)
-    taken = inspect.signature(model_inside(model).forward).parameters
-    name = next((name for name in ("input_ids", "inputs") if name in taken), "input_ids")
-    made: dict[str, Any] = {name: tokens}
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if "attention_mask" in taken:
-        made["attention_mask"] = torch.ones_like(tokens)
-        made["attention_mask"][0, :_PADDING] = 0
-        if device.type == "meta":  # models read the values of a row mask, but not of a mask of token pairs
-            made["attention_mask"] = torch.zeros(2, 1, _LENGTH, _LENGTH)
-    if "decoder_input_ids" in taken:
-        made["decoder_input_ids"] = tokens.flip(1)[:, : _LENGTH - 4]
-    return {key: value.to(device) for key, value in made.items()}
-
-
-def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments with ``use_cache=False``, if the model accepts it and the caller did not set it."""
-    taken = inspect.signature(model_inside(model).forward).parameters
-    knows = "use_cache" in taken or (
-        any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        and (hasattr(getattr(model, "config", None), "use_cache") or hasattr(text_config(model), "use_cache"))
-    )
-    return {**kwargs, "use_cache": False} if knows and "use_cache" not in kwargs else dict(kwargs)
-
-
-def plain_rows(kwargs: Kwargs) -> Kwargs:
-    """Convert mappings inside lists to dictionaries, because image processors return objects of their own classes."""
-    return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
-
-
-def _plain(values: list[Any]) -> list[Any]:
-    return [dict(value) if isinstance(value, Mapping) else value for value in values]

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...batch.averages import Items, count_items
 from ...batch.loss_proof import Way
 from ...errors import LossError
+from ..adapters import model_inside
 from .sliced import chunked_cross_entropy
 
 
@@ -108,6 +110,62 @@ def label_names(model: nn.Module) -> set[str]:
     """Return the names of the arguments that are labels, by the signature of a model's forward."""
     generic = sys.modules.get("transformers.utils.generic")
     return {"labels", *(generic.find_labels(type(model)) if generic is not None else [])}
+
+
+# The names of logits in transformers, by the names of their labels.
+_LOGITS = {
+    "start_positions": "start_logits",
+    "end_positions": "end_logits",
+    "next_sentence_label": "seq_relationship_logits",
+}
+
+
+def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
+    """Return an example with labels that give a finite loss, so that the check of a split covers the training loss."""
+    # returns: the example, unchanged if no labels give a finite loss
+    taken = inspect.signature(model_inside(model).forward).parameters
+    names = sorted(label_names(model) & set(taken))
+    if not names or any(kwargs.get(name) is not None for name in names):
+        return kwargs
+    with torch.no_grad():
+        outputs = model(**kwargs)
+        for labels in _possible_labels(names, kwargs, outputs):
+            try:
+                loss = loss_of(model(**kwargs, **labels))
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, AssertionError):
+                continue  # labels of the wrong shape or dtype
+            if loss is not None and bool(loss.isfinite()):
+                return {**kwargs, **labels}
+    return kwargs
+
+
+def _possible_labels(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield labels to try: tokens, classes and numbers, for all names at once and then for "labels" alone."""
+    tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
+    if not tokens:
+        return
+    rows = len(tokens[0])
+    places = {name: torch.arange(rows) + 1 for name in names if name in _LOGITS and name != "next_sentence_label"}
+    others = {name: torch.arange(rows) % 2 for name in names if name == "next_sentence_label"}
+    found = _logits(outputs)
+    of_rows = [torch.arange(rows) % 2, torch.linspace(-1, 1, rows)]
+    of_tokens = [value for value in tokens if found is not None and found.shape[:2] == value.shape]
+    if found is not None and found.dim() == 3:
+        of_tokens = [value.remainder(found.shape[-1]) for value in of_tokens]
+    for labels in [*of_tokens, *of_rows]:
+        own = {"labels": labels} if "labels" in names else {}
+        yield {**own, **places, **others}
+        if own and (places or others):
+            yield own
+        if not own:
+            return
+
+
+def _logits(outputs: PyTree) -> torch.Tensor | None:
+    found: Any = getattr(outputs, "logits", None)
+    if found is None:
+        found = getattr(outputs, "prediction_logits", None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

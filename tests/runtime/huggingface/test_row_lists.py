@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Trainer
 
 from roundpipe_runtime import SplitError
+from roundpipe_runtime.huggingface.adapters import plain_rows
 from roundpipe_runtime.huggingface.batches import split_lists
-from roundpipe_runtime.huggingface.cutting.cut import plain_rows
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import worst_gradient, wrapped

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from roundpipe_runtime.huggingface.adapters import text_config
-from roundpipe_runtime.huggingface.cutting.cut import example_inputs, without_cache
+from roundpipe_runtime.huggingface.adapters import example_inputs, text_config, without_cache
 from tests.runtime.huggingface.hf_small import Toy, hf_model
 
 

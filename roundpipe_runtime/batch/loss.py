@@ -46,7 +46,7 @@ class WeightedLoss(NamedTuple):
 
     Attributes:
         sum: sum of the losses, a tensor without axes.
-        weight: number of tokens, rows or other items in the sum. It must not require grad.
+        weight: number of tokens, rows or other items in the sum. A weight must not require grad.
 
     >>> def loss_fn(logits, labels):  # the mean over the tokens that count, however they are spread over microbatches
     ...     summed = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")

@@ -92,7 +92,7 @@ Values: TypeAlias = Sequence[torch.Tensor]
 def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
-    """Find weights with which losses of parts of the rows add up to the loss of all rows, for all given values."""
+    """Find the weights of parts of a batch whose weighted losses sum to the loss of the batch, for all given values."""
     # changes: values of the columns, first those of the batch
     # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
     # over rows, and each microbatch checks the items

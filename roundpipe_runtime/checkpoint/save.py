@@ -32,7 +32,7 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 class Checkpoint:
     """A checkpoint on disk, which may still be being written.
 
-    It can be used as a path: ``from_pretrained(checkpoint)``.
+    A checkpoint can be used as a path: ``from_pretrained(checkpoint)``.
 
     Attributes:
         path: folder of the checkpoint.
@@ -97,9 +97,9 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Save a checkpoint of a training: model, optimizer, random states and position in the data.
 
-    The folder gets a new checkpoint, which appears when it is complete. It contains the model under the model's own
-    names, so that ``from_pretrained`` can read a Hugging Face model. It also holds the optimizer, the states of random
-    generators, the counter of dropout, and gradients, if there are any.
+    The folder gets a new checkpoint, which appears when it is complete. The checkpoint contains the model under the
+    model's own names, so that ``from_pretrained`` can read a Hugging Face model. The checkpoint also contains the
+    optimizer, the states of random generators, the dropout counter, and gradients that the model has.
 
     Args:
         folder: folder of the checkpoints of one run, which no other run writes to.

@@ -261,7 +261,7 @@ def doctor(
 
     Each line is ok, a warning or a failure; a warning or failure states what to do.
 
-    Exit status: 0 nothing fails; 1 something fails.
+    Exit status: 0 no check failed; 1 a check failed.
     """
     with progress("checking this machine, and training for two steps"):
         findings = examine(disk)

@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view into a larger buffer, such as an optimizer's; pinning would separate them."""
+    """Return whether a tensor is a view into a larger buffer of an optimizer, since pinning would copy the view."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)

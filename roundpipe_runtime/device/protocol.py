@@ -118,11 +118,11 @@ class Device(Protocol):
         """Run one stage on the device, from copying its parameters to releasing them, once there is enough memory.
 
         Args:
-            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+            nbytes: bytes of the parameters and gradients of the stage. Default: the bytes of any other stage.
 
         Returns:
-            The context. It gives a function that reports whether there is room for so many bytes of the following stage
-            now, so that it can be uploaded; or ``None`` if nothing is uploaded ahead.
+            The context. Its value is a function that reports whether the device now has room for a number of bytes of
+            the next stage; or ``None`` if the next stage is not uploaded ahead.
         """
 
     def synchronize(self) -> None:

@@ -87,7 +87,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the leaves in the autograd graph of losses, except the model outputs in ``entries``.
 
-    These are parameters of the loss, or parameters in a penalty term.
+    The returned leaves are parameters of the loss, or parameters in a penalty term.
 
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> other_leaves([(weight * output).sum()], [output])

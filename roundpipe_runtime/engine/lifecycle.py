@@ -429,7 +429,7 @@ class Dispatch:
             )
 
     def check_outside(self) -> None:
-        """Check that the caller is not the thread of one of these devices."""
+        """Check that the caller does not run in a thread of one of the pipeline's devices."""
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "

@@ -255,7 +255,7 @@ CURRENT = _Current()
 def save_for_recompute(*data: Any) -> None:
     """Save data in a layer's ``forward`` for the recomputation of the same call; use it at most once per call.
 
-    It does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
+    The function does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
 
     Args:
         *data: any objects; tensors must not require gradients.

@@ -48,7 +48,7 @@ class Hardware:
         down: bytes per second from one device to the host. Default: ``link``.
         call: seconds of the host for a layer and microbatch of a step, whatever it computes. Default: 0.
         disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads. Default: not known.
-        disk_write: bytes per second that it writes. Default: not known.
+        disk_write: bytes per second that this disk writes. Default: not known.
     """
 
     names: tuple[str, ...]

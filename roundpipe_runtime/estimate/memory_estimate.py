@@ -95,7 +95,7 @@ class HostMemory:
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
     """Return the bytes of gradients that copies of a stage send each other per microbatch; 0 without copies.
 
-    They have the dtype of the parameters, which may be narrower than that of the sums.
+    The gradients have the dtype of the parameters, which may be narrower than the dtype of the summed gradients.
     """
     if stage.copies == 1:
         return 0

@@ -237,7 +237,7 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """Cost of a frozen reference model, whose stages run after the trained model's, so devices need no extra memory."""
+    """Cost of a frozen reference model. Its stages run after all stages of the trained model, without extra memory."""
 
     host_bytes: int  # its weights on the host; 0 if it is the model without its adapters
     seconds: float  # its forward

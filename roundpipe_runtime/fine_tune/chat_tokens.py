@@ -217,7 +217,7 @@ def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
 
 
 def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
-    """Yield each variable of a template with the field that is read: ``a.b``, ``a[0]["b"]``, ``"b" in a``."""
+    """Yield each variable of a template with the field that the template reads; ``a.b`` reads field b of a."""
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call)):

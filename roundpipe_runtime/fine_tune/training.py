@@ -215,7 +215,7 @@ class Training:
         the results are bitwise identical on any number of devices and processes.
 
         Args:
-            folder: folder that :meth:`save` was given.
+            folder: folder that was passed to :meth:`save`.
 
         Raises:
             FineTuneError: the checkpoint is of another text, or of other batches.
@@ -307,7 +307,7 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
     """Return into how many groups the newest checkpoint in a folder splits batches; ``None`` without groups.
 
     Args:
-        folder: folder that :meth:`Training.save` was given.
+        folder: folder that was passed to :meth:`Training.save`.
     """
     from .trainer import read_notes
 

@@ -87,7 +87,7 @@ _ROWS = 2
 class GenerationPath:
     """Runs the encoder or the whole model of an encoder-decoder in ``generate``, in a pipeline made at the first call.
 
-    The model's own forward runs on the host if the pipeline fails, or if its output differs from the model's.
+    The model's own forward runs on the host if the pipeline fails, or if both outputs differ.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -174,7 +174,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
 def _difference_of_encoder(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why the outputs of the pipeline cannot be used; ``None`` if they equal the model's, also with a cache."""
+    """Return why the pipeline's outputs cannot be used; ``None`` if they equal the outputs of the model."""
     calls: list[dict[str, Any]] = [example]
     name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

@@ -152,8 +152,8 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        ``otherData`` contains the bytes of parameters, and the time of day of the first record in seconds, by which
-        timelines of several processes are aligned. It is missing if the timeline was not used as a context manager.
+        ``otherData`` contains the bytes of parameters, and the time of day of the first record in seconds, which aligns
+        timelines of several processes. The time of day is missing if the timeline was not used as a context manager.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0

@@ -42,7 +42,7 @@ def chat(
 ) -> int:
     """Talk to an exported folder, one turn per line; replies appear as they are generated.
 
-    The tokenizer's chat template formats all turns so far as the prompt. An empty line, or the end of the input, ends
+    The tokenizer's chat template formats all previous turns as the prompt. An empty line, or the end of the input, ends
     the conversation.
     """
     require_transformers("chat, to read and write text,")

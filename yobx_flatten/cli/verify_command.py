@@ -37,7 +37,7 @@ def verify(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check an exported folder: run its stored inputs, generate tokens, and compare all results with the model's.
+    """Check an exported folder: run its stored inputs, generate tokens, and compare all results with the model.
 
     The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
     result differs. With --explain, the model is exported again, and its values are compared with those of the files.

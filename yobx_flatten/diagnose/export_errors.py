@@ -212,8 +212,8 @@ def explain_error(
 
     Args:
         error: the exception that was raised, or its text, as a log has it.
-        module: the module that was exported, or the program that was called. It helps to find the place; for an output
-            that torch refuses, the module is called once more.
+        module: the module that was exported, or the program that was called. The module helps to find the place of the
+            error; if torch refused an output, the module is called once more.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.

@@ -142,7 +142,7 @@ def export_program(
     proof: Proof = "auto",
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module with ``torch.export``, and compare the program's outputs with the module's.
+    """Export a module with ``torch.export``, and compare the program's outputs with the module's outputs.
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.

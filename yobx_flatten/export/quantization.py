@@ -45,7 +45,7 @@ _WIDE_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How weights of linear layers are quantized, and how far the outputs may then be from the model's.
+    """How weights of linear layers are quantized, and how much the outputs may differ from the model's outputs.
 
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are integers times
@@ -54,8 +54,8 @@ class Quantization:
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
             larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
             16; OpenVINO and ExecuTorch store int8 with one scale for each output.
-        perplexity_ratio: largest perplexity of the file, relative to the model's; ``None``, the default, for 1.01 with
-            int8 and 1.1 with int4.
+        perplexity_ratio: largest ratio of the file's perplexity to the model's perplexity; ``None``, the default, for
+            1.01 with int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
             the text that the model itself would write, see :class:`.quality.Quality`.
         calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
@@ -140,7 +140,7 @@ class Quantization:
 
     @property
     def allowed(self) -> float:
-        """Largest allowed perplexity of the quantized file, relative to the model's."""
+        """Largest allowed ratio of the quantized file's perplexity to the model's perplexity."""
         return self.perplexity_ratio or PERPLEXITY_RATIOS[self.weights]
 
     def quantize(self, weight: Any) -> tuple[Any, Any, Any]:

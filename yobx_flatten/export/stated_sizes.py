@@ -310,7 +310,7 @@ def _asserted(program: ExportedProgram) -> Iterator[Any]:
 
 
 def as_expression(expression: sympy.Basic) -> Expression | None:
-    """Return a sympy expression as data; ``None`` if it has operators that sizes do not use.
+    """Return a sympy expression as data; ``None`` if an operator of the expression is not supported.
 
     >>> import sympy
     >>> as_expression(sympy.Eq(sympy.Symbol("a") + 2, sympy.Symbol("b")))

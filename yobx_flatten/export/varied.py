@@ -53,7 +53,7 @@ _SECONDS = (0.3, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """Test cases with other sizes and values than the example's, and notes on cases that could not be made."""
+    """Test cases whose sizes and values differ from the example, and notes on cases that could not be made."""
 
     cases: Sequence[Case] = ()
     remarks: Sequence[str] = ()

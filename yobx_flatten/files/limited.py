@@ -66,7 +66,7 @@ class Limited(Generic[P, T]):
             if answer is None:
                 self._child = None
         if answer is None:
-            raise LimitError(f"it took more than {_CPU_SECONDS} CPU seconds, or more than {_MEMORY / 1e9:.1f} GB")
+            raise LimitError(f"the call needed over {_CPU_SECONDS} CPU seconds, or over {_MEMORY / 1e9:.1f} GB")
         is_result, found = answer
         if not is_result:
             raise found

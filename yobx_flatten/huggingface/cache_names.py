@@ -95,7 +95,7 @@ def cache_of(values: ModelOutput) -> TransformersCache:
 
 
 def forward_of(model: TransformersModel) -> Callable[..., Any]:
-    """Return the ``forward`` with named parameters; for a wrapper such as PEFT's, that of the wrapped model."""
+    """Return the ``forward`` with named parameters; for a PEFT model, the ``forward`` of the wrapped model."""
     forward: Callable[..., Any] = model.forward
     base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
     if argument_of(forward) is None and callable(base) and base() is not model:

@@ -340,7 +340,7 @@ def keeps_all(cache: TransformersCache) -> bool:
 
 
 def _fresh_cache(model: TransformersModel, example: TransformersCache) -> TransformersCache | None:
-    """Return an empty cache like the example's, if the model does not make one by itself; else ``None``."""
+    """Return an empty cache like the cache of the example; ``None`` if the model makes its own empty cache."""
     kind = type(example).__name__
     if kind == "QuantizedCache" and _is_fp8(example):
         return type(example)("fp8", model.config)

@@ -21,10 +21,10 @@ Other values of a ``BatchFeature`` (sizes, names) are also leaves: ``torch.expor
 of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the processor.
 
 transformers registers every ``ModelOutput`` itself, once, when the class is created; a removed registration would be
-lost for the rest of the process. A correct registration (with the names of the fields) stays; versions before 5.17
-register without keys, which :mod:`.support` adds while the context manager is open. Then only ``BaseModelOutput`` gets
-a recipe of this package: a recipe has its own stored name, and a new process that loads a program could not find the
-class of that name.
+lost for the rest of the process. A registration that contains the names of the fields stays. transformers before 5.17
+registers no names, which :mod:`.support` adds inside the ``with`` block. Then only ``BaseModelOutput`` gets a recipe of
+this package: a recipe has its own stored name, and a new process that loads a program could not find the class of that
+name.
 """
 
 from __future__ import annotations

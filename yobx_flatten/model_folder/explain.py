@@ -1,4 +1,4 @@
-"""Find the first node of an exported folder whose values differ from the model's."""
+"""Find the first node of an exported folder whose values differ from the values in the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FolderExplanation:
 
     @property
     def ok(self) -> bool:
-        """Whether all values in the folder's files equal the model's."""
+        """Whether all values in the folder's files equal the values in the model."""
         return all(one.first is None for one in self.files.values())
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ class FolderExplanation:
 def explain_folder(
     folder: str | os.PathLike[str], model: TransformersModel | str | os.PathLike[str]
 ) -> FolderExplanation:
-    """Find the first node of a folder's files whose value differs from the model's.
+    """Find the first node of a folder's files whose value differs from the value in the model.
 
     The model is exported again to a temporary file, which is checked. Both files then run on the stored cases, with the
     values of all their nodes as outputs.
@@ -75,7 +75,7 @@ def explain_folder(
 
     Returns:
         For each file and case the first node that differs, in the order of execution, with its operator, the line of
-        the model's code, both values, and the weights that are not the model's.
+        the model's code, both values, and the weights that differ from the weights of the model.
 
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.

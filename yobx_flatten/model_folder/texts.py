@@ -109,7 +109,7 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return a text as rows of tokens, each with the tokens that begin and end a text, int64 of (rows, length)."""
+    """Return rows of tokens of a text, int64 of (rows, length). Each row has the first and last special tokens."""
     # multiple: the number of rows is a multiple of this number
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH

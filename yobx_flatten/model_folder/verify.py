@@ -349,7 +349,7 @@ def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
 
 
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
-    """Generate with the files of a folder, and count the tokens that differ from the eager model's.
+    """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
 
     Rounding may change the order of two scores that are almost equal (a tie), mostly in half precision; the row then
     continues with a different text. So a row is excused if its first different token is a tie. Quantized weights also
@@ -405,7 +405,7 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Generate with the files, and count the tokens that differ from the model's."""
+    """Generate with the files, and count the tokens that differ from the model's tokens."""
     # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text;
     # `None` if all tokens must agree
     expected: torch.Tensor = case.outputs["sequences"]

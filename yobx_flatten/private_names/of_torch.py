@@ -1,4 +1,4 @@
-"""Private names of torch. Those that import dynamo, sympy or inductor are imported on use."""
+"""Private names of torch. Names whose modules import dynamo, sympy or inductor are imported on use."""
 
 from __future__ import annotations
 

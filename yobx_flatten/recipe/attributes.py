@@ -50,7 +50,7 @@ def functions_from_fields(
     """Make the flatten, keyed flatten and unflatten functions of a class from the names of its attributes.
 
     Args:
-        cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
+        cls: the class. The class may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
             ``__init__`` nor ``__post_init__`` nor a ``__setattr__`` of the class.
         names: the attributes that are children, in order.
         static_names: the attributes that are static data, in order; none by default.

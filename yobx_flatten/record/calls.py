@@ -170,7 +170,7 @@ class RecordedCalls(Sequence[Call]):
             **sizes: sizes to have instead, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
 
         Returns:
-            Keyword arguments. They are copies, which the caller may change.
+            Copies of the keyword arguments, which the caller may change.
 
         Raises:
             RecordError: when there is no such phase, or no such size.

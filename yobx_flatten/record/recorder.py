@@ -50,8 +50,8 @@ def record_calls(
         outputs: whether to keep the outputs; ``True`` by default.
         device: the device for the copies, ``"cpu"`` by default; ``None`` leaves them where the tensors are. A call
             returns its tensors on their original device.
-        to: a folder to write the calls to, one file each; memory then holds no tensors. They are read again with
-            :meth:`RecordedCalls.load`.
+        to: a folder to write the calls to, one file each; memory then holds no tensors. :meth:`RecordedCalls.load`
+            reads the folder.
 
     Yields:
         The calls so far, complete when the block is left.

@@ -1,4 +1,4 @@
-"""Run an AOTInductor package. It is machine code, so it is loaded only if the caller trusts it."""
+"""Run an AOTInductor package. Packages contain machine code, so only packages that the caller trusts are loaded."""
 
 from __future__ import annotations
 

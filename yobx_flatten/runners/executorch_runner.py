@@ -187,7 +187,7 @@ def open_pte(
         program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
         names = program.method_names
     if METHOD not in names:
-        raise ForeignFileError(f"{path} has no method {METHOD}. It has {', '.join(sorted(names))}.")
+        raise ForeignFileError(f"{path} has no method {METHOD}; its methods: {', '.join(sorted(names))}.")
     if SIGNATURE not in names:  # another exporter wrote the file; its inputs and outputs have numbers instead of names
         stated = program.load_method(METHOD).metadata
         tensors = [stated.input_tensor_meta(at) for at in range(stated.num_inputs())]

@@ -1,7 +1,7 @@
 """Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
-By default OpenVINO computes in bfloat16 on processors that have it, without a message: scores of a small model were off
-by 0.5. It would also store the keys and values of its state in 8 bits.
+By default, OpenVINO computes in bfloat16 on processors that support bfloat16, without a message: the logits of a small
+model were wrong by 0.5. By default, OpenVINO also stores the keys and values of its state in 8 bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a program of ``torch.export``, called as its module or with leaves by name."""
+"""Run a program of ``torch.export``: pass the arguments of its module, or its leaves by input name."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class MiniOnnxBuilder:
     """Builds an ONNX model that has no inputs and returns stored values by name.
 
     Args:
-        target_opset: version of ONNX's operators. It is raised where an element type needs a newer one: 19 for 8-bit
+        target_opset: version of ONNX's operators. An element type can need, and set, a newer version: 19 for 8-bit
             floats, 24 for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
         ir_version: version of the file format of ONNX.
         sep: separator between the name of a dict and ``keys`` or ``values``.
@@ -79,7 +79,7 @@ class MiniOnnxBuilder:
     def append_output_dict(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Add a dict of tensors of one dtype as two outputs: the keys, and the sequence of the values.
 
-        They are called ``<name>___keys`` and ``<name>___values``.
+        The outputs have the names ``<name>___keys`` and ``<name>___values``.
 
         Args:
             name: prefix of both names.

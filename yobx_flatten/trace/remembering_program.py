@@ -279,7 +279,7 @@ def remembering_strides(flatten_inputs: Callable[..., Any]) -> Callable[..., Any
 
 
 def called_contiguous(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``AOTICompiledModel.__call__``, so that inputs are contiguous where the package has recorded it."""
+    """Wrap ``AOTICompiledModel.__call__`` to make each input contiguous that was contiguous at compile time."""
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

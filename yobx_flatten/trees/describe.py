@@ -67,8 +67,8 @@ def string_type(
 ) -> str:
     """Describe the structure of a nested object in one line.
 
-    It never raises: an unknown class becomes ``Name(child, child)`` if it is registered as a pytree node, else
-    ``Name(...)``. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
+    The function never raises an error: an unknown class becomes ``Name(child, child)`` if it is registered as a pytree
+    node, else ``Name(...)``. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
 
     Args:
         obj: Any object, such as tensors, containers, caches, model outputs, dynamic shapes.
@@ -76,8 +76,8 @@ def string_type(
         with_min_max: Show minimum, maximum and average of tensors, and values of numbers; not of tensors without data
             (FakeTensor, meta), nor during a trace, which would record the read.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
-        ignore: Has no effect. It is accepted because functions of this name in other libraries raise on unknown classes
-            unless this is set; this function never raises.
+        ignore: Has no effect. Functions of this name in other libraries raise an error on unknown classes unless
+            ``ignore`` is set; this function never raises an error.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.
         caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as

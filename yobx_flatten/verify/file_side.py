@@ -77,7 +77,7 @@ class FileSide(ByName):
         return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the inputs of the next call with the KV cache that the file returned instead of the eager model's."""
+        """Return the inputs of the next call with the file's own KV cache instead of the eager model's cache."""
         lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
         lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
         if lost:

@@ -263,7 +263,7 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
-    """Measure how the tokens and the perplexity of a file with quantized weights differ from the model's."""
+    """Measure how much the tokens and the perplexity of a file with quantized weights differ from the model."""
     distance = Distance()
     for case in call.cases:
         padding, steps = Padding(), runs.steps(case, twice=True)

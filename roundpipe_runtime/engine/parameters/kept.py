@@ -1,9 +1,9 @@
 """Parameters whose copies stay on a device, from stage to stage and from step to step.
 
-Every visit of a stage copies its parameters to the device. A copy of a parameter that has not changed since can be
-reused, so some copies stay where there is room, frozen parameters first, as a step changes the others. They are chosen
-before a run and then stay fixed: a device visits all layers in turn, so LRU would always evict the copy that is needed
-next.
+Every visit of a stage copies its parameters to the device. A copy can be reused while its parameter does not change, so
+some copies stay on a device with room. Copies of frozen parameters stay first, since a step changes trained parameters.
+The copies are chosen before a run and stay fixed: a device visits all layers in turn, so LRU would always evict the
+copy that is needed next.
 """
 
 from __future__ import annotations

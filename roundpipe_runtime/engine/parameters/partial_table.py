@@ -1,7 +1,7 @@
-"""A parameter of which only the rows that a layer reads are copied, such as experts.
+"""Copy only the rows of a parameter that a layer reads, such as experts.
 
-It has the memory of the whole parameter. So every operation gets a tensor with the usual shape, and
-so does the gradient. Rows that were not copied are never read.
+The copy on the device has the memory of the whole parameter, so every operation gets a tensor with the usual shape. The
+gradient also has this shape. Rows that were not copied are never read.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def cut(
     """Split a transformers model into the pieces of a pipeline.
 
     The layers, and the model's own code around them, are found by a run of its forward on an example. Then outputs and
-    gradients of the pieces are compared with the model's. If they differ, fewer layers are split. If no layers can be
-    split, the model is one piece, and the report states the reason.
+    gradients of the pieces are compared with outputs and gradients of the model. If they differ, fewer layers are
+    split. If no layers can be split, the model is one piece, and the report states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on

@@ -56,7 +56,7 @@ class SmoothedLoss(Static):
     def __post_init__(self) -> None:
         """Check the factor, and convert ``num_items_in_batch`` to a number: a `Static` object contains no tensor."""
         if not 0 <= self.factor <= 1:
-            raise LossError(f"SmoothedLoss: the factor is from 0 to 1, found {self.factor!r}.")
+            raise LossError(f"SmoothedLoss: the factor must be from 0 to 1, found {self.factor!r}.")
         if self.num_items_in_batch is not None:
             object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
 

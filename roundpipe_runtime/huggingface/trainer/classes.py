@@ -328,10 +328,10 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    It takes the arguments of a Trainer and writes the same files. ``from_pretrained`` loads its checkpoints, which
-    appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
-    one batch, which is split into microbatches; loss and gradients are those of the whole batch. Under torchrun, each
-    process has its own devices and a group of this many rows, and loss and gradients are those of all groups. Each
+    The arguments and the written files are those of a Trainer. ``from_pretrained`` loads its checkpoints, which appear
+    when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of one
+    batch, which is split into microbatches; loss and gradients are computed for the whole batch. Under torchrun, each
+    process has its own devices and a group of this many rows, and loss and gradients are computed for all groups. Each
     process keeps a part of the optimizer's state if the Trainer makes the optimizer, and the optimizer is elementwise.
 
     Args:
@@ -341,7 +341,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Use it for adapters. Default: 0.
+            :class:`RoundPipeRunConfig`. Use this option to train adapters. Default: 0.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`; ``torch.float32`` for a model in 16
             bits.
         example: example for the split, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; or the first two

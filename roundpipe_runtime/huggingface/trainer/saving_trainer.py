@@ -137,7 +137,7 @@ class SavingTrainer(PipelineTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load weights whose saved names differ from the model's, such as experts of mixtures.
+        """Load weights whose names in the checkpoint differ from the names in the model, such as experts.
 
         The Trainer ignores these weights with a warning: https://github.com/huggingface/transformers/issues/43701
         """

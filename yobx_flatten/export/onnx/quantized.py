@@ -217,7 +217,7 @@ def _choose_inputs(
 
 
 def _loss(quality: Quality) -> float:
-    """Return the difference of the logits to the model's, in nats; 0 for other outputs."""
+    """Return the difference between the logits of file and model, in nats; 0 for outputs that are not logits."""
     found = quality.divergence if quality.text_divergence is None else quality.text_divergence
     return found or 0.0
 

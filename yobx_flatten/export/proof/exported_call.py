@@ -54,7 +54,7 @@ class Nested:
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next call, with the program's own cache instead of the eager model's."""
+        """Return the inputs of the next call, with the program's own cache instead of the eager model's cache."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # outputs of a `Continued` module
             return with_returned(kwargs, outputs[PRESENT])
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
@@ -121,7 +121,7 @@ class ByName:
         return differences
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the inputs of the next call, with the file's own cache instead of the eager model's."""
+        """Return the inputs of the next call, with the file's own cache instead of the eager model's cache."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
             _like(leaf, outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf))

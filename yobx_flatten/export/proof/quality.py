@@ -31,7 +31,7 @@ _TOGETHER = 64
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How far the outputs of a file with quantized weights are from the model's.
+    """The difference between the outputs of a file with quantized weights and the outputs of the model.
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
@@ -68,7 +68,7 @@ class Quality:
 
     @property
     def perplexity_ratio(self) -> float | None:
-        """Perplexity of the file, divided by the model's; ``None`` if the file returns no logits.
+        """Perplexity of the file, divided by the perplexity of the model; ``None`` if the file returns no logits.
 
         Without a text, it is the ratio on text that the model itself would write: the exponential of the divergence.
         """

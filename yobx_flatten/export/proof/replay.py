@@ -111,7 +111,7 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next call, with the cache in ``outputs`` instead of the eager model's."""
+        """Return the inputs of the next call, with the cache in ``outputs`` instead of the eager model's cache."""
         ...
 
 

@@ -113,7 +113,7 @@ class _Job:
     report: ExportReport  # gets the results
 
     def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
-        """Run the test cases with the written file, and compare its outputs with the module's."""
+        """Run the test cases with the written file, and compare its outputs with the module's outputs."""
         # trust: whether to load a file that runs code when it is loaded
         report, source, runtime = self.report, self.source, self.options.runtime
         report.file_bytes = self._bytes()
@@ -170,7 +170,7 @@ class _Job:
         return [case for case in others if case.name not in known and example.holds(case, case.steps)]
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
-        """Replace a checked file by a quantized file, and measure how far its outputs are from the model's."""
+        """Replace a checked file by a quantized file, and measure how much its outputs differ from the model."""
         # rewrite: writes the quantized file, and returns its quality if checks run
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
@@ -181,7 +181,7 @@ class _Job:
             report.remark("the table shows the file before its weights were quantised.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
-        """Write the quantized file, and return how far its outputs are from the model's."""
+        """Write the quantized file, and return how much its outputs differ from the model's outputs."""
         report = self.report
         with report.timed("quantize"):
             write(asked)

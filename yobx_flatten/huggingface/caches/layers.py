@@ -15,8 +15,8 @@ letter    class                        leaves                   counter         
 Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
 
 ``position`` is the layer's own counter, a tensor. ``length`` is an integer in the layer and a tensor among the leaves:
-sliding layers keep fewer keys than the tokens they have seen, so positions need it. It is one value for the whole
-cache: see :mod:`.functions` for its source. Differences between versions of transformers are handled here.
+a sliding layer has fewer keys than tokens seen, so positions need ``length``. All layers of a cache share one
+``length``: see :mod:`.functions` for its source. Differences between versions of transformers are handled here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flatten a cache layer of any other class by its attributes: tensors, token counters, fixed settings.
 
-A *template* describes the value of every attribute. It is static data: it does not depend on the batch, the tokens
-seen, the dtype or the device, and it can be stored as JSON.
+A *template* describes the value of every attribute. A template is static data: it does not depend on the batch, the
+tokens seen, the dtype or the device, and can be stored as JSON.
 
 =====================  ==================================================================================
 ``["tensor"]``         a leaf

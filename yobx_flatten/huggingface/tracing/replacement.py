@@ -6,9 +6,9 @@
     a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
     any other case         again(), again(position_ids=p)                            the original, with its own names
 
-A version receives the parameters in its signature. It replaces an original that has all of its required parameters and
-no unknown parameter, which could change the result. A version with ``again`` and ``others`` passes all arguments to the
-original, which may have more parameters.
+A version receives the parameters in its signature. A version replaces only an original that has all of the version's
+required parameters and no unknown parameter, which could change the result. A version with ``again`` and ``others``
+passes all arguments to the original, which may have more parameters.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
     @torch.no_grad()
     def check(self, model: TransformersModel) -> None:
-        """Raise GenerationError if the features of two pictures differ from the model's."""
+        """Raise GenerationError if the features of two pictures differ from the model's features."""
         tiles = Tiles(model.config.to_dict())
         for number in range(2):
             given = tiled_image(model, number)

@@ -59,7 +59,7 @@ class FoundModel:
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
-        """The folder of the tokenizer: the adapter's if the adapter has one, else the model's; or the GGUF file."""
+        """The GGUF file, or the folder of the tokenizer: the adapter folder if it has a tokenizer, else the model."""
         if self.gguf is not None:
             return self.gguf
         return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder

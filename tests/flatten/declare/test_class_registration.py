@@ -12,29 +12,6 @@ from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import AlreadyRegisteredError
 
 
-def test_a_registered_class_comes_apart(registered):
-    """torch's pytree takes an instance apart, with keys, and puts it together."""
-    leaves, spec = pytree.tree_flatten(Pair(1, 2))
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(Pair(1, 2))]
-    rebuilt = pytree.tree_unflatten([3, 4], spec)
-    assert (leaves, paths, type(rebuilt), rebuilt.a, rebuilt.b) == ([1, 2], [".a", ".b"], Pair, 3, 4)
-
-
-def test_children_without_keys_are_numbered():
-    """`None` for the keyed function gives key paths by position."""
-    register_class_flattening(Pair, flatten, unflatten, None)
-    try:
-        paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(Pair(1, 2))]
-    finally:
-        unregister_class_flattening(Pair)
-    assert paths == ["[0]", "[1]"]
-
-
-def test_a_second_registration_with_the_same_functions_returns_false(registered):
-    """`False` says that nothing had to be done; one unregistration is then enough."""
-    assert register_class_flattening(Pair, *FUNCTIONS) is False
-
-
 def test_a_registration_of_others_returns_false_and_stays(registered_by_others, before):
     """A class that somebody registered through torch keeps her functions."""
     assert register_class_flattening(Pair, *FUNCTIONS) is False
@@ -49,16 +26,6 @@ def test_other_functions_are_refused(registered, before, functions):
     with pytest.raises(AlreadyRegisteredError, match=r"pair\.Pair is already .*\n    unregister_class_flattening"):
         register_class_flattening(Pair, *functions)
     assert changes_since(before) == []
-
-
-def test_register_unregister_register_works():
-    """The second registration is as good as the first."""
-    answers = []
-    for _ in range(2):
-        answers.append(register_class_flattening(Pair, *FUNCTIONS))
-        answers.append(pytree.tree_leaves(Pair(1, 2)))
-        unregister_class_flattening(Pair)
-    assert answers == [True, [1, 2], True, [1, 2]]
 
 
 def test_a_registered_class_survives_storage():

@@ -56,39 +56,6 @@ def paths(tree):
 # The examples of the lesson.
 
 
-@pytest.mark.parametrize("cls", [TrainState, FieldState])
-def test_a_train_state_is_mapped_leaf_by_leaf(cls):
-    """Dicts inside come apart, too; the step is a leaf."""
-    state = cls({"w": torch.ones(10)}, {"momentum": torch.ones(10)}, 3)
-    zeroed = pytree.tree_map(lambda leaf: leaf * 0, state)
-    assert type(zeroed) is cls
-    assert zeroed.params["w"].tolist() == [0.0] * 10
-    assert zeroed.opt_state["momentum"].tolist() == [0.0] * 10
-    assert zeroed.step == 0
-
-
-@pytest.mark.parametrize("cls", [MyState, LinearParams])
-def test_functions_of_jax_make_a_node_of_torch(cls):
-    """Two children, the very tensors, in the order of the flatten function."""
-    first, second = torch.ones(3, 4), torch.zeros(4)
-    leaves, spec = pytree.tree_flatten(cls(first, second))
-    assert leaves[0] is first
-    assert leaves[1] is second
-    assert list(vars(pytree.tree_unflatten(leaves, spec)).values()) == [first, second]
-
-
-@pytest.mark.parametrize("cls", [DenseParams, Dense])
-def test_gradients_flow_through_children_and_static_data_comes_along(cls):
-    """The lesson's last lines: gradients of all ones, and the activation unchanged."""
-    layer = cls(torch.ones(3, 4, requires_grad=True), torch.zeros(4, requires_grad=True), activation="relu")
-    leaves, spec = pytree.tree_flatten(layer)
-    grads = torch.autograd.grad(layer.weights.sum() + 2 * layer.bias.sum(), leaves)
-    rebuilt = pytree.tree_unflatten(grads, spec)
-    assert rebuilt.weights.tolist() == [[1.0] * 4] * 3
-    assert rebuilt.bias.tolist() == [2.0] * 4
-    assert rebuilt.activation == "relu"
-
-
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
 def test_functional_transforms_of_torch_pass_through(cls):
     """`torch.func.grad` and `vmap` take the object in and give it back."""
@@ -99,27 +66,6 @@ def test_functional_transforms_of_torch_pass_through(cls):
     doubled = torch.func.vmap(lambda dense: pytree.tree_map(lambda leaf: 2 * leaf, dense))(layer)
     assert type(doubled) is cls
     assert doubled.weights.tolist() == [[2.0] * 3] * 5
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (FixedShape(torch.ones(2), (2,)), FixedShape(torch.ones(2), (2, 1))),
-        (DenseParams(1, 2, "relu"), DenseParams(1, 2, "gelu")),
-        (Dense(1, 2, "relu"), Dense(1, 2, "gelu")),
-    ],
-)
-def test_other_static_data_is_another_spec(one, other):
-    """Equal static data, equal specs; a program made for one refuses the other."""
-    assert pytree.tree_structure(one) == pytree.tree_structure(one)
-    assert pytree.tree_structure(one) != pytree.tree_structure(other)
-
-
-def test_static_data_comes_through_unchanged():
-    """A tuple stays a tuple."""
-    rebuilt = pytree.tree_map(lambda leaf: leaf + 1, FixedShape(torch.zeros(2), (2, "rows")))
-    assert rebuilt.shape_info == (2, "rows")
-    assert rebuilt.data.tolist() == [1.0, 1.0]
 
 
 # Every table of torch, programs, files.
@@ -140,8 +86,11 @@ def test_static_data_comes_through_unchanged():
     ids=lambda obj: type(obj).__name__,
 )
 def test_every_table_of_torch_takes_it_apart_alike(obj):
-    """Python, C++ and fx see the same leaves in the same order."""
+    """Python, C++ and fx see the same leaves in the same order; the rebuilt object holds the same values."""
     leaves, spec = pytree.tree_flatten(obj)
+    rebuilt = pytree.tree_unflatten(leaves, spec)
+    assert type(rebuilt) is type(obj)
+    assert pytree.tree_flatten(rebuilt) == (leaves, spec)
     cxx_pytree = pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
     assert cxx_pytree.tree_leaves(obj) == leaves
     assert fx_pytree.tree_flatten_spec(obj, spec) == leaves
@@ -208,6 +157,15 @@ def test_compiled_code_looks_through_flatten_and_unflatten():
     fields, functions = double(tree)
     assert (fields.weights.tolist(), fields.activation) == ([2.0, 2.0], "relu")
     assert (functions.weights.tolist(), functions.activation) == ([2.0, 2.0], "gelu")
+
+
+def test_the_set_collects_the_classes_that_were_given_functions():
+    """`make_flattening_function_for_dataclass` adds a class to the set, and refuses one without fields."""
+    supported: set[type] = set()
+    make_flattening_function_for_dataclass(Dense, supported)
+    with pytest.raises(InvalidRegistrationError, match="Pair does not declare its fields"):
+        make_flattening_function_for_dataclass(Pair, supported)
+    assert supported == {Dense}
 
 
 # `pytree_dataclass`.
@@ -315,29 +273,13 @@ def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
 # Registering twice, by others, by mistake.
 
 
-def test_the_same_functions_again_change_nothing(pair_forgotten):
-    """A notebook cell may run twice."""
+def test_the_same_functions_again_change_nothing_and_others_are_refused(pair_forgotten):
+    """A notebook cell may run twice. The message about other functions gives the line that makes room."""
     assert register_pytree_node(Pair, flatten, unflatten) is True
     assert register_pytree_node(Pair, flatten, unflatten) is False
-
-
-def test_other_functions_are_refused(pair_forgotten):
-    """As with `register_class_flattening`: nothing changes, and the message says how to make room."""
-    register_pytree_node(Pair, flatten, unflatten)
     with pytest.raises(AlreadyRegisteredError, match=r"unregister_class_flattening\(Pair\)"):
         register_pytree_node(Pair, lambda pair: ((pair.a,), pair.b), lambda b, a: Pair(*a, b))
     assert pytree.tree_leaves(Pair(1, 2)) == [1, 2]
-
-
-def test_a_decorated_class_can_be_taken_back():
-    """And decorated again."""
-    cls = pytree_dataclass(type("Local", (), {"__annotations__": {"x": int}, "__module__": __name__}))
-    unregister_class_flattening(cls)
-    obj = cls(1)
-    assert pytree.tree_leaves(obj) == [obj]
-    pytree_dataclass(cls)
-    assert pytree.tree_leaves(obj) == [1]
-    unregister_class_flattening(cls)
 
 
 def test_a_class_is_told_to_the_chosen_libraries_only():
@@ -392,6 +334,12 @@ def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local
         (lambda: register_pytree_with_keys_class(Pair), "the class has no method tree_flatten_with_keys"),
         (lambda: register(Pair), "does not declare its fields"),
         (lambda: pytree_dataclass(3), "pytree_dataclass: expected a class"),
+        (lambda: mirror(Pair(1, 2)), "Did you mean type"),
+        (lambda: functions_from_fields(Pair(1, 2), ["a"]), r"Did you mean type\(obj\), the class Pair\?"),
+        (
+            lambda: make_flattening_function_for_dataclass(Pair(1, 2), set()),
+            "make_flattening_function_for_dataclass: expected a class",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(register_it, message):
@@ -426,8 +374,9 @@ def test_an_unflatten_that_is_no_class_method_is_refused():
 @pytest.mark.parametrize("backends", ["numpy", ("torch", "numpy"), ()])
 def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
     """Every function that chooses says the same."""
-    with pytest.raises(InvalidArgumentError, match="'all' or name libraries among 'torch', 'optree', 'jax'"):
+    with pytest.raises(InvalidArgumentError, match="'all' or name libraries among 'torch', 'optree', 'jax'") as caught:
         register_class_flattening(Pair, flatten, lambda c, s: Pair(*c), None, backends=backends)
+    assert "\n    register_class_flattening(..., backends=('torch',))" in str(caught.value)
     with pytest.raises(InvalidArgumentError, match="pytree_dataclass: backends= must be 'all'"):
         pytree_dataclass(type("Local", (), {}), backends=backends)
 

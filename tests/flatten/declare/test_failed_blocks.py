@@ -11,11 +11,8 @@ from torch.export import ExportedProgram
 from tests import registry_snapshot
 from tests.flatten import other_libraries
 from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force
-from tests.flatten.pair import Pair
 from tests.registry_snapshot import changes_since
-from yobx_flatten import unregister_class_flattening
 from yobx_flatten.declare import scopes
-from yobx_flatten.errors import NotRegisteredError
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 from yobx_flatten.registry.torch_cpp import TorchCpp
 from yobx_flatten.registry.torch_python import TorchFx, TorchPython
@@ -110,11 +107,3 @@ def test_a_block_opens_while_torch_is_still_importing_its_export_module(monkeypa
             after = (changes_since(tables), vars(ExportedProgram)["__init__"] is program_init, sys.meta_path == finders)
     assert inside is flatten_dynamic_cache
     assert after == ([], True, True)
-
-
-def test_unregistering_twice_says_so_and_the_block_goes_on(left_as_found):
-    """An error of the user inside the block costs nobody else anything."""
-    with block():
-        with pytest.raises(NotRegisteredError):
-            unregister_class_flattening(Pair)
-        assert in_force() is flatten_dynamic_cache

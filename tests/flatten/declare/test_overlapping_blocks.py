@@ -27,16 +27,6 @@ def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found, inner, erro
     assert in_force() is None
 
 
-def test_blocks_can_be_opened_again_and_again(left_as_found):
-    """The tenth block is as good as the first."""
-    seen = []
-    for _ in range(10):
-        with block():
-            seen.append(in_force() is flatten_dynamic_cache)
-        seen.append(in_force())
-    assert seen == [True, None] * 10
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_blocks_may_be_left_in_any_order(cache_of_others, left_as_found, order):
     """Ours are in force until the last of three is left; then theirs are back."""
@@ -45,47 +35,6 @@ def test_blocks_may_be_left_in_any_order(cache_of_others, left_as_found, order):
         unregister_cache_flattening(undos[index])
         seen.append(in_force())
     assert seen == [flatten_dynamic_cache, flatten_dynamic_cache, other_libraries.their_flatten]
-
-
-# A in, B in, then out in one order or the other; or one after the other.
-OVERLAPS = ["A+ B+ A- B-", "A+ B+ B- A-", "A+ A- B+ B-", "A+ B+ A- A+ B- A-"]
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_blocks_of_two_threads_may_overlap(cache_of_others, left_as_found, overlap):
-    """Each thread finds ours in force inside its block; theirs are back when the last one left."""
-    with SteppingThread() as a, SteppingThread() as b:
-        threads, blocks, seen = {"A": a, "B": b}, {}, []
-        for thread, way in overlap.split():
-            if way == "+":
-                blocks[thread] = block()
-                threads[thread].do(blocks[thread].__enter__)
-            else:
-                seen.append(threads[thread].do(in_force))
-                threads[thread].do(blocks[thread].__exit__, None, None, None)
-    assert set(seen) == {flatten_dynamic_cache}
-    assert in_force() is other_libraries.their_flatten
-
-
-def test_a_block_may_be_undone_in_another_thread(left_as_found):
-    """What one thread registered another may undo."""
-    with SteppingThread() as a, SteppingThread() as b:
-        undo = a.do(enter)
-        inside = in_force()
-        b.do(unregister_cache_flattening, undo)
-    assert inside is flatten_dynamic_cache
-    assert in_force() is None
-
-
-def test_undoing_twice_is_harmless(left_as_found):
-    """The second time there is nothing to do, also while another block is open."""
-    first, second = enter(), enter()
-    unregister_cache_flattening(first)
-    unregister_cache_flattening(first)
-    inside = in_force()
-    unregister_cache_flattening(second)
-    assert inside is flatten_dynamic_cache
-    assert in_force() is None
 
 
 def test_many_threads_at_once_leave_what_they_found(cache_of_others, left_as_found):

@@ -1,22 +1,13 @@
 """Bad input is refused by name, and nothing is changed."""
 
-import importlib.util
-
 import pytest
 
 from tests.flatten.pair import FUNCTIONS, Pair
 from tests.registry_snapshot import changes_since
 from yobx_flatten import register_class_flattening, unregister_cache_flattening, unregister_class_flattening
 from yobx_flatten.errors import (
-    AlreadyRegisteredError,
-    FlattenError,
     InvalidRegistrationError,
     NotRegisteredError,
-    RoundTripError,
-)
-
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 
 
@@ -25,11 +16,10 @@ needs_transformers = pytest.mark.skipif(
     [
         (None, "expected a class as first argument, found None.\n    register_class_flattening(MyClass, ...)"),
         (Pair(1, 2), "the Pair <tests.flatten.pair.Pair"),
-        (3, "found the int 3.\n    register_class_flattening(MyClass, ...)"),
         ("Pair", "found the str 'Pair'. Pass the class, not its name."),
         (list[int], "expected a class as first argument"),
     ],
-    ids=["None", "an instance", "a number", "a name", "an alias"],
+    ids=["None", "an instance", "a name", "an alias"],
 )
 def test_what_is_no_class_is_refused(before, target, message):
     """The message says what was found instead of a class."""
@@ -44,10 +34,8 @@ def test_what_is_no_class_is_refused(before, target, message):
     ("position", "given", "said"),
     [
         (0, "not a function", "f_flatten must be a function (obj), found the str 'not a function'."),
-        (1, "not a function", "f_unflatten must be a function (children, static), found the str 'not a function'."),
-        (2, "not a function", "f_flatten_with_keys must be a function (obj), found the str 'not a function'."),
-        (0, None, "f_flatten must be a function (obj), found None."),  # only the keyed function may be left out
         (1, None, "f_unflatten must be a function (children, static), found None."),
+        (2, "not a function", "f_flatten_with_keys must be a function (obj), found the str 'not a function'."),
     ],
 )
 def test_what_cannot_be_called_is_refused(before, position, given, said):
@@ -63,9 +51,7 @@ def test_what_cannot_be_called_is_refused(before, position, given, said):
 @pytest.mark.parametrize(
     ("position", "argument", "function"),
     [
-        (0, "f_flatten", lambda: ([], None)),
         (0, "f_flatten", lambda pair, other: ([], None)),
-        (1, "f_unflatten", lambda children: Pair(*children)),
         (1, "f_unflatten", lambda children, static, *, needed: Pair(*children)),
         (2, "f_flatten_with_keys", lambda: ([], None)),
     ],
@@ -87,11 +73,10 @@ def test_a_check_that_cannot_be_called_is_refused(before, f_check):
     assert changes_since(before) == []
 
 
-@pytest.mark.parametrize("target", [None, Pair(1, 2), "Pair"], ids=["None", "an instance", "a name"])
-def test_what_is_no_class_cannot_be_unregistered(before, target):
+def test_what_is_no_class_cannot_be_unregistered(before):
     """The message says what was found, and which call to make."""
     with pytest.raises(InvalidRegistrationError, match=r"\n    unregister_class_flattening\(MyClass, \.\.\.\)"):
-        unregister_class_flattening(target)
+        unregister_class_flattening("Pair")
     assert changes_since(before) == []
 
 
@@ -102,22 +87,9 @@ def test_a_class_of_others_cannot_be_unregistered(registered_by_others, before):
     assert changes_since(before) == []
 
 
-def test_a_builtin_class_cannot_be_unregistered(before):
-    """torch's own registrations are not ours to take away."""
-    with pytest.raises(NotRegisteredError, match=r"unregister_class_flattening\(dict\)"):
-        unregister_class_flattening(dict)
-    assert changes_since(before) == []
-
-
-@pytest.mark.parametrize("undo", [None, {}, {Pair: True}, set()], ids=["None", "an empty dict", "a dict", "a set"])
+@pytest.mark.parametrize("undo", [None, {Pair: True}], ids=["None", "a dict"])
 def test_only_what_a_registration_returned_can_be_undone(registered, before, undo):
     """The message shows the two lines that belong together, and nothing is undone."""
     with pytest.raises(InvalidRegistrationError, match=r"\n    undo = register_cache_flattening\("):
         unregister_cache_flattening(undo)
     assert changes_since(before) == []
-
-
-def test_every_refusal_is_one_of_ours():
-    """One `except` clause catches all of them."""
-    for error in (AlreadyRegisteredError, InvalidRegistrationError, NotRegisteredError, RoundTripError):
-        assert issubclass(error, FlattenError)

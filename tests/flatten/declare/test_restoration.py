@@ -3,7 +3,6 @@
 import types
 
 import pytest
-import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 from transformers import DynamicCache
@@ -12,20 +11,11 @@ from transformers.utils import ModelOutput
 
 from tests import registry_snapshot
 from tests.flatten import other_libraries
-from tests.flatten.declare.blocks import CACHES, block, in_force
+from tests.flatten.declare.blocks import block, in_force
 from tests.flatten.pair import Pair, flatten, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten import register_class_flattening, unregister_class_flattening
-from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
-
-
-def test_a_block_leaves_what_it_found(left_as_found):
-    """Nobody had the caches; inside they come apart, afterwards nobody has them."""
-    with block():
-        inside = [in_force(cls) is not None for cls in CACHES]
-    assert inside == [True, True, True]
-    assert [in_force(cls) for cls in CACHES] == [None, None, None]
 
 
 def test_theirs_step_back_for_the_block(cache_of_others, left_as_found):
@@ -83,15 +73,6 @@ def test_the_user_may_let_go_of_her_class_inside(left_as_found, cls):
         assert in_force(cls) is None
 
 
-def test_a_class_registered_inside_by_the_user_stays(left_as_found):
-    """Her registration ends when she says so."""
-    with block():
-        register_class_flattening(Pair, flatten, unflatten, None)
-    stayed = pytree.tree_leaves(Pair(1, 2))
-    unregister_class_flattening(Pair)
-    assert stayed == [1, 2]
-
-
 def test_a_model_output_defined_inside_stays_registered():
     """transformers registers the class when it is made, and never again."""
     # by hand: `forgotten_afterwards` needs the class, which does not exist yet
@@ -110,44 +91,6 @@ def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
     with block():
         pytree._deregister_pytree_node(DynamicCache)
     assert in_force() is other_libraries.their_flatten
-
-
-# transformers < 5.17 asks for the positions of the new tokens, later versions for their number
-TAKES_POSITIONS = "cache_position" in DynamicLayer.get_mask_sizes.__code__.co_varnames
-
-
-class Attention(torch.nn.Module):
-    """Two layers of attention over a cache, one of them sliding."""
-
-    def forward(self, x, cache):
-        for index, layer in enumerate(cache.layers):
-            new = x.shape[-2]
-            if TAKES_POSITIONS:
-                new = torch.arange(layer.get_seq_length(), layer.get_seq_length() + new)
-            length, offset = layer.get_mask_sizes(new)
-            keys, values = cache.update(x, 2 * x, index)
-            x = torch.nn.functional.scaled_dot_product_attention(x, keys, values) * (length + offset)
-        return x
-
-
-def generated():
-    """Twelve steps with a window of 8, the first of them on three tokens."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(1, 2, 3, 4, generator=generator)
-    layers = ["DynamicLayer", "DynamicSlidingWindowLayer"]
-    cache = make_dynamic_cache([(start, start)] * 2, layers, [{}, {"sliding_window": 8}])
-    outputs = []
-    for _ in range(12):
-        outputs.append(Attention()(torch.randn(1, 2, 1, 4, generator=generator), cache))
-    return torch.cat(outputs)
-
-
-def test_a_model_runs_inside_as_outside(left_as_found):
-    """Eagerly the same bits, below the window and past it: replacements are for traces."""
-    outside = generated()
-    with block():
-        inside = generated()
-    assert torch.equal(inside, outside)
 
 
 def test_a_block_replaces_no_method_of_a_cache(left_as_found):

@@ -9,18 +9,14 @@ from yobx_flatten import register_class_flattening, unregister_class_flattening
 
 
 def test_verbose_logs_the_call_and_nothing_after_it(caplog, capsys):
-    """`verbose=1` raises the level for one call; nothing is printed."""
+    """`verbose=1` raises the level for one call, of either function; nothing is printed."""
     register_class_flattening(Pair, *FUNCTIONS, verbose=1)
     unregister_class_flattening(Pair)
-    assert [record.getMessage() for record in caplog.records] == ["registered tests.flatten.pair.Pair"]
-    assert (capsys.readouterr().out, logging.getLogger("yobx_flatten").level) == ("", logging.NOTSET)
-
-
-def test_verbose_logs_the_unregistration(caplog):
-    """The same for the way back."""
     register_class_flattening(Pair, *FUNCTIONS)
     unregister_class_flattening(Pair, verbose=1)
-    assert [record.getMessage() for record in caplog.records] == ["unregistered tests.flatten.pair.Pair"]
+    expected = ["registered tests.flatten.pair.Pair", "unregistered tests.flatten.pair.Pair"]
+    assert [record.getMessage() for record in caplog.records] == expected
+    assert (capsys.readouterr().out, logging.getLogger("yobx_flatten").level) == ("", logging.NOTSET)
 
 
 def test_verbose_is_for_one_thread(caplog):

@@ -39,7 +39,7 @@ def accessors(tree):
 
 
 def test_accessors_read_like_python():
-    """Attributes, keys and positions, each in its own spelling."""
+    """Attributes, keys and positions, each in its own spelling. An accessor returns the leaf that it spells."""
     tree = {"a": [Dense(1, 2)], "b": Keyed(3, 4)}
     assert [accessor.codify("inputs") for accessor in accessors(tree)] == [
         "inputs['a'][0].weights",
@@ -47,18 +47,8 @@ def test_accessors_read_like_python():
         "inputs['b']['first']",
         "inputs['b']['second']",
     ]
-
-
-def test_an_accessor_gets_the_leaf():
-    """What it spells is what it does."""
-    tree = {"a": [Dense(1, 2)]}
-    assert [accessor(tree) for accessor in accessors(tree)] == [1, 2]
-
-
-def test_paths_hold_plain_names():
-    """`tree_paths` gives what one would type."""
-    assert optree.tree_paths([Dense(1, 2)], namespace=NAMESPACE) == [(0, "weights"), (0, "bias")]
-    assert repr(optree.tree_paths(Dense(1, 2), namespace=NAMESPACE)) == "[('weights',), ('bias',)]"
+    assert [accessor(tree) for accessor in accessors(tree)] == [1, 2, 3, 4]
+    assert repr(optree.tree_paths([Dense(1, 2)], namespace=NAMESPACE)) == "[(0, 'weights'), (0, 'bias')]"
 
 
 def test_children_without_keys_are_flat():

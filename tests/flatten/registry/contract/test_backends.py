@@ -241,17 +241,6 @@ def backend(library):
     return library.backend
 
 
-def test_an_unknown_class_reads_as_none(backend):
-    """A library that holds nothing for a class says so."""
-    assert backend.read(Pair) is None
-
-
-def test_what_others_hold_is_read(library, backend):
-    """A class that another library registered is known."""
-    library.register(Pair)
-    assert backend.read(Pair) is not None
-
-
 def test_a_written_class_comes_apart(library, backend):
     """The library itself takes an instance apart with our function."""
     if library.leaves is None:
@@ -272,14 +261,6 @@ def test_restoring_a_class_nobody_had_leaves_nothing(backend):
         assert backend.read(Pair) is None
 
 
-def test_ours_are_in_force_in_place_of_theirs(library, backend):
-    """`write` replaces a registration of somebody else's."""
-    library.register(Pair)
-    found = backend.read(Pair)
-    backend.write(recipe_for())
-    assert backend.read(Pair) != found
-
-
 @pytest.mark.parametrize("name", ["theirs", None], ids=["named", "unnamed"])
 def test_theirs_come_back_by_identity(library, backend, name):
     """The very functions of the earlier registration are in force again, under their name."""
@@ -287,6 +268,7 @@ def test_theirs_come_back_by_identity(library, backend, name):
     before, found = registry_snapshot.take(), backend.read(Pair)
     recipe = recipe_for()
     backend.write(recipe)
+    assert backend.read(Pair) != found
     for _ in range(2):  # the second finds what the first left
         backend.restore(recipe, found)
         assert library.functions(Pair) == library.theirs
@@ -294,11 +276,11 @@ def test_theirs_come_back_by_identity(library, backend, name):
         assert backend.read(Pair) == found
 
 
-def test_classes_restored_out_of_order_keep_their_places(library, backend):
-    """Two classes of others, taken and given back first in, first out, stand as they stood."""
-    library.register(Pair, "first")
-    library.register(Other, "second")
-    library.register(Point, "third")
+@pytest.mark.parametrize("names", [("first", "second", "third"), (None, None, None)], ids=["named", "unnamed"])
+def test_classes_restored_out_of_order_keep_their_places(library, backend, names):
+    """Two classes of others are taken, and given back first in, first out. Unnamed classes share one key in torch."""
+    for cls, name in zip((Pair, Other, Point), names, strict=True):
+        library.register(cls, name)
     before, found = registry_snapshot.take(), [backend.read(Pair), backend.read(Other)]
     recipes = [recipe_for(), recipe_for(Other, "tests:Other")]
     for recipe in recipes:
@@ -374,32 +356,6 @@ def test_what_others_registered_after_us_is_left_alone(library, backend):
     library.register_after_us(Pair)
     backend.restore(recipe, None)
     assert library.functions(Pair) == library.theirs
-
-
-def test_unnamed_classes_of_others_survive(library, backend):
-    """Classes registered without a name share one key in torch; going through one leaves the others alone."""
-    library.register(Pair)
-    library.register(Other)
-    before, found = registry_snapshot.take(), backend.read(Pair)
-    recipe = recipe_for()
-    backend.write(recipe)
-    backend.restore(recipe, found)
-    assert library.functions(Pair) == library.theirs
-    assert library.functions(Other) == library.theirs
-    assert changes_since(before) == []
-
-
-def test_unnamed_classes_of_others_may_be_given_back_in_any_order(library, backend):
-    """Two unnamed classes taken at once come back, whichever is first."""
-    library.register(Pair)
-    library.register(Other)
-    before, found = registry_snapshot.take(), {cls: backend.read(cls) for cls in (Pair, Other)}
-    recipes = [recipe_for(), recipe_for(Other, "tests:Other")]
-    for recipe in recipes:
-        backend.write(recipe)
-    for recipe in recipes:
-        backend.restore(recipe, found[recipe.cls])
-    assert changes_since(before) == []
 
 
 def test_a_constant_of_torch_comes_back_as_such(backend):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yobx_flatten.core.contents import Layouts, size_in_bytes
-from yobx_flatten.trees.walk import class_name, format_key
+from yobx_flatten.trees.walk import format_key
 
 X = torch.zeros(2, 3)
 
@@ -41,11 +41,6 @@ class Both(Slotted):
 
 class Items(dict):
     pass
-
-
-def test_attributes_are_read_from_the_instance():
-    """The steps are what one types behind the object."""
-    assert held(Plain(a=X, b=[1])) == {".a": X, ".b": [1]}
 
 
 def test_slots_are_read_also_of_bases_and_only_where_set():
@@ -143,9 +138,3 @@ def test_a_tensor_that_knows_no_size_counts_nothing():
     """A nested tensor raises when it is asked."""
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     assert size_in_bytes(ragged) in (0, 20)
-
-
-def test_names_of_classes():
-    """Built-in ones without their module."""
-    assert class_name(int) == "int"
-    assert class_name(Plain) == "tests.flatten.core.test_contents.Plain"

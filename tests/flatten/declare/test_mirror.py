@@ -119,19 +119,6 @@ def test_a_class_of_a_jax_library_is_a_node_of_torch(mirrored, of_a_library):
     assert int(doubled.size) == (6 if ".size" in leaves else 3)
 
 
-def test_a_mirrored_class_is_exported(mirrored, of_a_library):
-    """As an input and as an output; the program refuses other static data."""
-
-    class Double(torch.nn.Module):
-        def forward(self, state):
-            return pytree.tree_map(lambda t: 2 * t, state)
-
-    mirrored(type(of_a_library))
-    program = torch.export.export(Double(), (of_a_library,))
-    found = program.module()(of_a_library)
-    assert (type(found), found.w["x"].tolist(), found.w["y"].tolist()) == (type(of_a_library), [2, 2], [0])
-
-
 def test_a_program_of_a_mirrored_class_runs_in_a_fresh_process(tmp_path):
     """The static part is stored as plain data, so a program that was saved takes the class's objects elsewhere."""
     pytest.importorskip("equinox", reason="equinox writes one class")
@@ -223,27 +210,6 @@ def test_another_library_can_be_told_later():
     assert optree.tree_leaves(cls(1, 2), namespace="yobx_flatten") == [1, 2]
     unregister_class_flattening(cls)
     assert len(optree.tree_leaves(cls(1, 2), namespace="yobx_flatten")) == 1
-
-
-def test_a_class_whose_fields_say_it_all_can_be_read_instead():
-    """What is read off the class is Python, and a strict export looks into it."""
-    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
-
-    class Scale(equinox.Module):
-        weight: Any
-        power: int = equinox.field(static=True)
-
-    class Power(torch.nn.Module):
-        def forward(self, scale):
-            return scale.weight**scale.power
-
-    example = Scale(torch.tensor([2.0, 3.0]), 2)
-    register(Scale)
-    try:
-        program = torch.export.export(Power(), (example,), strict=True)
-        assert program.module()(example).tolist() == [4, 9]
-    finally:
-        unregister_class_flattening(Scale)
 
 
 def test_functions_of_your_own_are_not_replaced():

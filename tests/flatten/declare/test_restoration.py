@@ -1,12 +1,14 @@
-"""Ours inside the block, theirs outside: by identity and in place."""
+"""Our functions are in force inside the block, functions of others outside. The block reports what it registered."""
 
+import importlib.util
 import types
 
 import pytest
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from tests import registry_snapshot
@@ -14,7 +16,15 @@ from tests.flatten import other_libraries
 from tests.flatten.declare.blocks import block, in_force
 from tests.flatten.pair import Pair, flatten, unflatten
 from tests.registry_snapshot import changes_since
-from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten import (
+    Undo,
+    register_cache_flattening,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_cache_flattening,
+    unregister_class_flattening,
+)
+from yobx_flatten.errors import MissingDependencyError
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 
 
@@ -99,3 +109,46 @@ def test_a_block_replaces_no_method_of_a_cache(left_as_found):
     with block():
         inside = [vars(cls).copy() for cls in (DynamicLayer, DynamicSlidingWindowLayer, DynamicCache)]
     assert inside == before
+
+
+def test_each_class_says_whether_this_call_put_ours_in_force():
+    """The first call registers the caches; a second one finds them."""
+    expected = {DynamicCache, StaticCache, EncoderDecoderCache}
+    if pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is None:  # transformers < 5.17
+        expected.add(BaseModelOutput)
+    first = register_cache_flattening(patch_transformers=True)
+    second = register_cache_flattening(patch_transformers=True)
+    unregister_cache_flattening(second)
+    unregister_cache_flattening(first)
+    done = {cls for cls, ours in first.items() if ours}
+    assert expected <= done  # and whatever else this version of transformers has
+    assert (BaseModelOutput in done) == (BaseModelOutput in expected)
+    assert (second.keys(), any(second.values())) == (first.keys(), False)
+
+
+def test_the_four_documented_classes_come_apart_inside_the_block():
+    """`DynamicCache`, `StaticCache`, `EncoderDecoderCache` and `BaseModelOutput`; what was done can be read inside."""
+    with register_flattening_functions(patch_transformers=True) as undo:
+        nodes = {cls for cls in (DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput) if is_node(cls)}
+    assert nodes == {DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput}
+    assert not any(map(is_node, (DynamicCache, StaticCache, EncoderDecoderCache)))
+    assert (type(undo), undo[DynamicCache]) == (Undo, True)
+
+
+def is_node(cls):
+    return cls in pytree.SUPPORTED_NODES
+
+
+def test_a_block_without_options_registers_nothing(before):
+    """Nothing is asked for, so nothing is registered."""
+    with register_flattening_functions() as undo:
+        assert undo == {}
+        assert changes_since(before) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is not None, reason="diffusers is installed")
+def test_a_library_that_is_missing_is_named(before):
+    """The message holds the line that installs it, and what was registered so far is undone."""
+    with pytest.raises(MissingDependencyError, match=r"needs diffusers, .*\n    pip install diffusers"):
+        register_cache_flattening(patch_transformers=True, patch_diffusers=True)
+    assert changes_since(before) == []

@@ -149,12 +149,6 @@ def test_a_failed_export_has_the_line_as_a_note(newer):
     assert caught.value.__notes__ == [LINE]
 
 
-def test_a_failed_export_with_tried_versions_has_no_note(install):
-    with pytest.raises(Exception, match="Cannot access data pointer") as caught:
-        export_program(LeavesTorch(), (torch.ones(2),))
-    assert getattr(caught.value, "__notes__", []) == []
-
-
 def test_a_note_is_added_once_and_not_to_errors_that_have_the_line(newer):
     for error, notes in ((KeyError("x"), [LINE]), (errors.ReplayError("x"), [])):
         with pytest.raises(type(error)), naming_untried_versions(), naming_untried_versions():

@@ -1,12 +1,13 @@
-"""Files of tensors and ONNX files of a stranger: read, or one error of ours that names the file."""
+"""Files of tensors and ONNX files of a stranger are read, or refused. A program that does not fit is an error."""
 
 import os
 
 import pytest
 import torch
 
+from tests import fresh_process
 from yobx_flatten.errors import DamagedFileError
-from yobx_flatten.files.tensors import opened_tensors, read_onnx, read_tensors, write_tensor_file
+from yobx_flatten.files.tensors import file_for_torch, opened_tensors, read_onnx, read_tensors, write_tensor_file
 
 
 def names_of(path, *, failure):
@@ -63,3 +64,36 @@ def test_a_tensor_that_is_not_in_the_file_is_named(tmp_path):
         opened_tensors(tmp_path / "x", failure=DamagedFileError) as file,
     ):
         file.get_tensor("c")
+
+
+FULL = """
+import resource, sys, torch
+from yobx_flatten import export_program
+
+path, room = sys.argv[1], int(sys.argv[2])
+exported = export_program(torch.nn.Linear(64, 64), (torch.zeros(4, 64),), cases=[], proof="none")
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+try:
+    exported.save(path)
+except OSError as error:
+    print("refused", error.strerror)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="the limit of a process")
+@pytest.mark.parametrize("room", [100, 3000, 17_000], ids=["the first entry", "a weight", "the end"])
+def test_a_program_that_does_not_fit_leaves_the_old_file(tmp_path, room):
+    """torch's writer ends the process where its destructor cannot write the end of the archive."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"old")
+    done = fresh_process.run("-c", FULL, path, str(room))
+    assert done.stdout == "refused File too large\n"
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fits_is_what_torch_writes(tmp_path):
+    with file_for_torch(tmp_path / "values") as file:
+        torch.save({"x": torch.arange(3)}, file)
+    assert torch.equal(torch.load(tmp_path / "values")["x"], torch.arange(3))

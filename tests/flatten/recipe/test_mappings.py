@@ -12,16 +12,12 @@ from yobx_flatten import (
     InvalidRegistrationError,
     RoundTripError,
     check_recipe,
-    explain,
     functions_from_fields,
-    load_nested,
     register,
     register_class_flattening,
-    save_nested,
     unregister_class_flattening,
 )
 from yobx_flatten.recipe.fields import functions_of
-from yobx_flatten.recipe.mappings import is_mapping
 
 
 @dataclasses.dataclass
@@ -122,16 +118,6 @@ def test_a_dataclass_on_a_dict_comes_apart_by_fields_and_items(registered):
     back = rebuilt(obj)
     assert (type(back), back.x is x, back.size, list(back.items())) == (Declared, True, 4, [("a b", item)])
     check_recipe(Declared, obj)
-
-
-def test_a_dataclass_on_a_dict_is_stored_with_its_fields(registered, tmp_path):
-    """What `save_nested` writes, `load_nested` reads."""
-    obj = registered(Declared)(torch.ones(2))
-    obj["k"] = torch.zeros(1)
-    save_nested(tmp_path / "a.onnx", obj)
-    back = load_nested(tmp_path / "a.onnx")
-    assert (back.x.tolist(), back["k"].tolist()) == ([1.0, 1.0], [0.0])
-    assert str(explain(obj)).splitlines() == ["tree: Declared, static [1]", "├─ .x: float32[2]", "└─ ['k']: float32[1]"]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -273,11 +259,3 @@ def test_a_class_whose_base_holds_more_is_refused(cls):
         functions_of(cls)
     with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):
         functions_from_fields(cls, ["x"])
-
-
-@pytest.mark.parametrize(
-    ("cls", "answer"), [(Declared, False), (Mirrored, True), (Open, True), (Slotted, False), (User, True)]
-)
-def test_a_class_is_a_mapping_if_its_items_are_all_it_holds(cls, answer):
-    """As far as the class says."""
-    assert is_mapping(cls) is answer

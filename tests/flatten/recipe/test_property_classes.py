@@ -39,7 +39,7 @@ def content(obj, base, names):
     base=st.sampled_from(BASES),
     frozen=st.booleans(),
     slots=st.booleans(),
-    statics=st.lists(st.booleans(), min_size=1, max_size=4),
+    statics=st.lists(st.booleans(), max_size=4),
     count=st.integers(0, 3),
     by=st.sampled_from([register, pytree_dataclass]),
 )

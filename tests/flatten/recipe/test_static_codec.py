@@ -138,14 +138,10 @@ static_data = st.recursive(
 
 @given(static_data)
 def test_static_data_comes_back_from_json(value):
-    """Values, types and the order of keys are kept."""
+    """Values, types and the order of keys are kept. The check passes such data, and of all NaNs only `math.nan`."""
     assert same(through_json(value), value)
-
-
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
-def test_what_json_keeps_stays_plain(value):
-    """A saved program is readable: lists, strings and numbers are stored as they are."""
-    assert dump_static(value) == value
+    if "nan" not in repr(value):
+        check_static(value)
 
 
 @pytest.mark.parametrize(
@@ -271,13 +267,6 @@ def test_an_array_of_jax_is_one_also_under_a_trace():
     seen = []
     jax.jit(lambda x: seen.append(is_array(x)))(1.0)
     assert (is_array(jax.numpy.zeros(1)), seen) == (True, [True])
-
-
-@given(static_data)
-def test_what_comes_back_passes_the_check(value):
-    """What is refused is refused for a reason. NaN passes only as `math.nan`."""
-    if "nan" not in repr(value):
-        check_static(value)
 
 
 @pytest.mark.parametrize(

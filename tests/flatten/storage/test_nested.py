@@ -1,4 +1,4 @@
-"""Nested values to a file and back."""
+"""Nested values, and cases with inputs and outputs, to a file and back."""
 
 import collections
 import os
@@ -15,10 +15,12 @@ from yobx_flatten import (
     InvalidArgumentError,
     MissingDependencyError,
     NotRegisteredError,
+    load_case,
     load_nested,
     make_dynamic_cache,
     register_class_flattening,
     register_flattening_functions,
+    save_case,
     save_nested,
     unregister_class_flattening,
 )
@@ -238,3 +240,27 @@ def test_another_value_than_the_expected_is_refused_with_the_line_to_type(tmp_pa
         f"load_nested: {path} contains a builtins.list, not the class in expected=. Pass the class of the value:\n"
         f"    load_nested({path!r}, expected=list)"
     )
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_case_comes_back(external, tmp_path):
+    inputs, outputs = {"x": torch.ones(2), "state": State(1, None)}, (torch.zeros(3), [None])
+    save_case(tmp_path / "case.onnx", inputs, outputs, name="two rows", external_data=external)
+    case = load_case(tmp_path / "case.onnx")
+    assert case.name == "two rows"
+    assert same(case.inputs, inputs)
+    assert same(case.outputs, outputs)
+
+
+def test_what_goes_in_and_comes_out_is_stored_once(tmp_path):
+    mask = torch.ones(1000)
+    assert save_case(tmp_path / "case.onnx", {"mask": mask}, {"mask": mask}) < 6000
+    case = load_case(tmp_path / "case.onnx")
+    assert case.inputs["mask"] is case.outputs["mask"]
+
+
+def test_the_graph_returns_inputs_and_outputs(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    save_case(tmp_path / "case.onnx", {"x": torch.ones(2)}, torch.zeros(3), name="n")
+    session = runtime.InferenceSession(tmp_path / "case.onnx")
+    assert [output.name for output in session.get_outputs()] == ["inputs.x", "outputs", "name"]

@@ -1,15 +1,26 @@
-"""What cannot be stored is refused, with its place and a way out."""
+"""A nested object as JSON and back. What cannot be stored is refused, with its place and a way out."""
 
+import collections
+import json
 import re
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from yobx_flatten import InvalidArgumentError, StaticDataError
-from yobx_flatten.storage.structure import flatten_tree
+from tests.flatten.storage.storage_values import Mode, State
+from yobx_flatten import (
+    DamagedFileError,
+    InvalidArgumentError,
+    StaticDataError,
+    register_class_flattening,
+    unregister_class_flattening,
+)
+from yobx_flatten.storage.structure import flatten_tree, unflatten_tree, unique
 
 
 def fake():
@@ -109,17 +120,63 @@ def test_an_array_of_jax_is_refused_with_the_line_to_type():
         flatten_tree({"a": jax.numpy.zeros(2)})
 
 
-def test_data_are_read_when_they_are_asked_for():
-    """Taking a tensor apart copies nothing."""
+def test_a_contiguous_tensor_is_not_copied():
+    """The data of the payload are the memory of the tensor, read when the caller asks for the data."""
     tensor = torch.zeros(3)
     (payload,) = flatten_tree(tensor).payloads
     tensor += 1
     assert numpy.frombuffer(payload.data(), "float32").tolist() == [1, 1, 1]
     assert payload.nbytes == 12
-
-
-def test_a_contiguous_tensor_is_not_copied():
-    tensor = torch.zeros(3)
-    (payload,) = flatten_tree(tensor).payloads
     payload.data()[:4] = numpy.float32(2.0).tobytes()
-    assert tensor.tolist() == [2, 0, 0]
+    assert tensor.tolist() == [2, 1, 1]
+
+
+def test_the_json_names_classes_and_leaves():
+    """As the guide shows it."""
+    found = flatten_tree({"x": torch.ones(2, 3), "state": State(1.5, None, Mode.EVAL)})
+    assert found.json == {
+        "node": "builtins:dict",
+        "static": ["x", "state"],
+        "children": [
+            {"leaf": "torch", "name": "x", "dtype": "float32", "shape": [2, 3]},
+            {
+                "node": "tests.flatten.storage.storage_values:State",
+                "static": {"!tuple": [{"!enum": ["tests.flatten.storage.storage_values:Mode", "EVAL"]}]},
+                "children": [{"leaf": "float", "name": "state.hidden"}, {"leaf": "static", "value": None}],
+            },
+        ],
+    }
+
+
+def test_the_json_is_json():
+    """Also for keys, text and numbers that JSON does not have."""
+    values = {1: float("nan"), (2, "\ud800"): collections.OrderedDict(), None: 2**100}
+    json_ = json.loads(json.dumps(flatten_tree({"static only": values}).json))
+    assert json_["node"] == "builtins:dict"
+
+
+def test_a_name_is_given_once():
+    taken = set()
+    assert [unique(name, taken) for name in ["a", "a", "a#2", "b", "\ud800"]] == ["a", "a#2", "a#2#2", "b", "?"]
+
+
+@dataclass
+class Strict:
+    x: Any
+
+
+def strict_unflatten(children, static):
+    if static != "new":
+        raise KeyError(static)
+    return Strict(*children)
+
+
+def test_a_registration_that_changed_is_named():
+    """What it raises is in the message."""
+    register_class_flattening(Strict, lambda obj: ([obj.x], "old"), strict_unflatten, None)
+    try:
+        json_ = flatten_tree(Strict(None)).json
+        with pytest.raises(DamagedFileError, match=r"Strict cannot be rebuilt.*KeyError: 'old'.*Register the class"):
+            unflatten_tree(json_, None, "cpu")
+    finally:
+        unregister_class_flattening(Strict)

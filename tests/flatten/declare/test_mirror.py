@@ -17,6 +17,7 @@ from yobx_flatten import (
     MissingDependencyError,
     NotRegisteredError,
     RoundTripError,
+    check_recipe,
     mirror,
     register,
     register_class_flattening,
@@ -105,18 +106,23 @@ def of_a_library(request):
     return ChexState(w={"x": torch.ones(2), "y": torch.zeros(1)}, size=torch.tensor(3))
 
 
-def test_a_class_of_a_jax_library_is_a_node_of_torch(mirrored, of_a_library):
-    """Leaves, key paths, a rebuilt object of the class, and a spec that is the same once it was stored."""
+@pytest.mark.parametrize("by", [mirror, register])
+def test_a_class_of_a_jax_library_is_a_node_of_torch(by, of_a_library):
+    """By the functions of JAX, or by its fields: leaves, key paths, and a rebuilt object, also of a stored spec."""
     cls = type(of_a_library)
-    assert mirrored(cls, f_check=lambda: of_a_library) is True
-    pairs, spec = pytree.tree_flatten_with_path(of_a_library)
-    leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
-    assert leaves[".w['x']"] is of_a_library.w["x"]
-    assert leaves.keys() - {".size"} == {".w['x']", ".w['y']"}
-    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
-    doubled = pytree.tree_map(lambda t: 2 * t, of_a_library)
-    assert (type(doubled), doubled.w["x"].tolist()) == (cls, [2, 2])
-    assert int(doubled.size) == (6 if ".size" in leaves else 3)
+    assert by(cls) is True
+    try:
+        check_recipe(cls, of_a_library)
+        pairs, spec = pytree.tree_flatten_with_path(of_a_library)
+        leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
+        assert leaves[".w['x']"] is of_a_library.w["x"]
+        assert leaves.keys() - {".size"} == {".w['x']", ".w['y']"}
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+        doubled = pytree.tree_map(lambda t: 2 * t, of_a_library)
+        assert (type(doubled), doubled.w["x"].tolist()) == (cls, [2, 2])
+        assert int(doubled.size) == (6 if ".size" in leaves else 3)
+    finally:
+        unregister_class_flattening(cls)
 
 
 def test_a_program_of_a_mirrored_class_runs_in_a_fresh_process(tmp_path):

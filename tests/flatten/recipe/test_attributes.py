@@ -1,8 +1,6 @@
 """The functions made of names of attributes read and set each attribute once, and nothing else."""
 
 import dataclasses
-import enum
-import math
 from collections import OrderedDict
 from typing import Any
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
-from yobx_flatten.recipe.attributes import checked, functions_from_fields, snake_case
+from yobx_flatten.recipe.attributes import checked, functions_from_fields
 
 
 class Cell:
@@ -60,25 +57,6 @@ class Guarded:
         guarded = object.__new__(cls)
         vars(guarded).update(a=a, b=b)
         return guarded
-
-
-class Mode(enum.Enum):
-    TRAIN = 1
-
-
-@pytest.mark.parametrize(
-    ("name", "spelt"),
-    [
-        ("CausalLMOutputWithPast", "causal_lm_output_with_past"),
-        ("UNet2DOutput", "u_net2_d_output"),
-        ("_Private", "_private"),
-        ("already_snake", "already_snake"),
-        ("Pair[int]", "pair_int_"),
-    ],
-)
-def test_a_class_name_is_spelt_as_a_function_name(name, spelt):
-    """Words are split before capitals; runs of capitals are one word."""
-    assert snake_case(name) == spelt
 
 
 def test_children_and_static_data_are_told_apart():
@@ -133,17 +111,6 @@ def test_a_name_given_twice_is_refused():
         functions_from_fields(Cell, ["size"], ["size"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, True, "a", -0.0, math.nan, math.inf, Mode.TRAIN, (1, "a"), torch.float16, torch.Size([1]), Frozen],
-    ids=repr,
-)
-def test_static_data_passes(value):
-    """The value itself comes out, the first time and every other."""
-    assert checked(value, "Cell.size") is value
-    assert checked(value, "Cell.size") is value
-
-
 @pytest.mark.parametrize("value", [["a"], {"a": [1]}, ([1], 2), {1, 2}, OrderedDict(a=[1])], ids=repr)
 def test_static_data_that_changes_is_copied(value):
     """Who appends to a list of his own does not change a program that was exported with it."""
@@ -172,27 +139,6 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
     for function in (flatten, flatten_with_keys):
         with pytest.raises(StaticDataError, match=found):
             function(Cell(1, 2, value))
-
-
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="dynamo of torch 2.11 reads no `__dict__` of a frozen dataclass"
-)
-def test_a_program_takes_generated_functions_apart():
-    """`torch.export`, strict and not, traces through them."""
-
-    class Half(torch.nn.Module):
-        def forward(self, frozen):
-            return Frozen(frozen.a / 2, frozen.b)
-
-    flatten, flatten_with_keys, unflatten = functions_from_fields(Frozen, ["a", "b"])
-    register_class_flattening(Frozen, flatten, unflatten, flatten_with_keys)
-    try:
-        example = Frozen(torch.ones(2), torch.zeros(3))
-        for strict in (False, True):
-            program = torch.export.export(Half(), (example,), strict=strict)
-            assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
-    finally:
-        unregister_class_flattening(Frozen)
 
 
 def test_a_slot_that_was_never_set_is_named():

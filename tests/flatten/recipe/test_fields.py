@@ -345,54 +345,6 @@ def test_a_static_field_of_a_pydantic_model_is_checked(pydantic):
         functions_of(Model)[0](Model(size=torch.ones(1)))
 
 
-def test_a_flax_dataclass_comes_apart_by_its_fields():
-    """`pytree_node=False` is flax's word for static."""
-    struct = pytest.importorskip("flax.struct", reason="flax writes the class")
-
-    @struct.dataclass
-    class TrainState:
-        params: Any
-        step: int = struct.field(pytree_node=False, default=0)
-
-    flatten, _, unflatten = functions_of(TrainState)
-    state = TrainState({"w": 1}, 3)
-    assert flatten(state) == ([{"w": 1}], [["params"], [3]])
-    assert unflatten(*flatten(state)) == state
-
-
-def test_an_equinox_module_comes_apart_by_its_fields():
-    """`eqx.field(static=True)` is static; `__init__` and `__check_init__` are not called."""
-    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
-
-    class Scale(equinox.Module):
-        weight: Any
-        power: int = equinox.field(static=True)
-
-        def __init__(self, power):
-            self.weight, self.power = 2.0, power
-
-    flatten, _, unflatten = functions_of(Scale)
-    assert flatten(Scale(3)) == ([2.0], [["weight"], [3]])
-    rebuilt = unflatten([5.0], [["weight"], [4]])
-    assert (type(rebuilt), rebuilt.weight, rebuilt.power) == (Scale, 5.0, 4)
-
-
-@pytest.mark.parametrize("mappable", [False, True])
-def test_a_chex_dataclass_comes_apart_by_its_fields(mappable):
-    """Also one that has the methods of a mapping."""
-    chex = pytest.importorskip("chex", reason="chex writes the class")
-
-    class Params:
-        w: Any
-        b: Any = None
-
-    cls = chex.dataclass(Params, mappable_dataclass=mappable)
-    flatten, _, unflatten = functions_of(cls)
-    obj = cls(w=1, b=2)
-    assert flatten(obj) == ([1, 2], ["w", "b"])
-    assert unflatten(*flatten(obj)) == obj
-
-
 def objects_of_every_kind():
     """Tensors inside, one object per reader; JAX takes floats in their place."""
     attrs = pytest.importorskip("attrs", reason="attrs writes one class")

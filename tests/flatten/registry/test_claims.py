@@ -1,6 +1,5 @@
 """The registry counts who wants a class, and brings back what was there when the last one goes."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -64,29 +63,6 @@ def shelves():
 @pytest.fixture
 def registry(shelves):
     return Registry({"torch": shelves})
-
-
-@pytest.mark.parametrize("found", [None, "theirs"])
-def test_the_last_claim_brings_back_what_was_found(registry, shelves, found):
-    """Each library gets back what it held itself."""
-    if found is not None:
-        shelves[1].held[Pair] = found
-    registry.release(registry.claim(recipe_for()))
-    assert [shelf.held for shelf in shelves] == [{}, {} if found is None else {Pair: "theirs"}]
-    assert registry.recipe_in_force(Pair) is None
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_claims_may_go_in_any_order(registry, shelves, order):
-    """Three claims write once, stay in force until the last one goes, and restore once."""
-    recipes = [recipe_for(), recipe_for(), recipe_for()]
-    claims = [registry.claim(recipe) for recipe in recipes]
-    in_force = []
-    for index in order:
-        registry.release(claims[index])
-        in_force.append(registry.recipe_in_force(Pair))
-    assert in_force == [recipes[0], recipes[0], None]
-    assert shelves[0].calls == ["write", "restore"]
 
 
 def test_an_old_claim_does_not_end_a_new_one(registry):
@@ -160,28 +136,6 @@ def two_libraries():
     return Registry({name: (shelf,) for name, shelf in shelves.items()}), shelves
 
 
-def test_the_same_functions_reach_one_more_library(two_libraries):
-    """The second call claims what the first left out; one release by the user ends both."""
-    registry, shelves = two_libraries
-    registry.claim_for_user(recipe_for(), ("torch",))
-    claim = registry.claim_for_user(recipe_for(), ("torch", "optree"))
-    assert claim is not None
-    assert claim.libraries == ("optree",)
-    registry.release_user(Pair)
-    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
-
-
-def test_a_library_of_others_does_not_keep_ours_out_of_the_rest(two_libraries):
-    """Theirs stays where it is; the other library gets ours."""
-    registry, shelves = two_libraries
-    shelves["optree"].held[Pair] = "theirs"
-    recipe = recipe_for()
-    registry.claim_for_user(recipe, ("torch", "optree"))
-    assert [shelf.held for shelf in shelves.values()] == [{Pair: recipe}, {Pair: "theirs"}]
-    registry.release_user(Pair)
-    assert [shelf.held for shelf in shelves.values()] == [{}, {Pair: "theirs"}]
-
-
 def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
     """Nothing is half-registered: the free library is not told, either."""
     registry, shelves = two_libraries
@@ -199,18 +153,6 @@ def test_a_second_library_that_fails_undoes_the_first(two_libraries):
         registry.claim_for_user(recipe_for(), ("torch", "optree"))
     assert shelves["torch"].held == {}
     assert registry.recipe_in_force(Pair) is None
-
-
-def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
-    """She has the class in optree, the block in torch; each goes by itself."""
-    registry, shelves = two_libraries
-    registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("optree",))
-    claim = registry.claim(recipe_for())
-    assert claim is not None
-    registry.release_user(Pair)
-    assert list(shelves["torch"].held) == [Pair]
-    registry.release(claim)
-    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
 
 
 def test_libraries_are_chosen_by_name(two_libraries):

@@ -37,16 +37,6 @@ def owner():
     return type("Owner", (Base,), dict(vars(Base)))
 
 
-@pytest.mark.parametrize("name", ["static", "of_class"])
-def test_a_descriptor_comes_back_as_one(owner, name):
-    """A static or class method is not turned into a function."""
-    original = vars(owner)[name]
-    patch = AttributePatch(owner, name, replacement)
-    patch.acquire()
-    patch.release()
-    assert vars(owner)[name] is original
-
-
 def test_an_inherited_attribute_is_inherited_again():
     """Nothing is copied into the subclass."""
     patch = AttributePatch(Child, "method", replacement)
@@ -78,17 +68,6 @@ def test_the_last_holder_puts_the_original_back(owner):
         step()
         seen.append(owner().method())
     assert seen == ["replaced", "replaced", "replaced", "original"]
-
-
-def test_a_patch_can_be_used_again(owner):
-    """What is put back the second time is what was found the second time."""
-    patch = AttributePatch(owner, "method", replacement)
-    patch.acquire()
-    patch.release()
-    owner.method = later = lambda self: "later"
-    patch.acquire()
-    patch.release()
-    assert vars(owner)["method"] is later
 
 
 def test_what_somebody_else_put_there_stays(owner):

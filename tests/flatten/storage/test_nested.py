@@ -10,7 +10,7 @@ import torch
 
 from tests import fresh_process
 from tests.cache_words import WORD
-from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
+from tests.flatten.storage.storage_values import Access, Mode, Pair, State, same
 from yobx_flatten import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -29,15 +29,6 @@ from yobx_flatten import (
 def stored(values, path, **options):
     save_nested(path, values, **options)
     return load_nested(path)
-
-
-@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (1,)], ids=str)
-@pytest.mark.parametrize("external", [False, True], ids=["one file", "two files"])
-def test_a_tensor_comes_back_bit_by_bit(dtype, shape, external, tmp_path):
-    """Random bits of every type: NaNs keep their payloads."""
-    tensor = random_tensor(dtype, shape)
-    assert same(stored(tensor, tmp_path / "x.onnx", external_data=external), tensor)
 
 
 def test_structure_static_data_and_every_kind_of_leaf_come_back(tmp_path):

@@ -6,7 +6,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +15,7 @@ from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
-from yobx_flatten.cli import env_command, repository
+from yobx_flatten.cli import repository
 from yobx_flatten.cli.app import app
 from yobx_flatten.cli.reference import reference
 from yobx_flatten.errors.dependencies import install_line
@@ -139,13 +138,6 @@ def test_env_knows_what_is_installed(capsys):
     assert ["yobx-flatten", __version__] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_env_says_what_is_not_installed(monkeypatch, capsys):
-    """By name."""
-    monkeypatch.setattr(env_command, "_LIBRARIES", ("no-such-library",))
-    assert main(["env"]) == 0
-    assert "no-such-library  not installed" in capsys.readouterr().out
-
-
 def test_list_is_the_flattening_list(capsys):
     """One row for each class; as JSON with everything that is known."""
     assert main(["list", "--kind", "layer", "--json"]) == 0
@@ -202,16 +194,6 @@ def test_the_module_is_the_command_in_a_fresh_process():
     assert run().returncode == 2
 
 
-def test_the_installed_command_is_the_same_function():
-    """What `pip install` puts on the path, with what it needs to say its version."""
-    pyproject = pathlib.Path(__file__).parents[3] / "pyproject.toml"
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
-    assert {"torch", "typer", "rich", "packaging", "psutil", "filelock", "msgspec"} == {
-        line.partition(">")[0] for line in project["dependencies"]
-    }
-
-
 def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
     written = reference(app)
@@ -234,12 +216,3 @@ def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m yobx_flatten list --json | head -n 1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root, timeout=240)
     assert (shown.stdout, shown.stderr) == ("[\n", "")
-
-
-def test_completion_is_offered():
-    """What a shell asks for is answered with the names of the commands."""
-    asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
-    import os
-
-    shown = run(env={**os.environ, **asked})
-    assert shown.stdout.split() == ["export", "explain", "env"]

@@ -68,13 +68,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
     assert not (tmp_path / "made").exists()
 
 
-def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
-    """A file in the place of the folder: exit status 2, and the path."""
-    (tmp_path / "taken").touch()
-    assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
-    assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is complete")])
 def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
     """Exit status 130; a folder that was made for nothing is gone again."""
@@ -96,24 +89,10 @@ def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
     assert output.exists() == bool(made)
 
 
-def test_help_says_what_there_is(capsys):
-    """The options, models and exit status."""
-    assert main(["demo", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert [word for word in ("--output", "gemma3", "Exit status: 0") if word not in shown] == []
-
-
 def test_no_command_shows_the_help_and_is_an_error(capsys):
     """Asked for nothing: the help, exit status 2."""
     assert main([]) == 2
     assert "Usage: yobx-flatten" in capsys.readouterr().out
-
-
-def test_the_text_of_the_demo_is_the_zen_of_python_byte_by_byte():
-    """Each row begins a line further down; a token is a byte and 3, as in ByT5."""
-    text = demo._zen_of_python()
-    assert text.splitlines()[:2] == ["The Zen of Python, by Tim Peters", "Beautiful is better than ugly."]
-    assert demo._tokens(text, 2, 3).tolist() == [[ord(c) + 3 for c in "The"], [ord(c) + 3 for c in "Bea"]]
 
 
 def test_decode_inputs_are_made_of_the_tokens_given():

@@ -12,7 +12,6 @@ import torch
 from onnx import numpy_helper
 
 from tests import fresh_process
-from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
@@ -82,14 +81,6 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
         searched[:, given["input_ids"].shape[1] :], skip_special_tokens=True
     )
     assert [row["text"] for row in rows] == texts
-
-
-def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
-    """Before the model is loaded."""
-    before = sorted(path.name for path in folder.iterdir())
-    assert main(["export", "llama", "-o", str(folder)]) == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -512,16 +503,3 @@ def test_check_reads_the_axes_that_the_export_of_a_folder_lets_vary(capsys):
     capsys.readouterr()
     assert main(["check", str(source)]) == 0
     assert capsys.readouterr().out == "model: nothing found\n"
-
-
-FAMILIES = ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"]
-
-
-@pytest.mark.parametrize("name", cases(FAMILIES, quick=["mistral"]))
-def test_every_family_goes_from_save_pretrained_to_a_verified_folder(name, capsys):
-    """Exported and verified as a user types it; the last check is forty tokens of three rows."""
-    _, folder = exported(name)
-    assert main(["verify", str(folder), "--json"]) == 0
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    assert checks[-1]["file"] == "generate"
-    assert checks[-1]["difference"] == 0

@@ -1,7 +1,6 @@
 """A beam search over exported files finds what `model.generate(num_beams=...)` finds."""
 
 import pytest
-import torch
 
 from tests.cases import cases
 from tests.flatten.generate.eager_runner import EagerRunner
@@ -93,13 +92,3 @@ def test_a_decoder_after_an_encoder_is_searched(to):
     model, folder = exported("t5", to)
     generator = OnnxGenerator(folder) if to == "onnx" else ProgramGenerator(folder, trust=True)
     _check(generator, model, prompts(), length_penalty=0.5)
-
-
-@pytest.mark.slow
-def test_sound_is_searched():
-    """Whisper."""
-    model, folder = exported("whisper")
-    config = model.config
-    shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
-    sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
-    _check(OnnxGenerator(folder), model, sound, num_return_sequences=1)

@@ -21,11 +21,6 @@ def test_the_text_model_of_a_larger_one_is_asked_too():
     assert (found.eos_token_ids, found.image_token_id) == ((4,), 9)
 
 
-def test_no_files_mean_no_special_tokens(tmp_path):
-    """A model file may stand alone."""
-    assert read_settings(tmp_path).eos_token_ids == ()
-
-
 def test_a_damaged_configuration_is_named(tmp_path):
     """Not a bare JSON error."""
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

@@ -18,37 +18,12 @@ def slots_of(*ports):
     return cache_slots(ports, [name for name in presents if name], "model.onnx")
 
 
-def test_the_cache_is_what_is_called_past():
-    """And becomes what is called present."""
-    slots = slots_of(Port("input_ids", (None, None), torch.int64), KEY, LENGTH, CROSS)
-    assert [slot.present for slot in slots] == ["present.0.key", "present.length", "present.0.encoder.key"]
-
-
 def test_an_encoder_s_keys_need_no_output():
     """They stay as the first call returned them; what grows without an output is refused by name."""
     slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"], "model.onnx")
     assert [slot.present for slot in slots] == ["present.0.key", None]
     with pytest.raises(GenerationError, match=r"model\.onnx takes past_key_values\.length and does not return present"):
         cache_slots([KEY, LENGTH], ["logits", "present.0.key"], "model.onnx")
-
-
-def test_an_empty_cache_has_rows_and_no_tokens():
-    """Sizes that vary are the batch, then 0; the dtype is that of the file."""
-    made = empty_cache(slots_of(KEY, LENGTH), 3)
-    assert made[KEY.name].shape == (3, 2, 0, 8)
-    assert made[KEY.name].dtype is torch.float16
-    assert made[LENGTH.name].tolist() == 0
-
-
-def test_states_of_linear_attention_begin_as_zeros():
-    """A layer can have several of each, which are numbered."""
-    states = [
-        Port(f"past_key_values.0.{part}.1", (None, 4, 8), torch.float16) for part in ("conv_states", "recurrent_states")
-    ]
-    made = empty_cache(slots_of(*states), 2)
-    assert [(value.shape, value.dtype, float(value.abs().sum())) for value in made.values()] == [
-        ((2, 4, 8), torch.float16, 0.0)
-    ] * 2
 
 
 def test_a_leaf_without_an_empty_value_is_refused():
@@ -64,12 +39,6 @@ def test_a_fixed_number_of_rows_is_kept():
     assert empty_cache(slots_of(fixed), 2)[KEY.name].shape == (2, 2, 0, 8)
     with pytest.raises(GenerationError, match="exported for 2 rows, found 3"):
         empty_cache(slots_of(fixed), 3)
-
-
-def test_an_input_that_no_loop_has_is_named():
-    """With those that it has."""
-    with pytest.raises(GenerationError, match="x has the inputs token_type_ids, which a generation loop does not pass"):
-        check_ports({"token_type_ids": Port("token_type_ids", (None,), torch.int64)}, ["input_ids"], "x")
 
 
 def test_an_input_that_is_no_numbers_is_refused():

@@ -136,12 +136,6 @@ def test_without_an_end_rows_go_on_as_in_the_model():
     assert torch.equal(generator.generate(prompt, max_new_tokens=30), wanted)
 
 
-def test_the_end_pads_where_no_other_token_does():
-    """As in transformers, which does not look for one in config.json."""
-    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {"eos_token_id": [2, 3]}).pad_token_id == 2
-    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {}).pad_token_id == 0
-
-
 @pytest.mark.parametrize(
     "rules",
     [

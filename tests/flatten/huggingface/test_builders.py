@@ -37,19 +37,6 @@ def test_the_tensors_are_held_as_they_are():
         assert layer.values is values
 
 
-def test_a_flat_list_is_keys_and_values_in_turn():
-    """`[keys, values, keys, values]` as flatten returns it."""
-    (a, b), (c, d) = pairs()
-    cache = make_dynamic_cache([a, b, c, d])
-    assert [cache.layers[1].keys is c, cache.layers[1].values is d] == [True, True]
-
-
-def test_pairs_may_be_lists_and_tuples_and_iterators():
-    """Whatever yields them."""
-    assert len(make_dynamic_cache(tuple(map(list, pairs(3)))).layers) == 3
-    assert len(make_dynamic_cache(iter(pairs(3))).layers) == 3
-
-
 def test_no_pairs_make_an_empty_cache_that_grows():
     """As `DynamicCache()`."""
     cache = make_dynamic_cache([])
@@ -108,15 +95,6 @@ def test_static_keys_of_full_length_are_held_as_they_are():
     assert cache.layers[0].keys is given[0][0]
     assert int(getattr(cache.layers[0], "cumulative_length", 3)) == 3
     assert cache.layers[0].max_cache_len == 16
-
-
-def test_shorter_static_keys_are_followed_by_zeros():
-    """The room that is left."""
-    given = pairs(1, 3)
-    keys = make_static_cache(given, 5).layers[0].keys
-    assert keys.shape == (2, 2, 5, 4)
-    assert torch.equal(keys[:, :, :3], given[0][0])
-    assert torch.equal(keys[:, :, 3:], torch.zeros(2, 2, 2, 4))
 
 
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])

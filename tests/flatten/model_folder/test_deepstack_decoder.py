@@ -32,9 +32,3 @@ def test_a_prompt_with_a_picture_has_the_scores_of_its_model():
     torch.testing.assert_close(found, expected)
     assert (without - expected).abs().max() > 0.1
     assert vars(model.model.language_model) == before
-
-
-def test_only_its_kind_is_taken_for_one():
-    """Qwen2-VL has no features of layers."""
-    assert DeepstackDecoder.fits(small_model("qwen3_vl"))
-    assert not DeepstackDecoder.fits(small_model("qwen2_vl"))

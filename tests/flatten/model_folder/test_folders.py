@@ -30,8 +30,6 @@ from yobx_flatten.export.model_facts import weight_bytes
 from yobx_flatten.model_folder import write
 from yobx_flatten.model_folder.genai_files import decoder_config
 from yobx_flatten.model_folder.manifest import read_manifest
-from yobx_flatten.model_folder.pieces.tasks import task_of
-from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.model_folder.pieces.vision_language import vision_language_pieces
 from yobx_flatten.model_folder.source.classes import small_config, small_model
 
@@ -92,35 +90,6 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
         generator.generate(ids, max_new_tokens=9)
 
 
-def test_half_precision_generates_as_its_model_does(tmp_path):
-    """In float16, with the model's own rounding."""
-    done = export_folder(small_model("llama").half(), tmp_path / "out")
-    assert done.verified.ok
-
-
-def test_a_model_without_a_cache_is_one_file(tmp_path):
-    """Replayed in other sizes; there is nothing to generate."""
-    done = export_folder(small_model("bert"), tmp_path / "out")
-    assert done.task == "fill-mask"
-    assert [check.file for check in done.verified.checks] == ["model.onnx"] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        ("llama", "text-generation"),
-        ("gpt2", "text-generation"),
-        ("t5", "text2text-generation"),
-        ("whisper", "automatic-speech-recognition"),
-        ("llava", "image-text-to-text"),
-        ("bert", "fill-mask"),
-    ],
-)
-def test_a_model_says_what_it_is_for(name, task):
-    """By its class and its configuration."""
-    assert task_of(small_model(name)) == task
-
-
 def test_a_small_configuration_keeps_the_kinds_of_its_layers():
     """Of five sliding layers and a full one, one of each is left."""
     config = small_config("gemma3_text")
@@ -140,19 +109,6 @@ def test_onnxruntime_genai_gets_a_file_where_it_can_run_the_model():
     assert found["model"]["decoder"]["head_size"] == 16
     assert decoder_config(mistral, inputs) is None
     assert decoder_config(llama, [*inputs, "past_key_values.length"]) is None
-
-
-def test_the_module_without_a_counter_does_what_the_model_does():
-    """The length of the mask stands in for the number of tokens seen, past the window, too."""
-    model = small_model("mistral")
-    piece = decoder_pieces(model)[0]
-    assert "cache" in piece.kwargs
-    for case in piece.cases:
-        kwargs = case.kwargs
-        with torch.no_grad():
-            found = piece.module(**kwargs)["logits"]
-        assert found.shape[:2] == kwargs["input_ids"].shape
-        assert bool(found.isfinite().all())
 
 
 @needs_transformers("5.17", "there is no Qwen3-VL, or it takes no types of tokens")

@@ -14,29 +14,9 @@ from yobx_flatten.model_folder.source.classes import class_for, small_config, sm
 pytestmark = pytest.mark.slow
 
 
-def speech_model():
-    """Frame by frame, with few filters."""
-    config = small_config("wav2vec2")
-    config.conv_dim, config.num_conv_pos_embeddings, config.num_conv_pos_embedding_groups = (32,) * 7, 16, 4
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return transformers.Wav2Vec2ForCTC(config).eval()
-
-
 def outputs_of(folder, name, value):
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(["logits"], {name: value.numpy()})[0])
-
-
-def test_speech_recognition_without_a_decoder_is_one_file_for_any_length(tmp_path):
-    """Of a length and a batch that no case has, in onnxruntime, as eager."""
-    model = speech_model()
-    done = export_folder(model, tmp_path / "out")
-    assert (done.task, done.verified.ok) == ("ctc", True)
-    sound = torch.randn(4, 6007, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        expected = model(sound).logits
-    torch.testing.assert_close(outputs_of(tmp_path / "out", "input_values", sound), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_of_images_is_one_file(tmp_path):
@@ -62,14 +42,6 @@ def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, wo
     """Not by an error of its inside. Seamless's sound is of the first kind, and takes long to build."""
     with pytest.raises(GenerationError, match=words):
         pieces_for(small_model(name), "auto")
-
-
-def test_a_small_model_leaves_alone_what_its_configuration_works_out():
-    """`layer_types` of Mamba and Bamba, `head_dim` of Falcon: transformers logs a whole configuration for them."""
-    assert small_config("mamba").num_hidden_layers == 2
-    assert small_config("falcon").head_dim == 16
-    assert small_config("bamba").num_hidden_layers == 2
-    assert small_config("mamba2").head_dim * small_config("mamba2").num_heads == 128  # twice the width
 
 
 @needs_transformers("5.17", "BiT has another reason")

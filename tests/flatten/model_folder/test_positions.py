@@ -64,11 +64,3 @@ def test_texts_go_to_the_last_position(folder, padding):
         generator.generate(prompt, mask, max_new_tokens=6)
     steps = generator.stream(prompt, mask, max_new_tokens=9)
     assert [next(steps).tolist() for _ in range(5)] == wanted[:, -5:].T.tolist()
-
-
-@pytest.mark.slow
-def test_a_prompt_past_the_positions_is_refused_before_any_work(folder):
-    """With the number, in one line."""
-    with pytest.raises(InvalidArgumentError, match="Pass a prompt of 24 or less") as refused:
-        open_generator(folder[1]).generate(torch.ones(1, 30, dtype=torch.int64), max_new_tokens=2)
-    assert "\n" not in str(refused.value)

@@ -11,8 +11,7 @@ import torch
 from onnx import numpy_helper
 
 from tests.flatten.export.trained_model import trained_model
-from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
-from yobx_flatten.export.quantization import Quantization
+from yobx_flatten import OnnxGenerator, export_folder, verify_folder
 from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.model_folder.texts import python_text
 
@@ -100,17 +99,3 @@ def test_a_text_is_in_the_tokens_of_the_model(tmp_path):
     model.config.vocab_size = 50
     assert python_text(model, None, 3) is None
     assert python_text(small_model("llama"), tmp_path, 3) is None  # no tokenizer there
-
-
-def test_programs_are_not_quantised(tmp_path):
-    """Before anything is exported, and with the argument to leave out."""
-    with pytest.raises(InvalidArgumentError, match="ExecuTorch, not of torch: leave it out"):
-        export_folder(small_model("llama"), tmp_path / "out", to="program", quantize="int4")
-    with pytest.raises(InvalidArgumentError, match="found 'int2'"):
-        export_folder(small_model("llama"), tmp_path / "out", quantize="int2")
-    chosen = Quantization("int4", tokens=torch.ones(1, 8).long())
-    with pytest.raises(InvalidArgumentError, match="tokens= needs the scores of all positions"):
-        export_folder(small_model("llama"), tmp_path / "out", quantize=chosen, logits="last")
-    with pytest.raises(InvalidArgumentError, match="logits must be"):
-        export_folder(small_model("llama"), tmp_path / "out", logits="first")
-    assert list(tmp_path.iterdir()) == []

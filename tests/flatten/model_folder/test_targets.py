@@ -189,14 +189,3 @@ def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setattr(dependencies, "is_installed", lambda library: library != "executorch" and found(library))
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[executorch\]'"):
         export_folder(model, tmp_path / "folder", target="executorch", bounds=BOUNDS)
-
-
-def test_bits_that_a_runtime_does_not_have_are_one_line(tmp_path, capsys):
-    """On the command line, with the runtimes that have them."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
-    folder = tmp_path / "out"
-    assert main(["export", "llama", "-o", str(folder), "--target", "aotinductor", "--quantize", "int8"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "quantize='int8' is for files of onnxruntime, OpenVINO and ExecuTorch, not of aotinductor" in line
-    assert not folder.exists()

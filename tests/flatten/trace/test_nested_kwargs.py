@@ -5,7 +5,6 @@ import torch
 from torch.export import Dim
 
 from yobx_flatten import InvalidArgumentError, export_program, register_flattening_functions
-from yobx_flatten.trace import hook
 
 ROWS = {0: Dim.AUTO}
 SHAPES = {"x": ROWS, "extra": {"a": ROWS}}
@@ -51,23 +50,6 @@ def test_it_is_refused_with_its_name_where_torch_has_the_defect(has_defect):
         # sizes that are fixed have no such guards
         program = torch.export.export(Takes(), args, kwargs)
         assert torch.equal(program.module()(*args, **kwargs), torch.full((4, 3), 2.0))
-
-
-def test_the_check_asks_torch_once(monkeypatch):
-    """A function that exports right is believed, and not asked again."""
-    asked = []
-
-    class Program:
-        def module(self):
-            return lambda *args, **kwargs: None
-
-    def export(*args, **options):
-        asked.append(args)
-        return Program()
-
-    for _ in range(2):
-        hook.check_nested_kwargs(export, Takes(), inputs(4)[1], SHAPES)
-    assert len(asked) == 1
 
 
 def test_export_program_takes_them():

@@ -6,7 +6,6 @@ from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made
 from tests.models import WINDOW, new_cache
 from yobx_flatten.huggingface.caches.functions import (
     flatten_dynamic_cache,
-    flatten_encoder_decoder_cache,
     flatten_static_cache,
     unflatten_dynamic_cache,
 )
@@ -72,11 +71,3 @@ def test_the_layers_of_a_fresh_static_cache_keep_their_place():
     cache = new_cache("gemma2", static=True)
     leaves, names = flatten_static_cache(cache)
     assert (leaves, names) == ([], ["none_X8_0", "none_S32_1"])
-
-
-def test_an_encoder_decoder_cache_has_two_children():
-    """Each is a node of its own, with its own names."""
-    cache = made("DD|DD")
-    children, names = flatten_encoder_decoder_cache(cache)
-    assert names == ["self_attention_cache", "cross_attention_cache"]
-    assert children == [cache.self_attention_cache, cache.cross_attention_cache]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from transformers import cache_utils
 
-from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, PAST, cache_differences, made, same_leaves, states
-from tests.models import WINDOW, start
+from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, cache_differences, made, same_leaves, states
+from tests.models import WINDOW
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from yobx_flatten.huggingface.caches.functions import flatten_with_keys_dynamic_cache
@@ -35,15 +35,6 @@ def test_a_spec_says_nothing_about_the_data(data, layout):
     first, second = (made(layout, **data.draw(one())) for _ in range(2))
     with register_flattening_functions(patch_transformers=True):
         assert pytree.tree_structure(first) == pytree.tree_structure(second)
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral", "t5", "bart"])
-def test_real_caches_of_one_model_have_one_spec(block, name, static):
-    """Whatever the model was run over."""
-    cases = [(2, 2), (1, WINDOW - 1), (3, WINDOW), (2, PAST)]
-    specs = [pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases]
-    assert all(spec == specs[0] for spec in specs)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns

@@ -102,12 +102,6 @@ def test_the_original_comes_back_when_a_trace_fails(attention):
     assert vars(attention)["forward"] is found
 
 
-def test_a_block_alone_replaces_nothing(attention):
-    found = vars(attention)["forward"]
-    with register_flattening_functions(patch_transformers=True):
-        assert vars(attention)["forward"] is found
-
-
 def test_caches_and_torch_are_left_alone(qwen2_vl):
     """Upstream would turn sliding layers into full ones, and replace a function of torch for all threads."""
     owners = [target for target, _, _ in upstream_replacements()]

@@ -6,7 +6,7 @@ import torch
 from tests.cache_words import WORD, cache_of
 from tests.models import WINDOW, make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
-from yobx_flatten.huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
+from yobx_flatten.huggingface.decoders import SlidingDecoder, why_not_sliding
 
 pytestmark = pytest.mark.slow
 
@@ -72,13 +72,6 @@ def make_codes_model():
         codec_config=MimiConfig(**sizes, **small).to_dict(),
     )
     return KyutaiSpeechToTextForConditionalGeneration(config).eval()
-
-
-def test_only_caches_with_a_counter_are_meant():
-    """Beside a full layer there is none."""
-    assert counts_by_itself(decode_inputs(make_model("mistral"), DecodeSizes())[WORD])
-    assert not counts_by_itself(decode_inputs(make_model("gemma2"), DecodeSizes())[WORD])
-    assert not counts_by_itself(None)
 
 
 @pytest.mark.parametrize(

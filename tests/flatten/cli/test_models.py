@@ -91,13 +91,7 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
         (["llama", "--task", "poetry"], "There is no task 'poetry'"),
         (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
         (["llama", "--dtype", "bfloat16"], "Use float32 or float16, or to='program'"),
-        (
-            ["llama", "--to", "program", "--quantize", "int4"],
-            "onnxruntime, OpenVINO and ExecuTorch, not of torch: leave it out",
-        ),
-        (["llama", "--target", "executorch"], "--max-batch 4 --max-length 512"),
         (["llama", "--target", "executorch", "--max-length", "8"], "length=8 is less than 32"),
-        (["llama", "--max-length", "64"], "leave bounds= out for onnxruntime"),
         (["bert", "--logits", "last"], 'logits="last" is for text-generation, and a BertForMaskedLM is for fill-mask'),
         (["llama", "--perplexity-ratio", "1.2"], "Add --quantize int8 or --quantize int4"),
     ],
@@ -429,10 +423,11 @@ def test_a_program_that_does_not_state_names_is_refused(tmp_path):
 
 
 def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, capsys):
-    """In the block the cache comes apart; with --plain it is marked, with the line to type."""
+    """In the block the cache comes apart; with --plain it is marked. Of a call, the module is no input."""
     source = (
         "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
         "def make():\n    return {'past': make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)}\n"
+        "def call():\n    return torch.nn.Linear(3, 3), (torch.zeros(5),), make()\n"
         "def fail():\n    return 1 / 0\n"
     )
     (tmp_path / "some_inputs_of_mine.py").write_text(source, encoding="utf-8")
@@ -442,31 +437,16 @@ def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, c
     assert "✗" not in capsys.readouterr().out
     assert main(["explain", "some_inputs_of_mine:make", "--plain"]) == 0
     assert "✗" in capsys.readouterr().out
+    assert main(["explain", "some_inputs_of_mine:call"]) == 0
+    shown = capsys.readouterr().out
+    assert "✗" not in shown
+    assert "Linear" not in shown
+    assert "float32[5]" in shown
+    assert "['past']: DynamicCache" in shown
     assert main(["explain", "some_inputs_of_mine:nothing"]) == 2
     assert "some_inputs_of_mine has no nothing" in capsys.readouterr().err
     assert main(["explain", "some_inputs_of_mine:fail"]) == 2
     assert "some_inputs_of_mine:fail() failed: ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_explain_draws_the_inputs_of_a_call_and_not_the_module(tmp_path, monkeypatch, capsys):
-    """What `check` takes: the module is no input, and was shown as a leaf that nobody registered."""
-    source = (
-        "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
-        "past = make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)\n"
-        "def two():\n    return torch.nn.Linear(3, 3), {'past': past}\n"
-        "def three():\n    return torch.nn.Linear(3, 3), (torch.zeros(5),), {'past': past}\n"
-    )
-    (tmp_path / "some_calls_of_mine.py").write_text(source, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert main(["explain", "some_calls_of_mine:two"]) == 0
-    shown = capsys.readouterr().out
-    assert "✗" not in shown
-    assert "Linear" not in shown
-    assert "['past']: DynamicCache" in shown
-    assert main(["explain", "some_calls_of_mine:three"]) == 0
-    shown = capsys.readouterr().out
-    assert "float32[5]" in shown
-    assert "['past']: DynamicCache" in shown
 
 
 def test_explain_refuses_what_is_no_model(tmp_path, capsys):

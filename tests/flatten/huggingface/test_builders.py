@@ -26,10 +26,15 @@ def pairs(count=2, length=3):
 # -- dynamic
 
 
-def test_the_tensors_are_held_as_they_are():
-    """No copy."""
+def in_turn(given):
+    return [tensor for pair in given for tensor in pair]
+
+
+@pytest.mark.parametrize("form", [list, iter, in_turn])
+def test_the_tensors_are_held_as_they_are(form):
+    """No copy, of pairs from anything that yields them, or of keys and values in turn."""
     given = pairs()
-    cache = make_dynamic_cache(given)
+    cache = make_dynamic_cache(form(given))
     assert type(cache) is DynamicCache
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
     for layer, (keys, values) in zip(cache.layers, given, strict=True):

@@ -1,8 +1,6 @@
 """Output classes: transformers' own registration is left in force, ours does the same where it is missing."""
 
 import importlib.util
-import sys
-import types
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +9,7 @@ from torch.utils import _pytree as pytree
 from transformers import BatchEncoding, BatchFeature, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import (
     BaseModelOutput,
+    BaseModelOutputWithPast,
     BaseModelOutputWithPastAndCrossAttentions,
 )
 from transformers.utils.generic import ModelOutput
@@ -19,7 +18,6 @@ from tests import fresh_process
 from tests.cache_words import cache_of
 from tests.models import start
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
-from yobx_flatten.huggingface.diffusers_outputs import diffusers_recipes
 from yobx_flatten.huggingface.outputs import (
     flatten_base_model_output,
     flatten_with_keys_base_model_output,
@@ -48,6 +46,7 @@ def test_only_the_fields_that_are_set_come_apart():
     assert rebuilt.last_hidden_state is one.last_hidden_state
     assert rebuilt.hidden_states == one.hidden_states
     assert rebuilt.attentions is None
+    assert type(unflatten_base_model_output(values, names, BaseModelOutputWithPast)) is BaseModelOutputWithPast
 
 
 def test_transformers_registration_stays_where_it_is_right():
@@ -290,48 +289,6 @@ def test_somebody_elses_registration_with_keys_stays_in_force(monkeypatch):
 
 
 # -- diffusers
-
-
-@pytest.fixture
-def diffusers_like(monkeypatch):
-    """A module with the one class of diffusers that matters here, and two output classes of models."""
-
-    class BaseOutput(dict):
-        """As diffusers': a dict of the fields that are set."""
-
-        def __post_init__(self):
-            self.update({name: value for name, value in vars(self).items() if value is not None})
-
-    @dataclass
-    class UNetOutput(BaseOutput):
-        sample: torch.Tensor = None
-
-    @dataclass
-    class WithMask(UNetOutput):
-        mask: torch.Tensor = None
-
-    module = types.ModuleType("diffusers.utils.outputs")
-    module.BaseOutput = BaseOutput
-    monkeypatch.setitem(sys.modules, "diffusers.utils.outputs", module)
-    return UNetOutput, WithMask
-
-
-def test_each_diffusers_class_that_is_defined_has_a_recipe(diffusers_like):
-    """Subclasses of subclasses too."""
-    assert [recipe.cls for recipe in diffusers_recipes()] == list(diffusers_like)
-    assert len({recipe.name for recipe in diffusers_recipes()}) == 2
-
-
-def test_a_diffusers_output_comes_back(diffusers_like):
-    """Its class, the fields that are set, the very same tensors, each with its key."""
-    recipe = diffusers_recipes()[1]
-    one = diffusers_like[1](sample=torch.ones(2))
-    keyed, static = recipe.flatten_with_keys(one)
-    assert [str(key) for key, _ in keyed] == ["['sample']"]
-    rebuilt = recipe.unflatten([child for _, child in keyed], static)
-    assert type(rebuilt) is diffusers_like[1]
-    assert rebuilt.sample is one.sample
-    assert rebuilt.mask is None
 
 
 needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")

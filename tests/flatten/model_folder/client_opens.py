@@ -14,10 +14,7 @@ _SEQUENCES = {
     "text2text-generation": "ORTModelForSeq2SeqLM",
     "automatic-speech-recognition": "ORTModelForSpeechSeq2Seq",
 }
-_CALLS = {
-    "text-classification": "ORTModelForSequenceClassification",
-    "image-classification": "ORTModelForImageClassification",
-}
+_CALLS = {"text-classification": "ORTModelForSequenceClassification"}
 
 
 def main(kind: str, folder: str, given: str, output: str) -> None:

@@ -145,6 +145,10 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
     scored = Quantization("int8", tokens=torch.ones(2, 5, dtype=torch.int64))
     with pytest.raises(InvalidArgumentError, match=r"tokens= needs the scores of all positions"):
         export_folder(model, tmp_path / "out", logits="last", quantize=scored)
+    with pytest.raises(InvalidArgumentError, match="found 'int2'"):
+        export_folder(model, tmp_path / "out", quantize="int2")
+    with pytest.raises(InvalidArgumentError, match="logits must be"):
+        export_folder(model, tmp_path / "out", logits="first")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("a file", encoding="utf-8")
     with pytest.raises(FolderExistsError, match=r"out is a file\. Name a folder that is new or empty"):

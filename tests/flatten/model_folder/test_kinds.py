@@ -14,11 +14,6 @@ from yobx_flatten.model_folder.source.classes import class_for, small_config, sm
 pytestmark = pytest.mark.slow
 
 
-def outputs_of(folder, name, value):
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(["logits"], {name: value.numpy()})[0])
-
-
 def test_a_model_of_images_is_one_file(tmp_path):
     """For any number of them, as eager."""
     config = small_config("vit")
@@ -28,7 +23,9 @@ def test_a_model_of_images_is_one_file(tmp_path):
     images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = model(pixel_values=images).logits
-    torch.testing.assert_close(outputs_of(tmp_path / "out", "pixel_values", images), expected, atol=1e-4, rtol=1e-4)
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(["logits"], {"pixel_values": images.numpy()})[0])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_decode_inputs_of_an_encoder_that_hears_say_what_to_do():
     assert why_not_resizable(small_model("t5"), kwargs) is None
 
 
-@pytest.mark.parametrize("name", ["swin", "swinv2", "segformer"])
+@pytest.mark.parametrize("name", ["swin", "segformer"])
 def test_a_small_encoder_of_images_has_a_number_of_heads_for_each_stage(name):
     """One number for all stages is refused by its configuration."""
     model = small_model(name)

@@ -30,13 +30,7 @@ def reader_of_pictures():
     """Its text decoder is wider than its vision encoder, so features are projected, and cached keys are not."""
     vision = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, initializer_range=0.3)
     sizes = {"vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        vision, transformers.GPT2Config(**sizes)
-    )
-    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 1, 2
-    model = made(transformers.VisionEncoderDecoderModel, config)
-    model.generation_config = transformers.GenerationConfig(decoder_start_token_id=2, pad_token_id=1, eos_token_id=2)
-    return model
+    return encoder_decoder(transformers.VisionEncoderDecoderModel, vision, transformers.GPT2Config(**sizes))
 
 
 def numbers(*shape):
@@ -150,7 +144,8 @@ def test_a_voice_speaks_sentences_of_any_length(tmp_path):
         ("segformer", "SegformerForSemanticSegmentation", "image-segmentation"),
         ("glpn", "GLPNForDepthEstimation", "depth-estimation"),
         ("bert", "BertModel", "feature-extraction"),
-        ("siglip", "SiglipModel", "zero-shot-image-classification"),
+        ("t5", "T5ForConditionalGeneration", "text2text-generation"),
+        ("bart", "BartForSequenceClassification", "text-classification"),  # has a decoder, and does not generate
     ],
 )
 def test_a_task_has_the_name_of_the_hub(name, kind, task):
@@ -169,36 +164,24 @@ def test_a_model_that_takes_other_inputs_is_refused_in_one_line_with_what_works(
     assert "\n" not in str(raised.value)
 
 
-def siglip(kind):
-    vision = transformers.SiglipVisionConfig(**SIZES, image_size=32, patch_size=8)
-    if kind is transformers.SiglipVisionModel:
-        return made(kind, vision)
-    if kind is transformers.SiglipForImageClassification:
-        return made(kind, transformers.SiglipConfig(vision_config=vision.to_dict(), num_labels=3))
-    text = {**SIZES, "vocab_size": 96, "max_position_embeddings": 16}
-    return made(kind, transformers.SiglipConfig(text_config=text, vision_config=vision.to_dict()))
-
-
-@pytest.mark.parametrize("name", ["SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"])
-def test_pictures_are_of_one_size_where_others_cannot_be_traced(tmp_path, name):
+def test_pictures_are_of_one_size_where_others_cannot_be_traced(tmp_path):
     """SigLIP: torch's guard of any height and width refused one picture, so the file states the example's."""
-    model = siglip(getattr(transformers, name))
+    text = {**SIZES, "vocab_size": 96, "max_position_embeddings": 16}
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    model = made(transformers.SiglipModel, transformers.SiglipConfig(text_config=text, vision_config=vision))
     done = export_folder(model, tmp_path / "out")
     assert "pictures must have the example's size" in str(done.reports["model.onnx"])
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
     shapes = {one.name: one.shape for one in session.get_inputs()}
     assert shapes["pixel_values"][1:] == [3, 32, 32]
     for count in (1, 4):
-        given = {"pixel_values": numbers(count, 3, 32, 32)}
-        if "input_ids" in shapes:
-            given["input_ids"] = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
-            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+        given = {"pixel_values": numbers(count, 3, 32, 32), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         fed = {key: value.numpy() for key, value in given.items() if key in shapes}
-        found = dict(zip([one.name for one in session.get_outputs()], session.run(None, fed), strict=True))
+        (found,) = session.run(["logits_per_image"], fed)
         with torch.no_grad():
-            wanted = model(**given)
-        for key in found.keys() & {"logits", "logits_per_image", "pooler_output"}:
-            torch.testing.assert_close(torch.from_numpy(found[key]), wanted[key], atol=1e-4, rtol=1e-4)
+            wanted = model(**given).logits_per_image
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-4, rtol=1e-4)
 
 
 def florence():
@@ -256,13 +239,6 @@ def longformer(task):
     return made(getattr(transformers, f"Longformer{task}"), config)
 
 
-def led():
-    layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    places = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 8}
-    sizes = {"vocab_size": 259, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3}
-    return made(transformers.LEDForConditionalGeneration, transformers.LEDConfig(**sizes, **layers, **places))
-
-
 def text_and_mask(length):
     mask = torch.ones(3, length, dtype=torch.int64)
     mask[0, max(1, length - 2) :] = 0
@@ -280,18 +256,6 @@ def test_longformer_scores_texts_below_and_above_its_window(tmp_path, task):
         expected = model(ids, attention_mask=mask).logits
         found = scores(input_ids=ids, attention_mask=mask).logits
         torch.testing.assert_close(found[-2:], expected[-2:], rtol=0, atol=1e-4)
-
-
-def test_led_generates_from_texts_below_and_above_its_window(tmp_path):
-    """The files of the encoder-decoder with Longformer's attention generate the tokens of the model."""
-    model = led()
-    export_folder(model, tmp_path / "out", proof="sample")
-    generator = open_generator(tmp_path / "out")
-    for length in (2, 8, 9, 61):
-        ids, mask = text_and_mask(length)
-        options = {"attention_mask": mask, "max_new_tokens": 12}
-        expected = model.generate(ids, **options, do_sample=False, num_beams=1)
-        assert torch.equal(generator.generate(ids, **options), expected)
 
 
 class BranchingForMaskedLM(transformers.BertForMaskedLM):
@@ -324,21 +288,12 @@ def decoder_of_mbart(width):
     return transformers.MBartConfig(**sizes, decoder_ffn_dim=48, max_position_embeddings=64)
 
 
-def reader_of_speech(decoder):
-    """Its encoder reads samples, and the model calls them `inputs`."""
+def reader_of_speech():
+    """Its encoder reads samples, which the model calls `inputs`; the decoder is wider, so features are projected."""
     layers = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
     places = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
     sound = transformers.Wav2Vec2Config(**SIZES, **layers, **places)
-    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder)
-
-
-def reader_of_speech_with_bert():
-    return reader_of_speech(transformers.BertConfig(**SIZES, vocab_size=96, initializer_range=0.3))
-
-
-def reader_of_speech_with_mbart():
-    """Wider than the encoder: features are projected."""
-    return reader_of_speech(decoder_of_mbart(48))
+    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder_of_mbart(48))
 
 
 def encoder_decoder(kind, encoder, decoder):
@@ -353,8 +308,7 @@ def encoder_decoder(kind, encoder, decoder):
     ("model", "task", "name", "shape"),
     [
         (reader_of_documents, "image-to-text", "pixel_values", (2, 3, 32, 48)),
-        (reader_of_speech_with_bert, "automatic-speech-recognition", "input_values", (2, 900)),
-        (reader_of_speech_with_mbart, "automatic-speech-recognition", "input_values", (1, 1300)),
+        (reader_of_speech, "automatic-speech-recognition", "input_values", (1, 1300)),
     ],
 )
 def test_two_models_in_one_are_a_folder(tmp_path, model, task, name, shape):

@@ -88,9 +88,6 @@ def vit(kind):
     return kind(config)
 
 
-ENTAILS = {"label2id": {"entailment": 0, "neutral": 1, "contradiction": 2}, "num_labels": 3}
-
-
 def readers(task, folder):
     """The tokenizer or processor of a task, as the argument of a pipeline."""
     if "image" in task or "depth" in task or "object" in task:
@@ -119,11 +116,6 @@ TASKS = {
     "text-classification": (lambda: bert(transformers.BertForSequenceClassification, num_labels=3), "good day", {}),
     "token-classification": (lambda: bert(transformers.BertForTokenClassification, num_labels=3), "good day", {}),
     "feature-extraction": (lambda: bert(transformers.BertModel), "good day", {}),
-    "zero-shot-classification": (
-        lambda: bert(transformers.BertForSequenceClassification, **ENTAILS),
-        "good day",
-        {"candidate_labels": ["a", "bb"]},
-    ),
     "image-classification": (lambda: vit(transformers.ViTForImageClassification), picture(), {}),
     "image-feature-extraction": (lambda: vit(transformers.ViTModel), picture(), {}),
     "object-detection": (yolos, picture(), {"threshold": 0.0}),

@@ -62,5 +62,7 @@ def test_texts_go_to_the_last_position(folder, padding):
         model.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
     with pytest.raises(InvalidArgumentError, match="The text has 25 tokens, but the model has 24 positions"):
         generator.generate(prompt, mask, max_new_tokens=6)
+    with pytest.raises(InvalidArgumentError, match=r"\A.*Pass a prompt of 24 or less.*\Z"):
+        generator.generate(torch.ones(1, 30, dtype=torch.int64), max_new_tokens=2)
     steps = generator.stream(prompt, mask, max_new_tokens=9)
     assert [next(steps).tolist() for _ in range(5)] == wanted[:, -5:].T.tolist()

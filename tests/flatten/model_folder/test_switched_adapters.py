@@ -207,27 +207,18 @@ def test_a_model_of_transformers_switches_as_peft_does(root, folder):
 
 
 @pytest.mark.slow
-def test_a_cache_of_another_adapter_is_refused(folder):
-    """Its keys were computed with other matrices."""
+def test_what_files_cannot_do_with_adapters_is_refused(folder):
+    """A cache of another adapter, PEFT's `adapter_names` for each row, and adapters that are added to the model."""
     model = open_model(folder)
     cache = cache_of(model(input_ids=IDS))
     model.set_adapter("one")
     with pytest.raises(InvalidArgumentError, match="another adapter"):
         model(input_ids=IDS[:, :1], **{installed_name(): cache})
-
-
-@pytest.mark.slow
-def test_a_call_has_one_adapter(folder):
-    """PEFT's `adapter_names`, one for each row, needs other products."""
     with pytest.raises(InvalidArgumentError, match=r"one adapter, for all rows\. Choose one with model\.set_adap"):
-        open_model(folder).generate(input_ids=IDS, adapter_names=["one", "two"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["load_adapter", "add_adapter"])
-def test_an_adapter_is_added_to_the_folder_and_not_to_the_model(call, folder):
-    with pytest.raises(InvalidArgumentError, match="yobx-flatten adapter DIR NAME=FOLDER"):
-        getattr(open_model(folder), call)("somewhere")
+        model.generate(input_ids=IDS, adapter_names=["one", "two"])
+    for call in (model.load_adapter, model.add_adapter):
+        with pytest.raises(InvalidArgumentError, match="yobx-flatten adapter DIR NAME=FOLDER"):
+            call("somewhere")
 
 
 @pytest.mark.slow
@@ -357,10 +348,8 @@ UNFIT = {
         peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
         "lm_head",
     ),
-    "an embedding": (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "embed_tokens"),
     "a bias": (peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "bias"),
     "IA3": (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
-    "LoHa": (peft.LoHaConfig(r=2, target_modules=["q_proj"]), "LOHA"),
 }
 
 

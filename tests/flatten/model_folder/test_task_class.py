@@ -26,9 +26,7 @@ def stored(tmp_path, kind, config):
     ("kind", "config", "stored_as"),
     [
         ("BertForMaskedLM", "BertConfig", "BertModel"),
-        ("BertForPreTraining", "BertConfig", "BertModel"),
         ("RobertaForTokenClassification", "RobertaConfig", "RobertaModel"),
-        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel"),
     ],
 )
 def test_embeddings_of_a_checkpoint_with_a_head_are_those_of_automodel(tmp_path, kind, config, stored_as):
@@ -99,12 +97,7 @@ def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("BertForPreTraining", "BertConfig"),
-        ("ElectraForPreTraining", "ElectraConfig"),
-        ("BertForNextSentencePrediction", "BertConfig"),
-    ],
+    ("kind", "config"), [("ElectraForPreTraining", "ElectraConfig"), ("BertForNextSentencePrediction", "BertConfig")]
 )
 def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_path, kind, config):
     """Its class is not one of the task's names, and its scores were exported as features."""
@@ -118,7 +111,6 @@ def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_pat
     ("kind", "config", "base", "more"),
     [
         ("BertForPreTraining", "BertConfig", "BertModel", {}),
-        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel", {"embedding_size": 32}),
         ("AlbertForPreTraining", "AlbertConfig", "AlbertModel", {"embedding_size": 16}),
     ],
 )

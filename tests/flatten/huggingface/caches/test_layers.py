@@ -7,7 +7,6 @@ from transformers import cache_utils
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
 
-HAS_POSITION = hasattr(cache_utils.StaticLayer(4), "cumulative_length")
 StaticSliding = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer
 
 # letter -> an empty layer and its code
@@ -17,7 +16,6 @@ LAYERS = {
     "S": (lambda: cache_utils.StaticLayer(16), "S16"),
     "X": (lambda: StaticSliding(16, 8), "X8"),
 }
-every_layer = pytest.mark.parametrize("letter", LAYERS)
 
 
 def states(length=3):

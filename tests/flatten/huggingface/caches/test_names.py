@@ -1,5 +1,6 @@
 """The leaves of a cache are its own tensors, named by layer and kind."""
 
+import pytest
 from transformers import cache_utils
 
 from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made
@@ -11,17 +12,17 @@ from yobx_flatten.huggingface.caches.functions import (
 )
 
 
-def test_a_cache_of_full_layers_has_the_plain_names():
-    """Only where another layer stands beside them do the names say what each layer is."""
-    leaves, names = flatten_dynamic_cache(made("DDD"))
-    assert names == ["key_0", "value_0", "key_1", "value_1", "key_2", "value_2"]
-    assert len(leaves) == 6
-
-
-def test_a_mixed_cache_says_of_each_layer_what_it_is():
-    """The length of the sliding layers is that of the full one, so it needs no leaf."""
-    leaves, names = flatten_dynamic_cache(made("DWD"))
-    assert names == ["key_D_0", "value_D_0", "key_W8_1", "value_W8_1", "key_D_2", "value_D_2"]
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("DDD", ["key_0", "value_0", "key_1", "value_1", "key_2", "value_2"]),
+        ("DWD", ["key_D_0", "value_D_0", "key_W8_1", "value_W8_1", "key_D_2", "value_D_2"]),
+    ],
+)
+def test_names_state_the_kinds_of_layers_where_there_are_several(layout, expected):
+    """The length of sliding layers is that of a full layer, so it needs no leaf."""
+    leaves, names = flatten_dynamic_cache(made(layout))
+    assert names == expected
     assert len(leaves) == 6
 
 

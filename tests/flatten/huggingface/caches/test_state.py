@@ -1,6 +1,7 @@
 """Layers without a row come apart by their attributes: every class of transformers and of models, whatever it holds."""
 
 import copy
+import inspect
 import json
 import sys
 import types
@@ -36,10 +37,18 @@ def test_every_class_of_layer_is_in_the_table_above():
     assert found - abstract == (set(LETTERS) - {"SlidingWindowLayer"}) | set(OTHER_LETTERS)
 
 
+def stated(layer):
+    """Every public property and flag of a layer's class, by name."""
+    cls = type(layer)
+    names = [name for name in dir(cls) if not name.startswith("_")]
+    kinds = {name: inspect.getattr_static(cls, name) for name in names}
+    return {name: getattr(layer, name) for name, kind in kinds.items() if isinstance(kind, (property, bool, int))}
+
+
 @every_layer
-@pytest.mark.parametrize("length", [0, 3], ids=["empty", "filled"])
+@pytest.mark.parametrize("length", [0, 3, 12], ids=["empty", "filled", "past the window"])
 def test_a_layer_comes_back_with_every_attribute(name, length):
-    """The very same tensors, and everything else equal, through JSON."""
+    """The very same tensors, and everything else equal, properties also, through JSON."""
     layer = layer_of(name, length)
     leaves, names = flatten_layers([layer], plain=False)
     [rebuilt] = unflatten_layers(leaves, json.loads(json.dumps(names)))
@@ -47,6 +56,18 @@ def test_a_layer_comes_back_with_every_attribute(name, length):
     # a layer with a row that holds nothing is made anew, with a counter of its own
     made_anew = [] if length or name not in LETTERS or not hasattr(layer, "max_cache_len") else ["cumulative_length"]
     assert differences(rebuilt, layer) == made_anew
+    assert equal(stated(rebuilt), stated(layer))
+
+
+@pytest.mark.parametrize("room", [4, 8, 20])
+def test_room_and_window_decide_whether_a_layer_can_go_back(room):
+    """`is_croppable` is what transformers states, for room below the window, as large, and above."""
+    layer = cache_utils.StaticSlidingWindowLayer(max_cache_len=room, sliding_window=8)
+    is_croppable = layer.is_croppable
+    layer.update(*states(3))
+    [rebuilt] = unflatten_layers(*flatten_layers([layer], plain=False))
+    assert rebuilt.is_croppable == is_croppable
+    assert differences(rebuilt, layer) == []
 
 
 @every_layer

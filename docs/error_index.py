@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Of a message alone little can be stated: these have entries above the index.
+# The text of such a message does not name the cause, so the FAQ has an entry for each of these messages.
 NEEDS_THE_CALL = (
-    "These have entries in the FAQ. With what was exported or called, "
+    "The FAQ has an entry for each message in this list. With what was exported or called, "
     "`explain_error(error, module, args, kwargs, dynamic_shapes)` names the place and the line to type."
 )
 

@@ -328,7 +328,8 @@ def rows_of_parts(
     """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
 
     An object that is the same in all parts was not split. The rows of other leaves are the sizes along the batch axis.
-    If leaves differ, the sizes count that add up to the original size, or that the other side also has.
+    If sizes of leaves differ, the function uses sizes that sum to the original size, or sizes that are also in
+    ``others``.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)

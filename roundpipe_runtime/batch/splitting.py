@@ -234,7 +234,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split by a function for inputs, labels or both; the side without a function gets the sizes of the other."""
+    """Split by a function for inputs, labels or both; without a function, they get the sizes of the other side."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}

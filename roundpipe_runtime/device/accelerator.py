@@ -184,7 +184,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def arrival(self) -> Event:
-        """Return an event that completes after all parameter copies so far."""
+        """Return an event that completes after all earlier parameter copies."""
         return _StreamEvent(self._parameters.record_event())
 
     def copy_out(
@@ -223,7 +223,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the with block on the compute stream, after all host-to-device copies so far."""
+        """Run the with block on the compute stream, after all earlier host-to-device copies."""
         # after: event of the parameter copies to wait for. Default: wait for all parameter copies.
         if isinstance(after, _StreamEvent):
             if not after.computed_after:

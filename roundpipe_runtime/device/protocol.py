@@ -90,7 +90,7 @@ class Device(Protocol):
         """
 
     def arrival(self) -> Event:
-        """Return an event that completes when all parameters copied so far are on the device."""
+        """Return an event that completes when all earlier parameter copies are complete."""
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
@@ -108,7 +108,7 @@ class Device(Protocol):
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current while a layer runs, after all copies so far have arrived.
+        """Make this device current while a layer runs, after all earlier copies to the device are complete.
 
         Args:
             after: event at which the copies of parameters are complete. Default: all copies.
@@ -126,7 +126,7 @@ class Device(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Wait until all copies and computations of the device so far have ended."""
+        """Wait until all earlier copies and computations of the device have ended."""
 
     def clock(self) -> Clock:
         """Return the clock that measures how long this device works."""

@@ -61,7 +61,7 @@ class VirtualDevice:
         memory_limit: largest number of bytes of copies; ``None`` for no limit.
 
     Attributes:
-        peak: largest number of bytes of copies so far; counted only where there is a limit.
+        peak: largest number of bytes of copies that the device has had; counted only where there is a limit.
 
     >>> device = VirtualDevice("virtual:0", check=True)
     >>> copy = device.copy_in(torch.ones(2))

@@ -1,6 +1,6 @@
 """Run a batch as one group of rows in one process, and join the outputs of its microbatches.
 
-The engine splits a batch into groups, and runs the groups. :class:`OneGroup` does the rest; with several groups or
+The engine splits a batch into groups, and runs the groups. :class:`OneGroup` joins the results; with several groups or
 ranks, its subclass in `distributed/replicas/rank_groups` does::
 
     one group          split | run       | commit

@@ -44,10 +44,10 @@ class LayerFootprint:
         backward_flops: operations of a backward, without the forward that is computed again.
         frozen_bytes: parameters that do not train; part of ``param_bytes``. Default: 0.
         trained_bytes: parameters that train; part of ``param_bytes``. Default: 0.
-        slice_bytes: slices of tables that are there at once; part of ``param_bytes``, the rest are buffers. Default: 0.
+        slice_bytes: slices of tables that a device holds at one time; part of ``param_bytes``, like buffers.
         parts_forward: rows and slices of tables that are copied in for a forward. Default: 0.
-        parts_backward: the same for a backward, in addition. Default: 0.
-        parts_down: gradients of these, which are copied back. Default: 0.
+        parts_backward: rows and slices that are also copied in for a backward. Default: 0.
+        parts_down: gradients of rows and slices, which are copied back. Default: 0.
         table_grad_bytes: gradients of whole tables, which only the host has. Default: 0.
         expert_bytes: parameters with one matrix per expert; part of ``param_bytes``. Default: 0.
         experts: number of experts. Default: 0.

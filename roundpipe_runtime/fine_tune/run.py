@@ -65,9 +65,10 @@ def run(
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
-        timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
+        timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
         show: function that is called with each record, in each process.
-        show_evaluation: function that is called after each batch of an evaluation, with the batches done, and of all.
+        show_evaluation: function that is called after each batch of an evaluation, with two numbers: batches done, all
+            batches.
         save_model: function that saves the model, called in each process right after the last step.
 
     Returns:

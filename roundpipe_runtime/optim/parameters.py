@@ -113,7 +113,7 @@ class LayerContents:
         return sum(map(self.nbytes_of, self.parts())) + buffers
 
     def nbytes_of(self, part: torch.Tensor) -> int:
-        """Return the bytes of a tensor on a device; a large table counts with the slices that are there at once."""
+        """Return the bytes of a tensor on a device; of a large table, only the bytes of the slices in use."""
         table = self.tables.get(id(part))
         if table is None:
             return sent_nbytes(part)

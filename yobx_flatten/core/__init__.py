@@ -1,1 +1,1 @@
-"""Shared by both packages: contents of objects, effects of a call, comparisons."""
+"""Modules that both packages use: contents of objects, effects of a call, comparisons."""

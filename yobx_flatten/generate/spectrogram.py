@@ -59,7 +59,7 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Draw the dropout masks of the last frame, of shape (layers, width); like the model, draw for all frames."""
+    """Return dropout masks (layers, width) of the last frame; like the model, draw random numbers for all frames."""
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
     return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])

@@ -64,7 +64,7 @@ _LEAST = 256  # tokens
 
 
 class TensorBuffers(InPlaceCache):
-    """A KV cache by input name: buffers of shape (rows, heads, capacity, size); each call returns the other leaves."""
+    """A KV cache by input name, in buffers of shape (rows, heads, capacity, size), which a file updates in place."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         super().__init__(values, presents)

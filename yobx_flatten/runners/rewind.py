@@ -26,7 +26,7 @@ def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a KV cache with the same contents that later calls do not change."""
+    """Return a copy of a KV cache, which later calls do not change."""
     if not isinstance(cache, InPlaceCache):
         return dict(cache)
     return runner.cache({name: leaf.clone() for name, leaf in cache_tensors(cache).items()})

@@ -37,7 +37,7 @@ class Translation(NamedTuple):
 
 
 def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
-    """Add a translation to a registry of torch's ONNX exporter, which prefers it to others of the same operator."""
+    """Add a translation to a registry of torch's ONNX exporter, before other translations of the same operator."""
     if registry.opset_version < translation.opset:
         return
     # `register_op` would print on the terminal that a plain function has no ONNX signature

@@ -1,11 +1,11 @@
-"""Notice that another rank failed, is gone or is stopped, and end the call of this rank.
+"""Detect that another rank has failed, ended or was stopped, and end the call of this rank.
 
 Other ranks may call their next collective minutes later, so a collective cannot report an error. Therefore a thread
 reads the store a few times a second, and checks that the processes on its machine exist, since a killed process cannot
 notify the others.
 
 A stopped process keeps its connections, and gloo waits for it until the timeout of the job. So a second thread, which
-never waits for the store, gives up on a stopped process after a while. The kernel states which processes on this
+never waits for the store, waits only a fixed time for a stopped process. The kernel states which processes on this
 machine are stopped, and the thread ends them. A process on another machine is stopped if its beats in the store are
 missing; then the thread cuts all connections.
 """

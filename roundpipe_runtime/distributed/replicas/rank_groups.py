@@ -320,7 +320,7 @@ def join_graph(passes: GroupPasses, backward: Callable[[Sequence[torch.Tensor | 
 
 
 class _Groups(torch.autograd.Function):
-    """The groups of a rank as one node of the caller's graph."""
+    """Autograd function that runs all groups of a rank as one node of the caller's autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, back: Any, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -57,7 +57,7 @@ class PartsDevice(Protocol):
         """Return a copy of a device tensor in host memory, and the event after which the copy is complete."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager whose computations start after all copies so far."""
+        """Return a context manager whose computations start after all earlier copies."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release the device memory of tensors that will not be read again."""

@@ -399,7 +399,7 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
 
 
 class CopyVisit(Visit):
-    """Runs a copy of the fused stage on its device. The last copy waits for the others, which are dispatched before."""
+    """Runs a copy of the fused stage on its device. The last copy waits for the other copies, which run first."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -98,7 +98,8 @@ def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
         return bag
 
     assert problem(Bag([X]), unflatten=unflatten_with_a_mask).startswith(
-        "Bag: f_unflatten calls torch.ops.aten.zeros.default. A tensor created there becomes a constant of the program."
+        "Bag: f_unflatten calls torch.ops.aten.zeros.default. A tensor created in f_unflatten becomes a "
+        "constant of the program."
     )
 
 

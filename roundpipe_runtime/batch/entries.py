@@ -328,8 +328,7 @@ def rows_of_parts(
     """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
 
     An object that is the same in all parts was not split. The rows of other leaves are the sizes along the batch axis.
-    If sizes of leaves differ, the function uses sizes that sum to the original size, or sizes that are also in
-    ``others``.
+    If leaves differ, the sizes are used that sum to the original size, or that ``others`` also has.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)

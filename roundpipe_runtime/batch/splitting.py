@@ -272,7 +272,7 @@ def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split inputs or labels into the sizes that a function gave the other; known sizes are written into ``rows``."""
+    """Split inputs into the sizes of the labels, or labels into the sizes of inputs; set known sizes in ``rows``."""
     entries = _entries(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):

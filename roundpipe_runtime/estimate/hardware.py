@@ -81,7 +81,7 @@ def describe_hardware(
     """Describe devices by given values, and measure missing values if the devices are present.
 
     Args:
-        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which need not be here. Default: all
+        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which this machine may lack. Default: all
             accelerators of the machine, else ``"virtual:2"``.
         memory: bytes of one device.
         link: bytes per second between host and device.

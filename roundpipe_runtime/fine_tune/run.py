@@ -67,8 +67,7 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
         timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
         show: function that is called with each record, in each process.
-        show_evaluation: function that is called after each batch of an evaluation, with two numbers: batches done, all
-            batches.
+        show_evaluation: function that is called after each batch of an evaluation, with the batch number and count.
         save_model: function that saves the model, called in each process right after the last step.
 
     Returns:

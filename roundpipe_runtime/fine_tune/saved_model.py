@@ -212,7 +212,7 @@ def model_card(
     Args:
         source: source of the model.
         records: records of the training.
-        data: what was read, in words.
+        data: description of the training data.
         options: options of the training by name; options with the value ``None`` are omitted.
         is_adapter: whether only adapters were saved.
 

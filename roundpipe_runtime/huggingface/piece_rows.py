@@ -153,7 +153,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return settings for a few rows, in which a split function that was made for the batch is made again."""
+        """Return settings for a few rows; replace a split function that was made for the whole batch."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree

@@ -258,7 +258,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
 
 
 def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first parameters of a group, and one for each other number of axes."""
+    """Return the first parameters of a group, and one later parameter per number of axes."""
     others = {p.ndim: p for p in reversed(parameters[_STAND_INS - 1 :])}
     return parameters[: _STAND_INS - 1] + list(others.values())
 

@@ -98,7 +98,7 @@ class ReadinessTable:
         return self._latest
 
     def advance(self) -> int:
-        """Start the next version, for which runs that begin from now on wait, and return its number."""
+        """Start the next version, which all later runs wait for, and return its number."""
         with self._changed:
             self._failure = None
             self._latest += 1

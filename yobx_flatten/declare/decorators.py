@@ -141,7 +141,7 @@ def register_pytree_with_keys(
         ``True`` if this call registered the class, ``False`` if it was registered already.
 
     Raises:
-        FlattenError: see :func:`register_pytree_node`, which raises the same.
+        FlattenError: when :func:`register_pytree_node` raises this error.
 
     >>> import torch, yobx_flatten
     >>> class Pair:

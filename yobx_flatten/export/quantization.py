@@ -99,7 +99,7 @@ class Quantization:
             )
         if self.activations == "token" and self.weights != "int8":
             raise InvalidArgumentError(
-                f'Quantization: activations="token" is for weights="int8", found {self.weights!r}. Leave activations= '
+                f'Quantization: activations="token" needs weights="int8", found {self.weights!r}. Leave activations= '
                 'out, or take Quantization("int8", activations="token")'
             )
         if self.activations == "token" and self.block_size != _BLOCK:

@@ -108,7 +108,7 @@ class FileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all further calls; ``None`` for none."""
+        """Use this adapter in all later calls; ``None`` for no adapter."""
         if name not in self._steps:
             plain = self._steps[None]
             assert name is not None

@@ -93,8 +93,8 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
         recipe.unflatten(list(children), static)
     if operators:
         raise RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor created in "
-            "f_unflatten becomes a constant of the program. Return the tensor among the children, or create it where it is used."
+            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor created "
+            "in f_unflatten becomes a constant of the program. Return it as a child, or create it where it is used."
         )
 
 

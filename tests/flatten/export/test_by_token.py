@@ -189,7 +189,7 @@ def test_a_tied_head_stays_in_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int4"}, 'activations="token" is for weights="int8", found \'int4\''),
+        ({"weights": "int4"}, 'activations="token" needs weights="int8", found \'int4\''),
         ({"weights": "int8", "block_size": 64}, "one scale for all weights of an output, .* block_size=64"),
     ],
 )

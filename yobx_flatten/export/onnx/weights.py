@@ -305,7 +305,7 @@ def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit integers that count from the lowest weight of each block."""
+    """Fit integers of at least 0, where 0 stands for the lowest weight of each block."""
     most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
     found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
     return None if found is None else (*found, None, low)

@@ -137,7 +137,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Return the layers, and the names with sizes; yobx writes names without sizes, which it reads from the keys."""
+    """Return the layers, and names with sizes; names from yobx have no sizes, so the keys give the sizes."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names

@@ -102,7 +102,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each window with the first series of the window before, and the first series of the last full window."""
+    """Replace the first series of each window by the previous window's, and return the last full window's."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed

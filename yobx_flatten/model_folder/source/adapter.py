@@ -260,7 +260,7 @@ def _check_names(folder: pathlib.Path) -> None:
         stored = peft.load_peft_weights(str(folder), device="cpu")
     other = next((name for name in stored if not name.endswith(_ENDS)), None)
     if other is not None:
-        raise _unfit(folder, f"it also holds {other}")
+        raise _unfit(folder, f"it also contains {other}, which is not a LoRA matrix")
 
 
 def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:

@@ -1,6 +1,7 @@
 """Exported files generate what the model generates, token by token."""
 
 import dataclasses
+import json
 import threading
 
 import onnxruntime
@@ -22,6 +23,7 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.generate.generator import Generator
+from yobx_flatten.model_folder.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -306,3 +308,15 @@ def test_llava_sees_what_its_model_sees():
     assert found != generator.generate(**{**inputs, "pixel_values": images.flip(0) * 2}, max_new_tokens=TOKENS).tolist()
     with pytest.raises(InvalidArgumentError, match="32 image tokens"):
         generator.generate(**{**inputs, "pixel_values": images[:1]})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_padded_rows_go_past_the_window_in_a_cache_that_is_bound_once(name):
+    """Layers that slide keep all tokens in such a folder, and their mask leaves out those outside of the window."""
+    model, folder = exported(name, optimize="onnxruntime")
+    assert read_manifest(folder).cache == "shared"
+    assert json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["past_present_share_buffer"]
+    generator = OnnxGenerator(folder, threads=1)
+    assert len(generator.parts.decoder.shared) == len(generator.parts.decoder.slots)
+    found = generator.generate(**prompts(), max_new_tokens=TOKENS)
+    assert found.tolist() == expected(model, prompts()).tolist()

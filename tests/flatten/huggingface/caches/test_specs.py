@@ -1,19 +1,22 @@
-"""A spec states what the configuration fixes and nothing about the data, and survives storage."""
+"""A spec states what the configuration fixes and nothing about the data; storage and traced programs keep the spec."""
 
 import copy
 import functools
+import operator
 import pickle
 
 import pytest
 import torch
+import torch.fx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from transformers import cache_utils
 
-from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, cache_differences, made, same_leaves, states
+from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, cache_differences, made, names_of, same_leaves, states
 from tests.models import WINDOW
 from yobx_flatten import register_flattening_functions
+from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from yobx_flatten.huggingface.caches.functions import flatten_with_keys_dynamic_cache
 
@@ -95,3 +98,36 @@ def test_the_cpp_pytree_sees_the_same_leaves(block, layout):
     found, spec = cxx.tree_flatten(cache)
     assert same_leaves(found, leaves)
     assert cache_differences(cxx.tree_unflatten(found, spec), cache) == []
+
+
+def traced_sum(cache):
+    """A graph module that takes a cache of this structure apart as fx does."""
+
+    def total(cache):
+        return functools.reduce(operator.add, [layer.keys + layer.values for layer in cache.layers])
+
+    holders = pytree.tree_map(lambda leaf: torch.fx.PH, cache)
+    return torch.fx.symbolic_trace(total, concrete_args={"cache": holders})
+
+
+def test_a_traced_program_takes_caches_of_its_structure(block):
+    """Of another batch and length too."""
+    program = traced_sum(made("DD"))
+    assert torch.equal(program(made("DD", length=5, batch=3)), torch.full((3, 2, 5, 4), 4.0))
+
+
+@pytest.mark.parametrize(("traced", "called"), [("DD", "DW"), ("DW", "WD"), ("DW", "DD"), ("DD", "DDD")])
+def test_a_traced_program_refuses_another_structure(block, traced, called):
+    """Its leaves would be taken in the wrong order, without a word. The error names both structures."""
+    program = traced_sum(made(traced))
+    with pytest.raises(SpecMismatchError) as caught:
+        program(made(called))
+    assert str(names_of(made(traced))) in str(caught.value)
+    assert str(names_of(made(called))) in str(caught.value)
+
+
+def test_a_traced_program_refuses_another_class(block):
+    """Both classes are named."""
+    program = traced_sum(made("DD"))
+    with pytest.raises(SpecMismatchError, match=r"(?s)DynamicCache.*StaticCache"):
+        program(made("SS"))

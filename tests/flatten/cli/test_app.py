@@ -54,14 +54,6 @@ def test_the_terminal_breaks_the_lines_of_the_help():
         assert "\n" not in command.help.replace("\n\n", "")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name):
-    """With a sentence that says what it does, and exit status 0."""
-    shown = CliRunner().invoke(app, [name, "--help"])
-    assert shown.exit_code == 0
-    assert f"Usage: yobx-flatten {name}" in shown.output
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -224,15 +224,6 @@ def test_a_model_that_generates_is_no_folder_of_features_unasked(tmp_path):
     assert (done.task, done.verified.ok) == ("feature-extraction", True)
 
 
-def test_data_that_a_file_does_not_take_are_named_in_the_report(tmp_path):
-    """LayoutLM reads where words are on a page (`bbox`); without, all are at one place."""
-    model = made(transformers.LayoutLMForTokenClassification, small_config("layoutlm"))
-    done = export_folder(model, tmp_path / "out", to="program", proof="sample")
-    assert "LayoutLMForTokenClassification also takes bbox" in str(done.reports["model.pt2"])
-    bert = made(transformers.BertForTokenClassification, small_config("bert"))
-    assert "also takes" not in str(export_folder(bert, tmp_path / "bert", to="program", proof="sample"))
-
-
 def longformer(task):
     sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
     config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)

@@ -9,7 +9,7 @@ import transformers
 
 from tests.flatten.model_folder.words import word_tokenizer
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.pieces.one_call import has_types, pair_types
+from yobx_flatten.model_folder.pieces.one_call import has_types
 from yobx_flatten.model_folder.source.classes import small_config
 
 
@@ -95,11 +95,3 @@ def test_whether_a_model_has_types_is_found_by_calling_it(name, entries, expecte
     """A configuration may state types that no layer reads, or have another word for them."""
     model = _model(name, **entries)
     assert has_types(model, torch.arange(12).reshape(2, 6) + 3) is expected
-
-
-def test_pairs_have_both_types_in_each_row():
-    """And the second text begins at another place in each."""
-    model = _model("bert")
-    types = pair_types(model, 4, 5)
-    assert types.tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
-    assert pair_types(model, 9, 3).sum(1).min() >= 1

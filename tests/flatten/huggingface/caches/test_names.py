@@ -6,7 +6,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made
-from tests.models import WINDOW, new_cache
+from tests.models import WINDOW
 from yobx_flatten import flatten_dynamic_cache, flatten_static_cache, unflatten_dynamic_cache, unflatten_static_cache
 from yobx_flatten.errors import UnsupportedLayerError
 
@@ -64,13 +64,6 @@ def test_layers_that_hold_nothing_keep_their_place():
     rebuilt = unflatten_dynamic_cache(leaves, names)
     assert [layer.keys for layer in rebuilt.layers] == [None, leaves[0], None]
     assert [type(layer).__name__ for layer in rebuilt.layers] == [type(x).__name__ for x in cache.layers]
-
-
-def test_the_layers_of_a_fresh_static_cache_keep_their_place():
-    """A static cache that was never used has no leaves, and all its layers."""
-    cache = new_cache("gemma2", static=True)
-    leaves, names = flatten_static_cache(cache)
-    assert (leaves, names) == ([], ["none_X8_0", "none_S32_1"])
 
 
 def keys(*lengths):

@@ -200,14 +200,6 @@ def test_packed_data_is_a_list():
     assert RoundPipePackedData([1, 2]).synchronize() == [1, 2]
 
 
-def test_a_pipeline_is_named_for_the_line_that_made_it():
-    """``file:line``, unless it is given a name."""
-    model = RoundPipe(nn.Linear(2, 2), devices="virtual:1")
-    file, _, line = model.name.partition(":")
-    assert file == Path(__file__).name
-    assert int(line) > 0
-
-
 def images(rows):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)

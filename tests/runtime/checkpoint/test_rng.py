@@ -1,9 +1,7 @@
 """Tests of roundpipe_runtime.checkpoint.training_state: all generators go on where they were."""
 
-import random
 import types
 
-import numpy
 import pytest
 import torch
 
@@ -16,32 +14,6 @@ def generators_left_as_found():
     before = random_state()
     yield
     restore_random_state(before)
-
-
-def draw():
-    return torch.randn(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist()
-
-
-def test_what_is_drawn_comes_again():
-    """torch, Python with its half-used pair of normals, NumPy with its."""
-    torch.manual_seed(11)
-    random.seed(12)
-    numpy.random.seed(13)
-    draw()
-    state = random_state()
-    expected = draw()
-    draw()
-    restore_random_state(state)
-    assert draw() == expected
-
-
-def test_the_seed_that_dropout_counts_from_comes_back():
-    """It is a part of torch's state."""
-    torch.manual_seed(42)
-    state = random_state()
-    torch.manual_seed(43)
-    restore_random_state(state)
-    assert torch.initial_seed() == 42
 
 
 class FakeLibrary:

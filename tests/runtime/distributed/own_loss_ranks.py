@@ -1,7 +1,6 @@
 """Trainers that compute a loss of their own in several processes, next to the same ones with DDP."""
 
 import importlib
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,8 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 from tests.runtime.distributed.faults import raised_by
-from tests.runtime.distributed.trainer_ranks import Rows, distance
+from tests.runtime.distributed.trainer_ranks import Rows, as_torchrun_does, distance
 from tests.runtime.distributed.trainings import model
-
-
-def as_torchrun_does() -> None:
-    """Set the environment of a process of torchrun."""
-    os.environ.update(
-        RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
 
 
 def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -15,15 +15,19 @@ MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 9])
-def test_groups_have_the_gradient_of_the_whole_batch(wrap, replicas):
+def test_groups_have_the_outputs_and_the_gradient_of_the_whole_batch(wrap, replicas):
     """Next to eager PyTorch on all rows; nine groups of seven rows leave two without any."""
     inputs, labels = batch(7)
     model, plain = small_model(), small_model()
-    loss = nn.functional.mse_loss(plain(inputs), labels)
+    expected = plain(inputs)
+    loss = nn.functional.mse_loss(expected, labels)
     loss.backward()
     pipeline = wrap(model, replicas=replicas)
-    found = pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+    found, outputs = pipeline.forward_backward(
+        (inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN, return_outputs=True
+    )
     assert near(found, loss.detach())
+    assert near(outputs, expected.detach())
     assert near_gradients(model, plain)
     assert (pipeline.replicas, pipeline.mesh) == (replicas, None)
 
@@ -68,18 +72,6 @@ def test_a_norm_that_cannot_be_is_refused(wrap):
     with pytest.raises(RuntimeError, match="the norm of the gradients is nan, which cannot be clipped"):
         pipeline.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert math.isnan(pipeline.clip_grad_norm_(1.0))
-
-
-def test_outputs_of_groups_are_those_of_the_model(wrap):
-    """In the order of the rows, next to the loss."""
-    inputs, labels = batch(7)
-    model = small_model()
-    expected = model(inputs).detach()
-    pipeline = wrap(model, replicas=3)
-    _, found = pipeline.forward_backward(
-        (inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN, return_outputs=True
-    )
-    assert near(found, expected)
 
 
 def test_a_call_that_groups_cannot_make_is_refused(wrap):

@@ -66,23 +66,9 @@ def test_a_row_that_one_process_cannot_read_is_an_error_of_all(found, where):
 @pytest.mark.extended  # another launcher
 def test_accelerate_starts_the_same_training(found, tmp_path):
     """Each process ends with the bits of those that were started in another way."""
-    launch = (
-        "accelerate",
-        "launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--main_process_port",
-        "0",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "-m",
-        "tests.runtime.distributed.launched",
-    )
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["-m", "tests.runtime.distributed.launched"]
     program = "from accelerate.commands.accelerate_cli import main; import sys; sys.argv = sys.argv[1:]; main()"
     done = fresh_process.run("-c", program, *launch, str(tmp_path), timeout=240, imported=fresh_process.TRAINER)
     assert done.returncode == 0, done.stderr

@@ -101,15 +101,20 @@ def bad_rows(kind: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def as_torchrun_does() -> None:
+    """Set the environment of a process of torchrun."""
+    os.environ.update(
+        RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+    )  # fmt: skip
+
+
 def in_ranks(folder: str) -> dict[str, Any]:
     """Both Trainers on the same rows, and a training that goes on from a checkpoint."""
     from roundpipe_runtime import RoundPipeTrainer
 
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
+    as_torchrun_does()
     options = {"devices": "virtual:2", "microbatches": 2}
     plain = train(Trainer, Path(folder, "plain"), 4)
     ours = train(RoundPipeTrainer, Path(folder, "ours"), 4, **options)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
-from roundpipe_runtime.device.transfer import flatten_value
 from roundpipe_runtime.engine.draws import traits_of
-from roundpipe_runtime.engine.layer_graph import LayerGraph, Values, enter, is_refused_write
+from roundpipe_runtime.engine.layer_graph import LayerGraph
 from tests.runtime.small import batch, gradients, relative_error, without_row_check
 
 F = nn.functional
@@ -107,20 +106,6 @@ def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
     layers[1].broken = True
     with pytest.raises(RuntimeError, match="leaf Variable"):
         train(wrapped, inputs, labels)
-
-
-@pytest.mark.parametrize("write", [lambda leaf: leaf.add_(1), lambda leaf: leaf.view(-1).add_(1)])
-def test_torch_refuses_to_write_a_leaf(write):
-    """Its message is how it is known."""
-    structure, tensors = flatten_value(torch.ones(2))
-    (leaf,), (entered,) = enter(Values(structure, tensors, [True]), as_leaves=True)
-    assert entered is leaf
-    with pytest.raises(RuntimeError) as caught:
-        write(entered)
-    assert is_refused_write(caught.value)
-    _, (entered,) = enter(Values(structure, tensors, [True]), as_leaves=False)
-    write(entered)
-    assert tensors[0].tolist() == [2, 2]
 
 
 def test_where_no_gradient_flows_nothing_is_run():

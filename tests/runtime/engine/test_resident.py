@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
-from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.optim.parameters import scan
 from tests.runtime.small import batch, gradients, near, same_bits, small_model
@@ -120,8 +119,3 @@ def test_gradients_leave_as_soon_as_their_layer_went_back_for_the_last_time():
         pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
     fused = order[order.index(3) : order.index(1)]
     assert fused == [3, 2, "value", 3, "gradient", 2, "value", "gradient"]
-
-
-def test_nothing_is_ready_before_it_arrived(device):
-    """On the CPU the copies are there at once."""
-    assert LayerOnDevice(scan([nn.Linear(1, 1)])[0], device, lambda p: p).ready is NOW

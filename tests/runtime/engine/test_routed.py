@@ -161,11 +161,13 @@ def like_the_plain_model(kind, x):
     """Three runs, of which the third proves nothing, have the gradients of the plain model; the bytes it skipped."""
     plain, model = model_of(kind), model_of(kind)
     labels = torch.ones(len(x), 3)
-    squares(plain(x), labels).backward()
+    expected = squares(plain(x), labels)
+    expected.backward()
     pipe, skipped = pipe_of(model, num_microbatch=1), []
     for _ in range(3):
         pipe.zero_grad()
-        pipe.forward_backward((x,), label=labels, loss_fn=squares)
+        loss = pipe.forward_backward((x,), label=labels, loss_fn=squares)
+        assert torch.equal(loss, expected.detach())
         assert_same_gradients(gradients(model), gradients(plain))
         skipped.append(pipe.parameter_traffic.skipped)
     return skipped
@@ -202,28 +204,7 @@ def test_a_training_has_the_same_bits_and_uploads_less(kind, is_async):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_plain_model(kind):
     """Of experts without tokens they are zeros in one parameter, and none of modules that were not called."""
-    plain = model_of(kind)
-    x, labels = rows_to(2, 6, rows=4), torch.ones(4, 3)
-    squares(plain(x), labels).backward()
-    for experts in ("all", "routed"):
-        model = model_of(kind)
-        pipe = pipe_of(model, experts=experts, num_microbatch=1)
-        for _ in range(3):  # the third run proves nothing
-            pipe.zero_grad()
-            loss = pipe.forward_backward((x,), label=labels, loss_fn=squares)
-        assert torch.equal(loss, squares(plain(x), labels).detach())
-        assert_same_gradients(gradients(model), gradients(plain))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_add_up_over_runs_with_other_experts(kind):
-    """Two runs without a step between them."""
-
-    def run(pipe):
-        for x in (*BATCHES[:3], rows_to(0, 7), rows_to(2)):
-            pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
-
-    both_ways(lambda: model_of(kind), run)
+    assert like_the_plain_model(kind, rows_to(2, 6, rows=4))[-1] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

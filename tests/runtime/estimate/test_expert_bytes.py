@@ -25,13 +25,6 @@ def test_the_share_is_the_mean_over_all_routings(experts, per_token, tokens):
     assert expected_share(experts, per_token, tokens) == pytest.approx(float(Fraction(hit, len(routings) * experts)))
 
 
-def test_uneven_routing_reaches_fewer():
-    """Two experts that half of the tokens prefer: the expectation of even routing is above it."""
-    chances = [0.4, 0.4, 0.1, 0.1]
-    uneven = sum(1 - (1 - chance) ** 3 for chance in chances) / 4
-    assert uneven < expected_share(4, 1, 3)
-
-
 def test_plan_and_runtime_upload_all_from_the_same_share_on():
     assert MOST_READ == partial_table.MOST_READ
 

@@ -15,23 +15,18 @@ class NoEnd(ByteTokenizer):
     eos_token_id = None
 
 
-def test_documents_stand_in_a_line_with_an_end_behind_each():
-    """Pieces of one document are joined; an empty document leaves nothing."""
-    found = pack(["ab", "c", END, END, "", END, "d", END], ByteTokenizer())
-    assert found.dtype == torch.int32
-    assert found.tolist() == [100, 101, 102, 1, 103, 1]
-
-
 def test_a_tokenizer_without_an_end_leaves_it_out():
     assert pack(["a", END, "b", END], NoEnd()).tolist() == [100, 101]
 
 
 @pytest.mark.parametrize("texts", [1, 2, 3])
-def test_the_size_of_a_group_changes_nothing(monkeypatch, texts):
-    """Texts are encoded together; where one group ends is not to be seen."""
+def test_documents_stand_in_a_line_with_an_end_behind_each_in_groups_of_any_size(monkeypatch, texts):
+    """Texts are encoded together; an empty document leaves nothing."""
     monkeypatch.setattr(text_files, "_TEXTS", texts)
-    pieces = ["ab", "c", END, "", END, "d", END, "e", "", "f", END]
-    assert pack(pieces, ByteTokenizer()).tolist() == [100, 101, 102, 1, 103, 1, 104, 105, 1]
+    pieces = ["ab", "c", END, END, "", END, "d", END, "e", "", "f", END]
+    found = pack(pieces, ByteTokenizer())
+    assert found.dtype == torch.int32
+    assert found.tolist() == [100, 101, 102, 1, 103, 1, 104, 105, 1]
 
 
 def test_tokens_are_held_in_four_bytes_each():
@@ -93,12 +88,6 @@ def test_files_become_rows(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name * 3)
     made = read_blocks([tmp_path], ByteTokenizer(), length=4)
     assert made.tokens.tolist() == [[100, 100, 100, 1], [101, 101, 101, 1]]
-
-
-def test_text_that_is_empty_is_refused(tmp_path):
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(FineTuneError, match=r"There is no text in .*a.txt"):
-        read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):

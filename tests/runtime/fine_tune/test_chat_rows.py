@@ -70,12 +70,6 @@ def test_what_has_no_template_is_refused():
         Encoder(ByteTokenizer())
 
 
-def test_what_a_template_does_not_take_is_one_line():
-    strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(FineTuneError, match="a:1: the chat template of words rejects it: roles must alternate"):
-        encoder(strict)(conversation_of({"messages": TURNS}, "a:1"))
-
-
 GREETED = [{"role": "assistant", "content": "the pipe"}, *TURNS[:2]]
 STARTS = {
     "messages": {"messages": GREETED},
@@ -245,10 +239,3 @@ def test_a_template_that_takes_too_much_is_an_error_of_its_row(name, monkeypatch
     made = conversation_of({"messages": TURNS}, "a:1")
     with pytest.raises(FineTuneError, match=r"chat template of words .*(CPU seconds|memory)"):
         encoder(ENDLESS[name])(made)
-
-
-@pytest.mark.parametrize("change", [{"history": 3}, {"history": True}, {"history": {"a": 1}}, {"instruction": 5}])
-def test_a_value_of_another_type_is_an_error_of_its_row(change):
-    """No error of Python, which names no row."""
-    with pytest.raises(FineTuneError, match=r"^a:1"):
-        conversation_of({"instruction": "Greet", "input": "", "output": "Hello", **change}, "a:1")

@@ -133,6 +133,7 @@ MISTAKES = {
     ),
     "history": ({"instruction": "x", "output": "y", "history": ["z"]}, "'history' must be a list of pairs"),
     "a number": ({"instruction": "x", "output": "y", "history": 3}, "'history' must be a list of pairs"),
+    "an instruction": ({"instruction": 5, "input": "", "output": "y"}, "a:1"),
 }
 
 

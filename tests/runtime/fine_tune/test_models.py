@@ -83,11 +83,6 @@ def test_weights_that_no_memory_holds_are_refused(tmp_path, size):
             model_source(place).load()
 
 
-def test_names_that_do_not_exist_are_refused():
-    with pytest.raises(FineTuneError, match=r"There is no folder nowhere/model\. Name a folder"):
-        model_source("nowhere/model")
-
-
 def test_adapters_are_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge the adapters"):

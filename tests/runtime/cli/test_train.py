@@ -125,17 +125,6 @@ def test_an_update_that_cannot_be_is_refused(here, options, advice, capsys):
     assert sorted(path.name for path in here.iterdir()) == ["conf", "texts"]
 
 
-def test_adapters_are_saved_alone(here, capsys):
-    """PEFT loads them into the folder that they name."""
-    peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
-    tiny.weights_folder(here / "model")
-    assert main(["train", "--model", "model", "--text", "texts", "-o", "out", "--lora", "2,8,q_proj", *FEW]) == 0
-    assert "of which 384 are trainable" in capsys.readouterr().out  # two matrices of 2 x 32 in each of three layers
-    named = json.loads((here / "out" / "adapter_config.json").read_text())
-    assert (named["base_model_name_or_path"], named["r"], named["lora_alpha"]) == ("model", 2, 8)
-    assert peft.AutoPeftModelForCausalLM.from_pretrained("out").get_base_model().config.vocab_size == 40
-
-
 def test_a_shell_may_spread_a_pattern(here):
     """`--text texts/*.txt` arrives as one option and further arguments."""
     names = [f"texts/{number}.txt" for number in range(3)]

@@ -93,12 +93,7 @@ def test_an_optimizer_of_whole_matrices_is_refused(world, optimizer):
         assert kind == "DistributedError"
         assert f'init_device_mesh("cpu", ({len(world)}, 1))' in text
         assert rank["refused"]["unchanged"]
-
-
-def test_an_optimizer_of_whole_parameters_is_refused(world):
-    """They get no gradient, so it would train nothing."""
-    for rank in world:
-        kind, text = rank["refused"]["whole parameters"]
+        kind, text = rank["refused"]["whole parameters"]  # they get no gradient, so the optimizer would train nothing
         assert (kind, "with OptimizerCtx():" in text) == ("DistributedError", True)
 
 
@@ -122,24 +117,12 @@ def test_a_backward_that_other_ranks_do_not_call_is_refused(world):
         )
 
 
-def test_a_rank_without_rows_goes_backward_with_the_others(world):
-    """The gradient is that of eager PyTorch on the row that one rank has."""
-    assert all(rank["backward without rows"] for rank in world)
-
-
-def test_one_rank_may_evaluate_alone(world):
-    """Its forward is not a call of all ranks, and the next one finds them alike."""
-    assert all(rank["evaluated alone"] for rank in world)
-
-
-def test_ranks_begin_with_the_weights_of_rank_0(world):
-    """Whatever they had."""
-    assert [rank["weights of rank 0"] for rank in world] == [True] * len(world)
-
-
-def test_an_optimizer_may_be_stepped_without_the_pipeline(world):
-    """Weights are gathered after `optimizer.step()` of the caller."""
-    assert [rank["steps without the pipeline"] for rank in world] == [True] * len(world)
+@pytest.mark.parametrize(
+    "name", ["backward without rows", "evaluated alone", "weights of rank 0", "steps without the pipeline"]
+)
+def test_what_ranks_do_apart_leaves_them_alike(world, name):
+    """One rank has all rows, or evaluates alone; ranks begin with other weights; the caller steps the optimizer."""
+    assert [rank[name] for rank in world] == [True] * len(world)
 
 
 def test_a_rank_that_is_gone_is_named(world):

@@ -231,9 +231,7 @@ def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
         run(pipe)
         pipe.step(lambda: None)
     kept = pipe.parameter_traffic.kept
-    smallest = min(p.nbytes for p in model.parameters() if not p.requires_grad)
     assert all(frozen - 1 - max(p.nbytes for p in model.parameters()) <= found < frozen for found in kept.values())
-    assert smallest > 0
 
 
 # A share of the model as memory of a device, and what is asked to stay: what two stages leave, or more than there is

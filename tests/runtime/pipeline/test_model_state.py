@@ -11,21 +11,6 @@ F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
-def test_a_parameter_that_no_microbatch_uses_has_no_gradient(wrap):
-    """None, as in PyTorch, and not zeros: an optimizer skips it."""
-
-    class Spare(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.spare = nn.Parameter(torch.ones(2))
-
-    model = nn.Sequential(Spare(), nn.Linear(4, 3))
-    inputs, labels = batch(6)
-    wrap(model).forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
-    assert model[0].spare.grad is None
-    assert model[0].weight.grad is not None
-
-
 def test_one_module_in_two_places(wrap):
     """The same layer twice has one gradient, the sum of both uses."""
     torch.manual_seed(0)

@@ -12,8 +12,11 @@ from tests.runtime.small import batch, small_model
 PLAN = ModelExecutePlan([range(4)], [range(4, 7), range(4)])
 
 
-def record_one_run():
-    """What it recorded, and the names of its devices."""
+def test_every_layer_call_of_the_block_is_recorded_and_none_overlaps():
+    """Three stages, three microbatches: 7 layers forward, 4 again, 7 backward, and the loss; the next run is not.
+
+    Each device has one thread. An accelerator copies meanwhile.
+    """
     pipe = RoundPipe(small_model(), devices="virtual:2")
     inputs, labels = batch(6)
     config = RoundPipeRunConfig(num_microbatch=3, execute_plan=PLAN, loss_reduction="mean")
@@ -21,27 +24,16 @@ def record_one_run():
         pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config)
     pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config)
     pipe.close()
-    return timeline, [device.name for device in pipe.devices]
-
-
-def test_every_layer_call_of_the_block_is_recorded():
-    """Three stages, three microbatches: 7 layers forward, 4 again, 7 backward, and the loss; the next run is not."""
-    timeline, names = record_one_run()
-    records = timeline.records
+    records, names = timeline.records, [device.name for device in pipe.devices]
     count = {kind: sum(r.kind == kind for r in records) for kind in ("forward", "recompute", "backward", "loss")}
     assert count == {"forward": 21, "recompute": 12, "backward": 21 + 3, "loss": 3}
     assert {(r.stage, r.device) for r in records} == {(stage, names[stage % len(names)]) for stage in range(3)}
-
-
-def test_work_on_a_device_does_not_overlap():
-    """One thread per device: each record ends before the next one starts. An accelerator copies meanwhile."""
-    timeline, names = record_one_run()
     for device in names[:3]:
-        records = sorted((r for r in timeline.records if r.device == device), key=lambda r: r.start)
+        own = sorted((r for r in records if r.device == device), key=lambda r: r.start)
         if not device.startswith("virtual"):
-            records = [r for r in records if r.kind not in ("upload", "download")]
-        assert records
-        assert all(a.end <= b.start for a, b in itertools.pairwise(records))
+            own = [r for r in own if r.kind not in ("upload", "download")]
+        assert own
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
 
 
 def test_the_drawing_has_a_row_per_device():

@@ -113,11 +113,6 @@ def unflatten_and_mark(children, static):
             "Pair: the rebuilt object has a different static part than the original.\n.* False\n.* True",
             id="another static part",
         ),
-        pytest.param(
-            (lambda pair: ([pair.a], pair.b), lambda children, static: Pair(*children, static), None),
-            "Pair: its tree spec cannot be stored in a saved program: Static data holds the Tensor",
-            id="a tensor in the static part",
-        ),
     ],
 )
 def test_a_wrong_function_is_found_and_undone(before, functions, message):

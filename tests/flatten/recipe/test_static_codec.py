@@ -1,4 +1,4 @@
-"""Static data comes back from JSON as it went in, and what cannot come back is refused on the way in."""
+"""Static data comes back from JSON as it went in, or is refused on the way in. Static data becomes a cache key."""
 
 import dataclasses
 import enum
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests import fresh_process
 from yobx_flatten.errors import StaticDataError
+from yobx_flatten.recipe.contract import HeldStatic, hashable, original
 from yobx_flatten.recipe.static_codec import check_static, dump_static, is_array, load_static
 
 
@@ -59,23 +60,15 @@ class Sentinel:
 MISSING = Sentinel()
 
 
-class Answers:
-    """Compares to an array, as NumPy arrays do."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __eq__(self, other):
-        return np.array(self.values) == np.array(other.values)
+class OwnConfig:
+    """Has the methods of a configuration, and is in no library that a file may name."""
 
     def to_dict(self):
-        return {"values": self.values}
+        return {}
 
     @classmethod
     def from_dict(cls, data):
-        return cls(data["values"])
-
-    __hash__ = None
+        return cls()
 
 
 def through_json(value):
@@ -305,8 +298,8 @@ def test_what_nobody_can_find_by_its_name_is_refused():
 
 def test_a_configuration_of_another_library_is_refused_by_the_check():
     """What its `from_dict` does with the values of a file is not known."""
-    with pytest.raises(StaticDataError, match=r"Answers', which is not a config that a file may use"):
-        check_static(Answers([1, 2]), where="State.mode")
+    with pytest.raises(StaticDataError, match=r"OwnConfig', which is not a config that a file may use"):
+        check_static(OwnConfig(), where="State.mode")
 
 
 def test_data_of_a_newer_version_is_refused():
@@ -321,3 +314,40 @@ def test_a_function_is_not_called_for_a_class(kind, monkeypatch):
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("it was called"))
     with pytest.raises(StaticDataError, match=f"names 'os:system', which is not a {kind} that a file may use"):
         load_static({f"!{kind}": ["os:system", "exit"]})
+
+
+UNHASHABLE = [["a", 1], {"a": [1, 2], "b": {"c": None}}, ([1], "x"), {1, 2}, [slice(1, 2), {3}]]
+
+
+@pytest.mark.parametrize("static", [None, "relu", 3, (1, "a"), frozenset({1})])
+def test_what_hashes_stays_as_it_is(static):
+    """The very object: JAX shows it in its messages."""
+    assert hashable(static) is static
+    assert original(static) is static
+
+
+@pytest.mark.parametrize("static", UNHASHABLE, ids=repr)
+def test_what_does_not_hash_is_held(static):
+    """Equal data, equal keys; and the data comes back."""
+    key, again = hashable(static), hashable(static)
+    assert type(key) is HeldStatic
+    assert key == again
+    assert hash(key) == hash(again)
+    assert original(key) == static
+    assert repr(key) == repr(static)
+
+
+@pytest.mark.parametrize(("one", "other"), [([1], [2]), ([1], (1,)), ({"a": 1}, {"a": 2}), ([1], {1})])
+def test_other_data_is_another_key(one, other):
+    """Also across types."""
+    assert hashable(one) != hashable(other)
+
+
+def test_changing_the_data_does_not_change_the_key():
+    """What goes in is copied, and what comes out as well."""
+    static = {"names": ["a"]}
+    key = hashable(static)
+    static["names"].append("b")
+    original(key)["names"].append("c")
+    assert original(key) == {"names": ["a"]}
+    assert key == hashable({"names": ["a"]})

@@ -2,18 +2,16 @@
 
 import contextlib
 import itertools
-import sys
 
 import pytest
 import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.export import ExportedProgram
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tests import registry_snapshot
 from tests.flatten import other_libraries
+from tests.flatten.declare.blocks import everything_patched
 from tests.flatten.registry.stepping import SteppingThread
 from yobx_flatten import (
     register_cache_flattening,
@@ -74,17 +72,6 @@ class DrawnError(Exception):
 
 def raise_drawn_error(*args):
     raise DrawnError
-
-
-def patched():
-    """The attributes that blocks and traces replace."""
-    return [
-        vars(ExportedProgram)["__init__"],
-        vars(DynamicSlidingWindowLayer)["update"],
-        vars(DynamicSlidingWindowLayer)["get_mask_sizes"],
-        vars(DynamicLayer)["lazy_initialization"],
-        *sys.meta_path,
-    ]
 
 
 class Scene:
@@ -212,7 +199,7 @@ def test_any_sequence_ends_where_it_began(state, by_others, steps):
     with other_libraries.forgotten_afterwards(*ALL), cpp_pytree(state), workers() as started:
         for cls, named, fx in by_others:
             other_libraries.register(cls, name=f"theirs.{cls.__name__}" if named else None, fx=fx)
-        before, attributes = registry_snapshot.take(), patched()
+        before, attributes = registry_snapshot.take(), everything_patched()
         scene = Scene(started)
         try:
             for step in steps:
@@ -220,4 +207,4 @@ def test_any_sequence_ends_where_it_began(state, by_others, steps):
         finally:
             scene.end()
         assert registry_snapshot.differences(before, registry_snapshot.take()) == []
-        assert [a is b for a, b in zip(attributes, patched(), strict=True)] == [True] * len(attributes)
+        assert [a is b for a, b in zip(attributes, everything_patched(), strict=True)] == [True] * len(attributes)

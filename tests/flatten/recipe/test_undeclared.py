@@ -36,14 +36,6 @@ class Subclass(Plain):
 
 
 @dataclasses.dataclass
-class Made:
-    x: Any
-
-    def __post_init__(self):
-        self.bias = self.x * 10
-
-
-@dataclasses.dataclass
 class OfInit:
     x: Any
     bias: dataclasses.InitVar[Any] = None
@@ -63,11 +55,6 @@ class MoreSlots(Slotted):
 
 class SlotsAndDict(Slotted):
     pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: Any
 
 
 @dataclasses.dataclass
@@ -99,12 +86,10 @@ def _with(obj, name="bias", value=ONES):
 HOLDERS = {
     "a subclass with its own constructor": lambda: Subclass(ONES),
     "set later": lambda: _with(Plain(ONES)),
-    "made in __post_init__": lambda: Made(ONES),
     "a class attribute that an instance hides": lambda: _with(WithDefault(ONES)),
     "an argument of the constructor that is no field": lambda: OfInit(ONES, ONES),
     "a slot of a subclass": lambda: _with(MoreSlots(ONES)),
     "the dict of a subclass of slots": lambda: _with(SlotsAndDict(ONES)),
-    "a frozen one": lambda: _with(Frozen(ONES)),
     "an output of a model": lambda: _with(OnDict(ONES)),
     "what lists its content": lambda: _with(Batch(x=ONES)),
 }

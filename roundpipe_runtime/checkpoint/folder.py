@@ -1,4 +1,4 @@
-"""Checkpoint folders and their manifest: a new checkpoint appears atomically, and old ones are removed.
+"""Checkpoint folders and their manifest: a new checkpoint appears atomically, and old checkpoints are removed.
 
 ::
 
@@ -143,7 +143,7 @@ def step_of(checkpoint: pathlib.Path) -> int:
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """Return the path for the next checkpoint in a folder: its number is one more than that of the last one."""
+    """Return the path for the next checkpoint in a folder: the number of the last checkpoint plus one."""
     there = checkpoints_in(folder)
     last = step_of(there[-1]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"

@@ -33,8 +33,8 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the newest undamaged checkpoint into a training, and return its ``data``.
 
-    Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the one
-    before it is loaded. The number of devices and microbatches and the plan can differ from those of the saved run.
+    Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the previous
+    checkpoint is loaded. The number of devices and microbatches and the plan can differ from those of the saved run.
 
     Args:
         folder: folder that :func:`save_checkpoint` was given; or one checkpoint in it.

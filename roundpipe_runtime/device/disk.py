@@ -279,7 +279,7 @@ class DiskMemory:
             self._users += 1
 
     def close(self) -> None:
-        """Remove a user of this memory; the last one ends the threads. The tensors stay valid."""
+        """Remove a user of this memory; the last user ends the threads. The tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -320,7 +320,7 @@ def keep_with(model: nn.Module, memory: DiskMemory) -> None:
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return the disk memory in a folder that already contains the model's parameters, or a new one."""
+    """Return the disk memory in a folder that already contains the model's parameters, or new disk memory."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 

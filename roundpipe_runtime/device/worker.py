@@ -118,7 +118,7 @@ class Mailbox:
             raise StoppedRun
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run. Only the first error counts, as it usually causes the later ones."""
+        """Stop the run. Only the first error counts, as it usually causes all later errors."""
         with self._changed:
             if self._error is None and not isinstance(error, StoppedRun):
                 self._error = error

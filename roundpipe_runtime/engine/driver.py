@@ -137,7 +137,7 @@ class Engine(RunLifecycle):
         span: range,
         trial: Trial | None = None,
     ) -> list[PyTree]:
-        """Run the layers of a span without any lasting effect, and return the last one's output for each microbatch."""
+        """Run the layers of a span without lasting effects, and return the last layer's output for each microbatch."""
         # span: indices of the layers, starting with the first
         self.check_can_run()
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))

@@ -207,7 +207,7 @@ class RunLifecycle:
         return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
 
     def _read_layers(self) -> list[LayerContents]:
-        """Return the layers' current parameters: the user may have replaced or frozen one, or added an adapter."""
+        """Return the layers' current parameters: the user may have replaced or frozen them, or added adapters."""
         # While a step is pending, the step's thread publishes the parameters; stages read frozen copies, or wait for
         # each layer.
         if not self.steps.pending:

@@ -362,7 +362,7 @@ def _is_empty(value: Any) -> bool:
 def _form_of(
     row: Mapping[str, Any], place: str, ignored: Collection[str]
 ) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """Return the fields of a row, the messages of its prompt, and the later ones; ``None`` for plain text."""
+    """Return the fields of a row, the messages of its prompt, and the later messages; ``None`` for plain text."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], _messages(row[name], place, ignored)

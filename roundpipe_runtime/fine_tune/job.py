@@ -39,7 +39,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that prints, and writes files."""
+        """Whether this process is the first process, which prints and writes files."""
         return self.rank == 0
 
     def mesh(self) -> DeviceMesh | None:

@@ -176,7 +176,7 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def _doubled(first: int, most: int) -> list[int]:
-    """Return numbers above the first one, doubled up to the maximum."""
+    """Return numbers above the first number, doubled up to the maximum."""
     found = []
     while first < most:
         first = min(2 * first, most)

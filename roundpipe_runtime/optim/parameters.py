@@ -326,7 +326,7 @@ class ParameterStore(InMemory):
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """Let stages read copies of the parameters, except of frozen ones and of those with a master weight."""
+        """Let stages read copies of the parameters, except frozen parameters and parameters with a master weight."""
         self.note_names()
         missing = {
             id(parameter): parameter.detach()

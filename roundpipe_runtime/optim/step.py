@@ -163,7 +163,7 @@ class StepRunner:
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the old parameters, later runs the new ones."""
+        """Run a step in the background. The next run reads the old parameters; later runs read the new parameters."""
         self.finish()
         self._store.adopt()
         self._store.freeze()

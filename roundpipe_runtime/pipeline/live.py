@@ -2,7 +2,7 @@
 
 The pipeline runs the layers of the model, and copies of the modules around the layers. Modules, classes and forwards
 are compared; for the modules around the layers, also attributes and names of parameters. Objects are compared by
-identity, and referenced, so that a new object cannot have the address of an old one.
+identity, and referenced, so that a new object cannot have the address of an old object.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _windows(times: Sequence[float], largest: float) -> Iterator[float]:
 
 
 def _thin_out(sums: list[float]) -> list[float]:
-    """Drop values that differ only by rounding, and select at most 64 of the others evenly."""
+    """Drop values that differ only by rounding, and select at most 64 of the remaining values evenly."""
     distinct = [value for index, value in enumerate(sums) if not index or value > sums[index - 1] * (1 + 1e-6)]
     if len(distinct) <= _MOST_CAPS:
         return distinct

@@ -92,8 +92,8 @@ def demo(
 ) -> int:
     """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
 
-    The models have random weights. Each file reads the Zen of Python token by token; each call gets the cache that the
-    last one returned. Exit status: 0 all files compute the values of their models; 1 one differs.
+    The models have random weights. Each file reads the Zen of Python token by token; each call gets the cache of the
+    last call. Exit status: 0 all files compute the values of their models; 1 one differs.
     """
     names = list(dict.fromkeys(name.strip() for name in models.split(",")))
     unknown = [name for name in names if name not in MODELS]

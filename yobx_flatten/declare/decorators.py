@@ -285,7 +285,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
 
     Returns:
         The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`. Without
-        ``cls``, a decorator.
+        ``cls``, the function returns a decorator.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or its base class stores data outside of the fields.

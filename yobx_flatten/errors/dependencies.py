@@ -1,4 +1,4 @@
-"""Check which optional libraries are installed, and name the line that installs a missing one."""
+"""Check which optional libraries are installed, and name the line that installs a missing library."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def check_itself(example: Example, error: Exception) -> None:
 
 
 def _in_our_words(error: Exception, example: Example) -> Exception:
-    """Replace a long error of torch by a short one; errors of the model's code are unchanged."""
+    """Replace a long error of torch by a short error; errors of the model's code are unchanged."""
     if isinstance(error, FlattenError):
         return error
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

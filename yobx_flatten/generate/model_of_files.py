@@ -218,7 +218,7 @@ class FileModel(ModelWithoutWeights):
 
     @functools.cached_property
     def _returns_all(self) -> bool:
-        """Return whether the file returns the logits of every token; only text models may return the last ones."""
+        """Return whether the file returns the logits of every token; only text models may return the last logits."""
         parts = self.steps.parts
         if parts.encoder is not None or parts.vision is not None:
             return True

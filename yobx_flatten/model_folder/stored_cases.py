@@ -253,7 +253,7 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
 
 
 def difference_of_speech(generator: Generator, case: StoredCase) -> float:
-    """Return the largest difference between the generator's spectrogram and the stored one."""
+    """Return the largest difference between the generator's spectrogram and the stored spectrogram."""
     given, wanted = dict(case.inputs), case.outputs["spectrogram"]
     read = given.pop("input_ids", None)
     read = given.pop("input_values") if read is None else read

@@ -105,7 +105,7 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return module and name of each gradient-clipping function; only public names if torch drops the private one."""
+    """Return module and name of each gradient-clipping function; only public names if torch drops the private name."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]

@@ -106,7 +106,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return the name of a size with these values in the calls: an existing name, or a new one such as ``n2``."""
+        """Return the name of a size with these values in the calls: an existing name, or a new name such as ``n2``."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)

@@ -217,7 +217,7 @@ class RecordedCalls(Sequence[Call]):
         return module_of(self._callee, names, constants)
 
     def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
-        """Run a program on the recorded calls, and compare its outputs with the recorded ones.
+        """Run a program on the recorded calls, and compare its outputs with the recorded outputs.
 
         Args:
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is

@@ -201,7 +201,7 @@ class _Node:
         self._current = (0, recipe)  # one tuple, so that another thread never reads a number with a different recipe
 
     def put(self, recipe: Recipe) -> None:
-        """Make JAX flatten the class by this recipe instead of the earlier one."""
+        """Make JAX flatten the class by this recipe instead of the earlier recipe."""
         same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
         number = next(same, len(self._recipes))
         self._recipes[number : number + 1] = [recipe]

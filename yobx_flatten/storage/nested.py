@@ -273,7 +273,7 @@ class StoredCase:
     """Inputs of a model and the expected outputs, as :func:`load_case` returns them.
 
     Attributes:
-        inputs: nested inputs: keyword arguments by name, or positional ones.
+        inputs: nested inputs: keyword arguments by name, or positional arguments.
         outputs: nested outputs.
         name: short description of the case; empty by default.
     """

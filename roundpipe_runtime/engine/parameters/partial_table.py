@@ -118,7 +118,7 @@ class TableReader:
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Count these rows as read, and copy the ones that are not on the device yet."""
+        """Count these rows as read, and copy rows that are not on the device yet."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)

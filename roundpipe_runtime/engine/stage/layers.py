@@ -407,7 +407,7 @@ class MicrobatchLoss:
         check_reaches(self._terms, result, self._outputs)
 
     def _invoke(self, labels: Any) -> Any:
-        """Call the loss function; a second time if the first call shows that it draws, so only the last one counts."""
+        """Call the loss function; call it again if it drew random numbers, so that only the last call counts."""
         loss_fn = self._run.spec.loss_fn
         if self._run.contract.reduction not in ("mean", "items"):  # counting waits for an accelerator
             return loss_fn(self._outputs, labels)

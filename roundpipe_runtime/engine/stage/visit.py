@@ -330,7 +330,7 @@ class Visit:
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """Apply the settings of the caller's thread in this one."""
+        """Apply the settings of the caller's thread in this thread."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
     # -- inputs and outputs ------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ class CopyVisit(Visit):
             self.run.mailbox.put(("share", layer, microbatch), share)
 
     def _add_until(self, stop: int) -> None:
-        """Add the gradients of the microbatches before this one to the sums, in their order."""
+        """Add the gradients of all earlier microbatches to the sums, in the order of the microbatches."""
         for microbatch in range(self._next, stop):
             for layer, resident in self.layers.here.items():
                 self.place.doing = "the sum of gradients"

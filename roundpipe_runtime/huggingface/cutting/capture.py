@@ -199,7 +199,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """Return the function that ``check_model_inputs`` has made: this one, or one that it wraps."""
+    """Return the wrapper that ``check_model_inputs`` has made: ``function``, or a function that it wraps."""
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code

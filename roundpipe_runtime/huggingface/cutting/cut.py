@@ -34,8 +34,8 @@ class Cut:
 
     Attributes:
         model: original model, whose parameters the pieces share.
-        pieces: modules of the pipeline. The first one takes the arguments of the model, and the last one returns its
-            output. A model that could not be split is the only piece.
+        pieces: modules of the pipeline. The first piece takes the arguments of the model, and the last piece returns
+            its output. A model that could not be split is the only piece.
         report: result of the split in words and numbers.
         layers: layers that became pieces, by name.
         reading: record of the model's modules and parameters at the time of the split.

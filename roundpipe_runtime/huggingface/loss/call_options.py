@@ -68,7 +68,7 @@ def gives_share(kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_proven(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the weights of the losses of microbatches were checked for calls like this one."""
+    """Report whether the weights of the losses of microbatches were checked for this kind of call."""
     options = kwargs.get(CALL_OPTIONS)
     return isinstance(options, CallOptions) and options.weight_by is not None
 

@@ -148,7 +148,7 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
 
 
 def _settle(run: pathlib.Path) -> None:
-    """Rename the checkpoints that a killed process had completed, and remove its unfinished ones."""
+    """Rename the checkpoints that a killed process had completed, and remove its unfinished checkpoints."""
     for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
         if is_complete(half) and not (run / half.name).exists():
             half.rename(run / half.name)

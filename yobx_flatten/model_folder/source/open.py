@@ -140,7 +140,7 @@ class Checkpoint:
         return set(self.types.values()) <= {_TYPES.get(dtype)}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one weight in a dtype; if the dtype is the stored one, the weight is memory-mapped."""
+        """Return one weight in a dtype; a weight that is stored in this dtype is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

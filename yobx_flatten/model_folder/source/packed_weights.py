@@ -245,7 +245,7 @@ def load_stored(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
-    """Load a model from a folder; return the model, and how the stored weights differ from the expected ones."""
+    """Load a model from a folder; return the model, and how the stored weights differ from the expected weights."""
     # choice: what to do if weights do not match the class; options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

@@ -4,8 +4,8 @@
 
     past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
-If a past and its present are bound to the same memory, ``GroupQueryAttention`` of onnxruntime writes new keys and
-values after the earlier ones, and copies nothing. The number of earlier tokens is then not the length of the past, so
+If a past and its present are bound to the same memory, ``GroupQueryAttention`` of onnxruntime appends new keys and
+values to the earlier tokens, and copies nothing. The number of earlier tokens is then not the length of the past, so
 the file computes this number from the length of its mask. The same file also accepts a cache that grows.
 
 Sliding layers, whose cache has fewer tokens than the mask, are not changed. With a filled cache, the operator accepts

@@ -90,9 +90,8 @@ class GenaiTrial:
 
     def _given(self) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The tokens of a prompt, the arguments of the model, and what the library is handed over besides."""
-        from yobx_flatten.model_folder.pieces.genai import image_token_of
         from yobx_flatten.model_folder.pieces.text import encoder_input
-        from yobx_flatten.model_folder.pieces.vision_language import images_for, vision_encoder
+        from yobx_flatten.model_folder.pieces.vision_language import image_token_of, images_for, vision_encoder
 
         prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))
         if self.name == "whisper":

@@ -22,9 +22,8 @@ from ..errors import DynamicShapesError, InvalidArgumentError
 from ..huggingface.cache_names import after_cache
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..trace.program_inputs import traced_inputs
-from ..trees.naming import leaf_names, leaves_of
 from ..trees.shapes import shapes_of_leaves
-from ..trees.walk import key_name, node_of
+from ..trees.walk import key_name, leaf_names, leaves_of, node_of
 
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 """Names of inputs that contain the new tokens of a call, not the cached tokens."""

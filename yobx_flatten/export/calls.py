@@ -287,10 +287,10 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     if not no_data:
         # a program keeps the counters of all layers of a cache as one tensor; in a copy, each layer has its own counter
         args, kwargs = clone((args, kwargs))
-    why_not, remarks = sizes_of(module, args, kwargs)
+    cache_is = name_in(kwargs) or ""
+    why_not, remarks = sizes_of(module, args, kwargs, cache_is)
     varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
     shapes = dynamic_shapes(kwargs) if varies else None
-    cache_is = name_in(kwargs) or ""
     return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
 
 

@@ -15,19 +15,18 @@ from torch.export import ExportedProgram
 
 from ..core.effects import undisturbed
 from ..declare.scopes import options_in_use
-from ..errors import DynamicShapesError, InvalidArgumentError
+from ..errors import InvalidArgumentError
 from ..errors.failures import result_or
 from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..runners.signature import Signature
-from ..trace.adapted_shapes import attached_spec
 from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
-from ..trees.dynamic_specs import by_parameter, without_specs
-from ..trees.naming import leaf_names, leaves_of, plain_names
-from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, with_none_below, without_names
+from ..trees.dynamic_specs import by_parameter, with_attached, without_specs
+from ..trees.shapes import check_entries, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
+from ..trees.walk import leaf_names, leaves_of, plain_names
 from .bounds import Bounds
 from .proof.eager_runs import Case, EagerRuns, clone
 from .stated_sizes import Relation, names_of, relations_of, replaced_forward
@@ -132,18 +131,20 @@ def make_example(
 ) -> Example:
     """Return the checked arguments of an export as an ``Example``. Call it in the registration ``with`` block."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
-    kwargs = named_for(forward_of(module), kwargs)  # the name of the cache depends on the version of transformers
-    shapes, assumptions = by_parameter(forward_of(module), _chosen(module, shapes))
-    if isinstance(shapes, Mapping):
-        shapes = named_for(forward_of(module), shapes)
+    forward = forward_of(module)
+    kwargs = named_for(forward, kwargs)  # the name of the cache depends on the version of transformers
+    cache_is = name_in(kwargs) or ""
     inputs = _by_name(module, args, kwargs)
-    check_no_modules(inputs)
+    shapes = with_attached(module, forward, shapes)
+    shapes, assumptions = by_parameter(forward, shapes)
+    if isinstance(shapes, Mapping):
+        shapes = named_for(forward, shapes)
     brought = {*streamed_readers(module), *offloaded_readers(module)}
     no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
-    why_not, remarks = sizes_of(module, args, kwargs)
+    check_no_modules(inputs)
+    why_not, remarks = sizes_of(module, args, kwargs, cache_is)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
-    cache_is = name_in(kwargs) or ""
     why_not, notes = no_data or why_not, tuple(remarks)
     stated = (bounds, found.relations, loop)
     example = Example(module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, *stated)
@@ -169,14 +170,16 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
-def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+def sizes_of(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
+) -> tuple[str, list[str]]:
     """Return why inputs of other sizes cannot be made (``""`` if they can), and notes on settings to be aware of."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
 
     missing = ambiguous_without(module, kwargs)
-    why_not = "there are positional arguments" if args else why_not_resizable(module, kwargs) or ""
+    why_not = "there are positional arguments" if args else why_not_resizable(module, kwargs, cache_is) or ""
     return why_not, [missing] if missing else []
 
 
@@ -221,20 +224,6 @@ class _Completed(NamedTuple):
     relations: tuple[Relation, ...] = ()
 
 
-def _chosen(module: torch.nn.Module, shapes: DynamicShapes) -> DynamicShapes:
-    """Return the passed shapes, or the shapes that the decorator of torch 2.15 attached to ``forward``."""
-    attached = attached_spec(forward_of(module))
-    if attached is None or shapes is None:
-        return shapes
-    if isinstance(shapes, str) and shapes == "auto":
-        return attached
-    raise DynamicShapesError(
-        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Remove the "
-        "decorator, or use its shapes:\n"
-        '    dynamic_shapes="auto"'
-    )
-
-
 def _complete(
     module: torch.nn.Module,
     inputs: Mapping[str, Any],
@@ -252,11 +241,11 @@ def _complete(
     else:
         stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
         shapes = {name: with_none_below(inputs.get(name), below) for name, below in stated.shapes.items()}
-        check_dynamic_shapes(inputs, shapes)
-        names = names_of(inputs, stated)
-        found = _Completed(
-            without_names(shapes), {**_named_axes(inputs, shapes), **names}, relations_of(inputs, stated)
-        )
+        check_entries(inputs, shapes)
+        entries, plain = shapes_of_leaves(inputs, shapes), without_names(shapes)
+        leaves = leaf_names(inputs)
+        rows = list(zip(leaves, leaves_of(inputs), entries, strict=True))
+        found = _Completed(plain, names_of(rows, stated), relations_of(leaves, stated))
     return found if bounds is None else found._replace(shapes=bounds.on(inputs, found.shapes))
 
 
@@ -269,26 +258,6 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
     if cache is not None and not leaf_names(cache) and not given:
         return [f"{example.cache_is} is empty"]
     return [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
-
-
-def _named_axes(inputs: PyTree, shapes: DynamicShapes) -> dict[tuple[str, int], str]:
-    """Return the names that dynamic shapes give to axes, by input and axis: names of ``Dim`` objects, or strings."""
-    names: dict[tuple[str, int], str] = {}
-    sizes: dict[str, tuple[str, int]] = {}
-    rows = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
-    for name, leaf, entries in rows:
-        for axis, dim in (entries or {}).items():
-            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
-            if chosen is None or not isinstance(leaf, torch.Tensor):
-                continue
-            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
-            if leaf.shape[axis] != size:
-                raise DynamicShapesError(
-                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
-                    f"{size} under that name. Axes with one name must have one size: give this axis its own name."
-                )
-            names[name, axis] = chosen
-    return names
 
 
 # Give `forward` a parameter for each argument that it takes in its `**kwargs`, during a trace.

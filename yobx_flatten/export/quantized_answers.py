@@ -157,7 +157,7 @@ def check_text(example: Example, quantization: Quantization | None) -> None:
         return
     tokens, module = quantization.tokens, example.module
     module = module.model if isinstance(module, SlidingDecoder) else module
-    reason = why_not_resizable(module, example.kwargs)
+    reason = why_not_resizable(module, example.kwargs, example.cache_is)
     if reason is None and "encoder_outputs" in example.kwargs:
         reason = "it decodes what an encoder has read"
     if reason is None and example.shapes is None:

@@ -25,7 +25,7 @@ from ..runners.adapters import Adapter
 from ..runners.program_runner import ProgramRunner
 from ..runners.signature import MISFIT
 from ..trace.program_inputs import traced_inputs
-from ..trees.naming import leaf_names
+from ..trees.walk import leaf_names
 from .example import Example, arguments_with
 from .model_facts import ModelFacts
 from .proof.eager_runs import REFUSALS, Case, Proof, check_cases, choose_proof, sampled

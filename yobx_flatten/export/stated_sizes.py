@@ -27,7 +27,6 @@ from ..private_names.of_torch import pytree
 from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
 from ..trees.dynamic_specs import Stated
-from ..trees.naming import leaf_names
 
 Place = tuple[str, int | None]
 """An axis of an input, as (name of the input, axis); the axis is ``None`` if the input itself is a number."""
@@ -36,19 +35,38 @@ Relation = tuple[Expression, Mapping[str, Place]]
 """A constraint that compares sizes, and for each name of a size the input and axis that have this size."""
 
 
-def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int], str]:
+def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
     """Return the names that ``dynamic_shapes`` gives to axes; different variables with one name get different names."""
+    # rows: the name, the value and the entry of each leaf of the inputs
     chosen: dict[Any, str] = {}
-    found: dict[tuple[str, int], str] = {}
-    leaves = leaf_names(inputs)
+    found = _names_in_entries(rows)
     for size in stated.sizes:
         if size.axis is None or size.variable is None or size.variable.name == "anon":
             continue
         name = size.variable.name
         # two variables may have the same name, but two axes with the same name have the same size
         same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
-        found[leaves[size.leaf], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
+        found[rows[size.leaf][0], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
     return found
+
+
+def _names_in_entries(rows: Sequence[tuple[str, Any, Any]]) -> dict[tuple[str, int], str]:
+    """Return the names that dynamic shapes give to axes, by input and axis: names of ``Dim`` objects, or strings."""
+    names: dict[tuple[str, int], str] = {}
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, leaf, dims in rows:
+        for axis, dim in (dims or {}).items():
+            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
+            if chosen is None or not isinstance(leaf, torch.Tensor):
+                continue
+            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
+            if leaf.shape[axis] != size:
+                raise DynamicShapesError(
+                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
+                    f"{size} under that name. Axes with one name must have one size: give this axis its own name."
+                )
+            names[name, axis] = chosen
+    return names
 
 
 # Read what a program asserts about the sizes of its inputs, for runtimes that drop assertions.
@@ -58,9 +76,8 @@ def names_of(inputs: Mapping[str, Any], stated: Stated) -> dict[tuple[str, int],
 #     _assert_scalar(eq, "Runtime assertion failed ...")          the signature of a file states them
 
 
-def relations_of(inputs: Mapping[str, Any], stated: Stated) -> tuple[Relation, ...]:
+def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
     """Return the assertions that ``dynamic_shapes`` states about sizes: equal variables, values and assumptions."""
-    leaves = leaf_names(inputs)
     places: dict[str, Place] = {}
     found: list[Expression] = []
     # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size

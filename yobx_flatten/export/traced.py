@@ -35,8 +35,7 @@ from ..registry.patches import AttributePatch
 from ..runners.ports import check_cache_outputs, present_of
 from ..trace.program_inputs import text_of
 from ..trees.arguments import about_devices, on_other_devices
-from ..trees.naming import output_names
-from ..trees.walk import key_name, node_of, torch_leaves
+from ..trees.walk import key_name, node_of, output_names, torch_leaves
 from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
 from .proof.eager_runs import clone
 from .proof.left import Left, draws_random_numbers, own_written_state, returning_left, written_state

@@ -30,7 +30,7 @@ from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from ..runners.relations import holds, names_in
 from ..runners.signature import Signature, place_of_sizes
-from ..trees.naming import output_names
+from ..trees.walk import output_names
 from .example import Example, arguments_with, resized_leaves, tensors_of
 from .flat_program import signature_of
 from .proof.eager_runs import Case, clone, eager_steps

@@ -71,18 +71,19 @@ class DecodeSizes:
         return f"batch {self.batch}, {tokens}{padding}"
 
 
-def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
+def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
     """Return why the inputs of a model cannot be made in other sizes; ``None`` if they can."""
+    # cache_is: the name of the cache among the inputs; `""` without a cache
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
     if "encoder_outputs" in kwargs and not _encoder_reads_tokens(model):
         return f"its encoder reads {model.main_input_name}"
     if not {"input_ids", "decoder_input_ids"} & set(kwargs):
         return "the inputs contain no input_ids"
-    cache = cache_of(kwargs)
+    cache = kwargs.get(cache_is)
     if type(cache).__name__ == "QuantizedCache" and not _is_fp8(cache):
         return "an empty quantized cache of this kind cannot be made"
-    known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), name_in(kwargs)}
+    known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), cache_is}
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
         return f"the package does not know which sizes {', '.join(unknown)} must have"
@@ -191,15 +192,16 @@ def decode_inputs(
             f"{cache_is} out of `like`."
         )
     generator = torch.Generator().manual_seed(seed)
-    tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator)
+    device = device_of_inputs(model)
+    tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator).to(device)
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0
     with torch.no_grad():
         if encoder_decoder:
-            read = _given_or_random(model, "source", source, sizes, sizes.source, generator)
-            made = _inputs_of_both(model, sizes, like, tokens, mask, read)
+            read = _given_or_random(model, "source", source, sizes, sizes.source, generator).to(device)
+            made = _inputs_of_both(model, sizes, like, cache_is, tokens, mask, read)
         else:
-            made = _inputs_of_decoder(model, sizes, like, tokens, mask)
+            made = _inputs_of_decoder(model, sizes, like, cache_is, tokens, mask)
     if cache_is is not None:
         made = {name: contiguous(value) for name, value in made.items()}
     # values that are not tensors (use_cache=True, ...) are those of `like`
@@ -220,7 +222,7 @@ def _given_or_random(
         given = torch.randint(0, vocabulary, shape, generator=generator)
     elif tuple(given.shape) != shape:
         raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
-    return given.to(device_of_inputs(model))
+    return given
 
 
 def _check_decodes(model: TransformersModel) -> None:
@@ -241,6 +243,7 @@ def _inputs_of_both(
     model: TransformersModel,
     sizes: DecodeSizes,
     like: Mapping[str, Any],
+    cache_is: str | None,
     tokens: torch.Tensor,
     mask: torch.Tensor,
     source: torch.Tensor,
@@ -250,7 +253,6 @@ def _inputs_of_both(
     source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
     encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
     prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
-    cache_is = name_in(like)
     if cache_is is None:
         return {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
     past, new = tokens[:, : sizes.past], tokens[:, sizes.past :]
@@ -263,11 +265,15 @@ def _inputs_of_both(
 
 
 def _inputs_of_decoder(
-    model: TransformersModel, sizes: DecodeSizes, like: Mapping[str, Any], tokens: torch.Tensor, mask: torch.Tensor
+    model: TransformersModel,
+    sizes: DecodeSizes,
+    like: Mapping[str, Any],
+    cache_is: str | None,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
 ) -> dict[str, Any]:
     """Return the inputs of a causal model, with a cache if the example has a cache."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache_is = name_in(like)
     if cache_is is None:
         return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
     past, new = slice(0, sizes.past), slice(sizes.past, None)

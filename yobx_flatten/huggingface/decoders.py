@@ -43,14 +43,14 @@ def counts_by_itself(cache: TransformersCache) -> bool:
     )
 
 
-def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
+def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
     """Return why a model cannot run without the token counter of its cache as input; ``None`` if it can."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
-    lacking += ["cache"] if argument_of(model.forward) is None else []
+    lacking += [] if cache_is in takes else ["cache"]
     if lacking:
         return f"the model takes no {' and no '.join(lacking)}"
-    fed = (*_FED, name_in(kwargs))
+    fed = (*_FED, cache_is)
     others = [name for name, value in kwargs.items() if name not in fed and isinstance(value, torch.Tensor)]
     if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
         return f"the inputs contain {' and '.join(others)}" if others else "there are no input_ids"
@@ -86,14 +86,14 @@ class SlidingDecoder(Continued):
     # kwargs: example keyword arguments of the model, which determine the classes and windows of the cache's layers.
     # Their values that are not tensors are passed to the model at each call.
 
-    def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: TransformersModel, kwargs: Mapping[str, Any], cache_is: str) -> None:
         super().__init__()
-        self.model, self.cache_is = model, argument_of(model.forward) or CACHE
-        layers = cache_of(kwargs).layers
+        self.model, self.cache_is = model, cache_is
+        layers = kwargs[cache_is].layers
         self.classes = [type(layer) for layer in layers]
         self.windows = [{"sliding_window": layer.sliding_window} for layer in layers]
         self.made = [name for name in _FED[1:] if not isinstance(kwargs.get(name), torch.Tensor)]
-        fed = (*_FED, name_in(kwargs))
+        fed = (*_FED, cache_is)
         self.constants = {name: value for name, value in kwargs.items() if name not in fed and value is not None}
 
     @property

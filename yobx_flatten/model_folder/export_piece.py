@@ -107,11 +107,12 @@ def _written(
         return export_onnx(piece.module, path=path, **how).report
     how["bounds"] = None if options.largest is None else vars(options.largest)
     fitting = fitting_cases(piece, options.largest)
-    if options.runtime == "torch":
-        exported = export_program(piece.module, cases=fitting, proof=proof, **how)
+    is_final = options.runtime == "torch"  # files of other runtimes are made of the program, and are replayed instead
+    exported = export_program(piece.module, cases=fitting, proof=proof if is_final else "none", **how)
+    if is_final:
         exported.save(path)
         return exported.report
-    source = source_of(export_program(piece.module, proof="none", **how))  # only the final file is replayed
+    source = source_of(exported)
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
     chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
     source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)

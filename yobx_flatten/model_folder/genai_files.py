@@ -17,7 +17,8 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
-from .pieces.genai import ALLOWED, EMBEDDING, FRAMES, image_token_of, why_not_in_genai
+from .pieces.genai import ALLOWED, EMBEDDING, FRAMES, why_not_in_genai
+from .pieces.vision_language import image_token_of
 from .source.configuration import write_json
 
 _VERSION = "onnxruntime-genai 0.18"

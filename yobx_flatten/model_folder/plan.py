@@ -80,7 +80,7 @@ class FolderPlan:
 
     def sliding_piece(self) -> Piece:
         """Return the decoder whose sliding-window layers drop old tokens, for a file without shared cache memory."""
-        (piece,) = _cut(self.model, self.task, self.options, self.proof, whole_cache=False)[1]
+        (piece,) = _cut(self.model, self.task, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 
 
@@ -93,13 +93,14 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
     source = opened.folder if options.source is None else pathlib.Path(options.source)
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
     proof = choose_proof(options.proof, facts.weight_bytes)
-    _check_model(model, options, dtype, proof)
-    opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, task)))
+    own_task = task_of(model)
+    _check_model(model, own_task, options, dtype, proof)
+    opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, own_task, task)))
     # without "keep", weights that are stored as integers would become floats
     asked = options.quantize
     if asked is None and opened.has_integers and options.runtime == "onnxruntime":
         asked = "keep"
-    if asked is not None and task_of(model) in SPEAKS:
+    if asked is not None and own_task in SPEAKS:
         raise InvalidArgumentError(
             f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
             'sound is not measured. Leave quantize= out, or take dtype="float16".'
@@ -112,14 +113,14 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
     with timed.timed("inputs"):
         try:
             with undisturbed(model=model):  # a model may store rotary angles for the longest text that it has read
-                task, pieces = _cut(model, task, options, proof, whole_cache=options.optimize is not None)
+                task, pieces = _cut(model, own_task, task, options, proof, whole_cache=options.optimize is not None)
         except RuntimeError as error:
             if not opened.is_streamed or "meta" not in str(error):
                 raise
             opened = opened.as_a_whole("a weight is read where its layer is not called")
             model = opened.model
             check_room(ModelFacts.of(model), folder, **room)
-            task, pieces = _cut(model, task, options, proof, whole_cache=options.optimize is not None)
+            task, pieces = _cut(model, own_task, task, options, proof, whole_cache=options.optimize is not None)
     modules = read_modules(source)
     if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
         pieces = with_embedding(pieces, model, modules)
@@ -148,46 +149,46 @@ def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
 
 
 def _cut(
-    model: TransformersModel, task: str, options: FolderOptions, proof: Proof, *, whole_cache: bool
+    model: TransformersModel, own_task: str, task: str, options: FolderOptions, proof: Proof, *, whole_cache: bool
 ) -> tuple[str, list[Piece]]:
     every = proof if options.largest is None else "full"  # later, `fitting_cases` leaves out cases beyond the bounds
     for_genai = options.layout == "genai"
     if for_genai:
-        check_genai(model, task_of(model) if task == "auto" else task)
-    _check_class(model, task)
+        check_genai(model, own_task if task == "auto" else task)
+    _check_class(model, own_task, task)
     split = Split(options.batch, whole_cache, options.logits, every, options.word_times, for_genai)
     return pieces_for(model, task, split)
 
 
-def _check_class(model: TransformersModel, task: str) -> None:
+def _check_class(model: TransformersModel, own_task: str, task: str) -> None:
     """Raise InvalidArgumentError if a task does not fit the model's class, for example a head for embeddings."""
-    found, kind = task_of(model), type(model)
-    of_head = f"is for {found}, not for {task}. Leave the task out, or ask for {found}."
-    if task == found == "feature-extraction" and kind.__module__.startswith("transformers."):
+    kind = type(model)
+    of_head = f"is for {own_task}, not for {task}. Leave the task out, or ask for {own_task}."
+    if task == own_task == "feature-extraction" and kind.__module__.startswith("transformers."):
         if class_of_task(model.config, task, kind) is kind:
             return
         of_head = "returns the scores of its head."  # a class without a task, such as ForPreTraining
-    elif task not in TASKS or task == found or TASKS[task] is not TASKS[found]:
+    elif task not in TASKS or task == own_task or TASKS[task] is not TASKS[own_task]:
         return
     is_own = not kind.__module__.startswith("transformers.")  # the caller's own class may return embeddings
-    if found == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
+    if own_task == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
         return
     has_base = task == "feature-extraction" and model.base_model is not model
     base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
     raise InvalidArgumentError(f"A {kind.__qualname__} {of_head}{base}")
 
 
-def _note_on_head(model: TransformersModel, task: str) -> tuple[str, ...]:
+def _note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[str, ...]:
     """Return a note if the model has a head for which there is no task; the head is exported with the model."""
     kind = type(model)
-    if task != "auto" or task_of(model) != "feature-extraction" or model.base_model is model:
+    if task != "auto" or own_task != "feature-extraction" or model.base_model is model:
         return ()
     if class_of_task(model.config, "feature-extraction", kind) is kind:
         return ()
     return (f"{kind.__qualname__} was exported, with its head. For embeddings, export model.base_model.",)
 
 
-def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, proof: Proof) -> None:
+def _check_model(model: TransformersModel, own_task: str, options: FolderOptions, dtype: str, proof: Proof) -> None:
     if options.largest is not None:
         options.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
@@ -195,7 +196,7 @@ def _check_model(model: TransformersModel, options: FolderOptions, dtype: str, p
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
             'or proof="none" for unchecked files for another execution provider.'
         )
-    if task_of(model) in GENERATES and getattr(model, "generation_config", None) is not None:
+    if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings
 
 

@@ -20,9 +20,8 @@ from ..generate.spectrogram import drawn_masks, speak
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..storage.nested import StoredCase, save_case
-from ..trees.naming import leaf_names, output_names
+from ..trees.walk import leaf_names, output_names
 from .chat import CHATS
-from .pieces.genai import image_token_of
 from .pieces.grid_images import (
     BlockwiseDecoder,
     GridVisionEncoder,
@@ -33,7 +32,7 @@ from .pieces.grid_images import (
 )
 from .pieces.spoken import spoken_input
 from .pieces.text import Piece, encoder_input, input_name, random_values
-from .pieces.vision_language import images_for, vision_encoder
+from .pieces.vision_language import image_token_of, images_for, vision_encoder
 from .texts import plain_loop
 
 CASES = "cases"

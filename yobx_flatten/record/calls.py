@@ -26,7 +26,7 @@ from ..huggingface.cache_names import has_read, is_cache, name_in
 from ..recipe.aliases import TransformersCache
 from ..recipe.static_codec import load_static
 from ..runners.program_runner import ProgramRunner
-from ..trees.naming import output_names
+from ..trees.walk import output_names
 from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
 from .call import About, Call, Callee, Fact, callee_of, libraries_in_use, module_of, same_value
 from .files import call_files, read_call

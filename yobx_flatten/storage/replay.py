@@ -20,7 +20,7 @@ from ..recipe.aliases import PyTree
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.ports import Runner, check_cache_outputs, is_present
-from ..trees.naming import leaf_names, leaves_of, match, output_names, plain_names
+from ..trees.walk import leaf_names, leaves_of, match, output_names, plain_names
 from .nested import StoredCase
 
 

@@ -21,8 +21,7 @@ from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import Device, PyTree, Static
 from ..recipe.safe_names import import_known
 from ..recipe.static_codec import dump_static
-from ..trees.naming import leaf_names
-from ..trees.walk import check_no_cycles, recipe_for
+from ..trees.walk import check_no_cycles, leaf_names, recipe_for
 from .values import Payload, Source, load_trusted, read_leaf, write_leaf
 
 

@@ -42,8 +42,7 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
             f"kwargs: expected a dict of keyword arguments, found {describe_class(kwargs)}.{_EXAMPLE}"
         )
     for name, value in inputs_by_name(module, args, kwargs).items():
-        check_no_cycles(value, name)
-        _check_dense(value, name)
+        _check_tensors(value, name)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check
@@ -58,7 +57,9 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
         ) from None
 
 
-def _check_dense(tree: PyTree, name: str) -> None:
+def _check_tensors(tree: PyTree, name: str) -> None:
+    """Refuse an input that contains itself, or a nested or sparse tensor."""
+    check_no_cycles(tree, name)
     for path, leaf in torch_leaves(tree, name):
         if not issubclass(type(leaf), torch.Tensor) or not (leaf.is_nested or leaf.layout in _SPARSE):
             continue

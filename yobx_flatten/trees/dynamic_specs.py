@@ -27,7 +27,7 @@ from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
 from ..recipe.aliases import DynamicShapes
-from ..trace.adapted_shapes import elements_of, opened_spec, spec_classes
+from ..trace.adapted_shapes import attached_spec, elements_of, opened_spec, spec_classes
 from .shapes import builtin_kind, same_container
 from .walk import Node, key_name, node_of
 
@@ -57,6 +57,19 @@ class Stated(NamedTuple):
     shapes: dict[str, Any]  # entries by parameter name
     sizes: tuple[Size, ...]  # the sizes that vary
     assumptions: tuple[Any, ...]  # constraints on the sizes, each a sympy expression
+
+
+def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: DynamicShapes) -> DynamicShapes:
+    """Return the passed shapes, or the shapes that the decorator of torch 2.15 attached to ``forward``."""
+    attached = attached_spec(forward)
+    if attached is None or shapes is None:
+        return shapes
+    if isinstance(shapes, str) and shapes == "auto":
+        return attached
+    raise DynamicShapesError(
+        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Remove the "
+        'decorator, or use its shapes:\n    dynamic_shapes="auto"'
+    )
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:

@@ -131,7 +131,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
 with axes [0, 1].
     """
     check_no_cycles(inputs, "inputs", caller="check_dynamic_shapes")
-    _check(inputs, shapes, ())
+    check_entries(inputs, shapes)
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
@@ -261,7 +261,8 @@ def builtin_kind(obj: object, node: Node | None = None) -> Any:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def _check(obj: PyTree, shapes: DynamicShapes, path: _Path) -> None:
+def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
+    """Check that a specification fits inputs that do not contain themselves."""
     if shapes is None:
         return
     node = node_of(obj)
@@ -293,7 +294,7 @@ def _check(obj: PyTree, shapes: DynamicShapes, path: _Path) -> None:
             )
         below = list(shapes)
     for name, child, spec in zip(names, node.children, below, strict=True):
-        _check(child, spec, (*path, name))
+        check_entries(child, spec, (*path, name))
 
 
 def _spec_class(shapes: DynamicShapes) -> type:

@@ -19,7 +19,7 @@ from ..model_folder.pieces.text import Piece, Split, decoder_pieces, encoder_dec
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..runners.ports import Runner
-from ..trees.naming import leaf_names, plain_names
+from ..trees.walk import leaf_names, plain_names
 from .file_side import BRANCH, DERIVED, WINDOW, Call
 from .names import ALIASES, matched, place_of
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT, spellings_of
-from ..trees.naming import match, plain_spelling
+from ..trees.walk import match, plain_spelling
 
 _FRONT = re.compile(rf"(?:new_|updated_|out_)?(?:{CACHE}?|present_key_values?|past|{PRESENT}|pkv|cache)(?=[\W_\d])")
 _KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}

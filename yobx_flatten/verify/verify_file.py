@@ -38,7 +38,7 @@ from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
 from ..runners.openvino_runner import read_model
 from ..runners.ports import Runner
-from ..trees.naming import output_names, plain_names
+from ..trees.walk import output_names, plain_names
 from .calls import calls_of, fitting
 from .file_side import BRANCH, Call, FileSide
 from .names import matched

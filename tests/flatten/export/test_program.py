@@ -133,7 +133,7 @@ def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
 def test_a_program_of_a_window_is_replayed_as_a_loop_over_its_own_cache():
     """Three calls, each with the keys and values that the program itself returned, as its file is replayed."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
-    decoder = SlidingDecoder(make_model("mistral"), kwargs)
+    decoder = SlidingDecoder(make_model("mistral"), kwargs, WORD)
     report = export_program(decoder, (), decoder.inputs(kwargs), cases=[]).report
     assert [(case.runtime, case.steps, case.max_difference < 1e-5) for case in report.cases] == [
         ("torch.export", 3, True)

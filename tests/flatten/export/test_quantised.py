@@ -55,4 +55,4 @@ def test_another_quantisation_is_not_made_up():
     cache = cache_utils.QuantizedCache("fp8", model.config)
     cache.layers = [Layer()]
     kwargs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: cache}
-    assert "quantized cache" in why_not_resizable(model, kwargs)
+    assert "quantized cache" in why_not_resizable(model, kwargs, WORD)

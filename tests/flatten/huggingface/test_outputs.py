@@ -24,7 +24,7 @@ from yobx_flatten.huggingface.outputs import (
     unflatten_base_model_output,
 )
 from yobx_flatten.huggingface.recipes import WRONG_REGISTRATIONS, transformers_recipes
-from yobx_flatten.trees.naming import output_names
+from yobx_flatten.trees.walk import output_names
 
 THEIRS_HAS_KEYS = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is not None
 

@@ -66,8 +66,8 @@ def test_decode_inputs_of_an_encoder_that_hears_say_what_to_do():
         decode_inputs(model, DecodeSizes())
     assert "WhisperForConditionalGeneration" in str(raised.value)
     kwargs = {"encoder_outputs": None, "decoder_input_ids": torch.zeros(1, 1).long()}
-    assert why_not_resizable(model, kwargs) == "its encoder reads input_features"
-    assert why_not_resizable(small_model("t5"), kwargs) is None
+    assert why_not_resizable(model, kwargs, "") == "its encoder reads input_features"
+    assert why_not_resizable(small_model("t5"), kwargs, "") is None
 
 
 @pytest.mark.parametrize("name", ["swin", "segformer"])

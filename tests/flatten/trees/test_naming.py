@@ -6,7 +6,7 @@ import torch
 from tests.cache_words import WORD
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, make_dynamic_cache, register_flattening_functions
-from yobx_flatten.trees.naming import leaf_names, leaves_of, match, output_names, plain_names
+from yobx_flatten.trees.walk import leaf_names, leaves_of, match, output_names, plain_names
 
 
 def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():

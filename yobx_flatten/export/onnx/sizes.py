@@ -26,7 +26,7 @@ from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
-from ...trees.naming import leaf_names, leaves_of
+from ...trees.walk import leaf_names, leaves_of
 from ..example import Example, arguments_with, resized_leaves
 from ..proof.eager_runs import REFUSALS, Case, clone
 from ..proof.left import written_parameters

@@ -83,7 +83,6 @@ def eager_steps(
     steps: list[Step] = []
     lost = {} if lost is None else lost
     following = _following(module)
-    first = named_for(forward_of(module), case.kwargs)
 
     def call(kwargs: Mapping[str, Any], number: int) -> tuple[Any, Any]:
         """Return the outputs of a call, and a copy, since the next call may change the outputs."""
@@ -93,6 +92,7 @@ def eager_steps(
             lost.update(dict.fromkeys(generators.changes(), "drawn"))
             return outputs, clone(outputs)
 
+    first = named_for(forward_of(module), case.kwargs)
     before = undisturbed(module=module, parameters=written_parameters(module, written))
     with in_one_thread(module), before as snapshot, returning_left(module, left) as watch:
         kwargs: Mapping[str, Any] | None = first

@@ -22,7 +22,7 @@ from ...runners.onnx_runner import OnnxRunner
 from ...runners.ports import Runner, present_of, presents_of
 from ...runners.program_runner import ProgramRunner
 from ...runners.rewind import cache_tensors
-from ...trees.naming import leaf_names
+from ...trees.walk import leaf_names
 from .eager_runs import clone
 from .left import with_present, written_parameters
 from .replay import Padding

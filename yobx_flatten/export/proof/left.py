@@ -30,8 +30,7 @@ from ...huggingface.cache_names import CACHE, PRESENT, is_cache, word_in_files
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.ports import present_of
-from ...trees.naming import leaf_names
-from ...trees.walk import key_name, node_of
+from ...trees.walk import key_name, leaf_names, node_of
 
 
 @dataclasses.dataclass(frozen=True)

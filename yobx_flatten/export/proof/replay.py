@@ -23,7 +23,7 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from ...trees.naming import output_names
+from ...trees.walk import output_names
 from .eager_runs import Case, EagerRuns, Step, clone
 from .left import Left
 

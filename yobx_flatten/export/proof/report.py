@@ -15,7 +15,7 @@ from ...diagnose.report import Report
 from ...errors.failures import STEP, result_or, table
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
-from ...trees.naming import output_names
+from ...trees.walk import output_names
 from ..model_facts import memory_available, peak_memory, weight_bytes
 from .eager_runs import UNPROVEN, Case, EagerRuns, eager_steps
 from .left import Left

@@ -58,13 +58,13 @@ class FileOptions:
             )
         quantization = choose_quantization(self.quantize, facts, self.caller, self.runtime)
         is_onnx = self.runtime == "onnxruntime"
-        if is_onnx and proof != "none" and folder is None:
-            check_kernels(facts.kernel_types, self.caller)
         check_opset(self.opset_version)
         check_translations(self.translations)
         check_backend(self.backend)
         if self.cache not in get_args(CacheForm):
             raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
+        if is_onnx and proof != "none" and folder is None:
+            check_kernels(facts.kernel_types, self.caller)
         # for other runtimes, a file in float is written first, also if nothing is replayed
         written = proof if is_onnx else "full"
         in_memory = 0 if proof == "none" else 1

@@ -25,7 +25,7 @@ from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, ReplayError
 from ...errors.failures import STEP, first_line, result_or
 from ...errors.tried_versions import naming_untried_versions
-from ...huggingface.cache_names import CACHE, cache_of
+from ...huggingface.cache_names import CACHE
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
 from ...runners.in_place import CheckedRunner
 from ...runners.onnx_runner import OnnxRunner
@@ -315,11 +315,11 @@ def without_counter(source: Source, report: ExportReport) -> Source:
 def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
     """Return the example without the token counter; ``None`` if there is no counter, or the model needs the counter."""
     module, kwargs = example.module, example.kwargs
-    if not counts_by_itself(cache_of(kwargs)):
+    if not counts_by_itself(kwargs.get(example.cache_is)):
         return None
-    why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs)
+    why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs, example.cache_is)
     if why_not is None:
-        decoder = SlidingDecoder(module, kwargs)
+        decoder = SlidingDecoder(module, kwargs, example.cache_is)
         inputs = decoder.inputs(kwargs)
         written = written_parameters(module, traced.written)
         with torch.no_grad(), undisturbed(seed=0, module=module, kwargs=kwargs, parameters=written):

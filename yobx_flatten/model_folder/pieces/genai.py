@@ -22,7 +22,7 @@ from ...export.proof.eager_runs import Case
 from ...recipe.aliases import PlainCache, TransformersModel
 from . import text
 from .grid_images import BlockwiseDecoder, DeepstackDecoder, GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
-from .vision_language import vision_language_pieces
+from .vision_language import image_token_of, vision_language_pieces
 
 EMBEDDING = "embedding"
 """Name, without suffix, of the file that computes input embeddings from tokens and image features."""
@@ -69,12 +69,6 @@ class EmbeddingWithFeatures(torch.nn.Module):
         rows = torch.cat([image_features.to(embeds.dtype), embeds.new_zeros(1, embeds.shape[-1])])
         place = (is_picture.flatten().cumsum(0) - 1).clamp(min=0, max=rows.shape[0] - 1).reshape(input_ids.shape)
         return {"inputs_embeds": torch.where(is_picture[..., None], rows[place], embeds)}
-
-
-def image_token_of(model: TransformersModel) -> int:
-    """Return the token that features of pictures replace."""
-    found = getattr(model.config, "image_token_id", None)
-    return int(model.config.image_token_index if found is None else found)
 
 
 def genai_picture_pieces(model: TransformersModel, split: text.Split = text.EVERY) -> list[text.Piece]:

@@ -61,7 +61,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return tuples of sizes, by their name in the report; ``self.rows``, if set, replaces the batch size."""
+        """Return tuples of sizes by a name for the report; ``rows`` replaces the first size, which is the batch."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
@@ -131,8 +131,8 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
-    if decoders.counts_by_itself(example[cache_is]) and decoders.why_not_sliding(model, example) is None:
-        decoder = decoders.SlidingDecoder(model, example)
+    if decoders.counts_by_itself(example[cache_is]) and decoders.why_not_sliding(model, example, cache_is) is None:
+        decoder = decoders.SlidingDecoder(model, example, cache_is)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
         shapes = decoder.shapes(dynamic_shapes(example))
         return [Piece("model", decoder, decoder.inputs(example), cases, shapes, remarks=remarks)]

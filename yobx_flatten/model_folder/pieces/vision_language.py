@@ -177,3 +177,9 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
     return random_values(model, shape, count)
+
+
+def image_token_of(model: TransformersModel) -> int:
+    """Return the token that features of pictures replace."""
+    found = getattr(model.config, "image_token_id", None)
+    return int(model.config.image_token_index if found is None else found)

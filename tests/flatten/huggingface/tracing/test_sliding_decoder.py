@@ -16,7 +16,7 @@ def test_the_length_of_the_mask_stands_for_the_counter():
     model = make_model("mistral")
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
     del kwargs["attention_mask"]
-    decoder = SlidingDecoder(model, {**kwargs, "use_cache": True})
+    decoder = SlidingDecoder(model, {**kwargs, "use_cache": True}, WORD)
     given = decoder.inputs(kwargs)
     assert given["attention_mask"].tolist() == [[1] * 5] * 2
     assert given["position_ids"].tolist() == [[3, 4]] * 2
@@ -37,8 +37,8 @@ def test_tokens_with_codes_beside_them_are_counted_by_their_second_axis():
     codes = torch.randint(1, 5, (2, 5, 3), generator=torch.Generator().manual_seed(0))
     cache = cache_of(model(input_ids=codes[:, :3], use_cache=True))
     kwargs = {"input_ids": codes[:, 3:], WORD: cache, "use_cache": True}
-    assert why_not_sliding(model, kwargs) is None
-    decoder = SlidingDecoder(model, kwargs)
+    assert why_not_sliding(model, kwargs, WORD) is None
+    decoder = SlidingDecoder(model, kwargs, WORD)
     given = decoder.inputs(kwargs)
     assert given["attention_mask"].shape == (2, 5)
     with torch.no_grad():
@@ -86,14 +86,14 @@ def make_codes_model():
 def test_inputs_that_tools_do_not_feed_are_named(more, reason):
     """Then the counter stays among the inputs of a file, and the report says why."""
     model = make_model("mistral")
-    assert why_not_sliding(model, {**decode_inputs(model, DecodeSizes()), **more}) == reason
+    assert why_not_sliding(model, {**decode_inputs(model, DecodeSizes()), **more}, WORD) == reason
 
 
 def test_a_specification_for_the_model_becomes_one_for_its_parts():
     """Layer by layer; what the example had not varies."""
     model = make_model("mistral")
     kwargs = decode_inputs(model, DecodeSizes())
-    decoder = SlidingDecoder(model, kwargs)
+    decoder = SlidingDecoder(model, kwargs, WORD)
     shapes = dynamic_shapes(
         kwargs, {"input_ids": {0: "rows"}, "attention_mask": None, "past_key_values.value_W8_1": None}
     )

@@ -401,20 +401,6 @@ def test_a_class_with_keyed_methods_is_a_node(local):
     assert paths(Special(1, 2)) == ["['x']", "[1]"]
 
 
-def test_a_class_that_says_it_all_needs_one_line(local):
-    """`register` reads dataclasses of others, too."""
-
-    @local
-    @dataclasses.dataclass
-    class Point:
-        x: Any
-        y: Any
-
-    assert register(Point) is True
-    assert register(Point) is False
-    assert pytree.tree_map(lambda leaf: -leaf, Point(1, 2)) == Point(-1, -2)
-
-
 class Where(NamedTuple):
     x: Any
     y: Any

@@ -37,11 +37,13 @@ def lines(text):
     return textwrap.dedent(text).strip("\n")
 
 
-def test_containers_tensors_and_values():
-    """One row each, with types and shapes."""
-    tree = {"x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
+def test_containers_tensors_arrays_and_values():
+    """One row each, with types and shapes; arrays with their library."""
+    array = numpy.zeros((2, 2), dtype="int32")
+    tree = {"w": array, "x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
     assert drawn(tree, name="kwargs") == lines("""
-        kwargs: dict of 3
+        kwargs: dict of 4
+        ├─ ['w']: numpy int32[2, 2]
         ├─ ['x']: bfloat16[2, 3]
         ├─ ['y']: list of 2
         │  ├─ [0]: 1
@@ -77,25 +79,17 @@ def test_static_parts_are_shown():
         unregister_class_flattening(State)
 
 
-def test_three_equal_siblings_are_one_row():
-    """Two are two."""
-    assert drawn({"a": [X] * 24, "b": [X, X]}) == lines("""
+def test_equal_layers_are_one_with_what_is_below():
+    """A list of 24 layers takes three rows; two equal siblings are two."""
+    assert drawn({"a": [{"k": X, "v": X.long()} for _ in range(24)], "b": [X, X]}) == lines("""
         tree: dict of 2
         ├─ ['a']: list of 24
-        │  └─ [0] … [23]: 24 × float32[2, 3]
+        │  └─ [0] … [23]: 24 × dict of 2
+        │     ├─ ['k']: float32[2, 3]
+        │     └─ ['v']: int64[2, 3]
         └─ ['b']: list of 2
            ├─ [0]: float32[2, 3]
            └─ [1]: float32[2, 3]
-    """)
-
-
-def test_equal_layers_are_one_with_what_is_below():
-    """A list of 24 layers takes three rows."""
-    assert drawn([{"k": X, "v": X.long()} for _ in range(24)]) == lines("""
-        tree: list of 24
-        └─ [0] … [23]: 24 × dict of 2
-           ├─ ['k']: float32[2, 3]
-           └─ ['v']: int64[2, 3]
     """)
 
 
@@ -168,11 +162,6 @@ def test_a_repr_that_fails_is_named():
         assert drawn([Shy()], width=200).endswith("Shy, a leaf without tensors")
     finally:
         unregister_class_flattening(State)
-
-
-def test_arrays_are_shown_with_their_library():
-    """They are no tensors of torch."""
-    assert drawn([numpy.zeros((2, 2), dtype="int32")]).endswith("[0]: numpy int32[2, 2]")
 
 
 def test_rows_tell_what_they_are():

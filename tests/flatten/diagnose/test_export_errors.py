@@ -92,7 +92,6 @@ class Case:
     call: Any = None
     paths: tuple[str, ...] = ()
     remedy: str = ""
-    same_in_strict: bool = True
 
 
 CASES = {
@@ -142,14 +141,6 @@ CASES = {
         paths=("batch",),
         remedy="batch = 1",
     ),
-    "a dynamic axis of size 1": Case(
-        r"x\.shape\[0\] should vary, but has size 1 in the example",
-        Takes(),
-        (X[:1],),
-        shapes={"x": {0: Dim.DYNAMIC}},
-        paths=("x.shape[0]",),
-        remedy="Dim.AUTO  # instead of Dim.DYNAMIC",
-    ),
     "a branch on a size": Case(
         r"takes another branch for some sizes of batch \(x\.shape\[0\]\): the trace is valid where .*x\.shape\[0\] "
         r"<= 3",
@@ -189,15 +180,6 @@ CASES = {
         shapes={"x": {0: Dim("a")}, "y": [{0: Dim("a")}]},
         paths=("dynamic_shapes['y']",),
         remedy="dynamic_shapes=dynamic_shapes(args)",
-    ),
-    "shapes of another structure": Case(
-        r"dynamic_shapes does not fit the inputs: y: expected a list with 2 entries",
-        Takes(),
-        (),
-        {"x": X, "y": [X, X + 1]},
-        {"x": None, "y": {0: Dim("a")}},
-        paths=("dynamic_shapes['y']",),
-        remedy="dynamic_shapes=dynamic_shapes(kwargs)",
     ),
     "shapes for other names": Case(
         r"Missing: \['y'\]; unknown: \['z'\]",

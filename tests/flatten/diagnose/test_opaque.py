@@ -5,11 +5,9 @@ import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy
 import pytest
 import torch
 from hypothesis import given
-from transformers import DynamicCache
 
 from tests import fresh_process
 from tests.flatten.core.test_contents import Trap
@@ -148,20 +146,10 @@ def test_the_text_names_place_class_size_and_line():
     )
 
 
-def test_a_cache_of_transformers_is_one_finding():
-    """Its layers come apart with it."""
-    cache = DynamicCache()
-    for layer in range(3):
-        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
-    (found,) = find_unregistered({"past_key_values": cache}, name="kwargs")
-    assert (found.path, found.tensors, found.nbytes) == ("kwargs['past_key_values']", 6, 6 * 96)
-    assert found.remedy == "with register_flattening_functions(patch_transformers=True): ..."
-
-
 def test_what_torch_takes_apart_is_not_found():
-    """Nor are objects without tensors, numbers, functions."""
+    """Nor are objects without tensors, numbers, and functions, whatever these close over."""
     tree = {"a": [X, (1, None)], "b": Pair(X, "s"), "c": Plain([1, [2]]), "d": print, "e": collections.deque([X])}
-    assert paths(tree) == []
+    assert paths({**tree, "f": [lambda: X, X.add_, Plain([lambda: X])]}) == []
 
 
 def test_a_registered_class_is_not_found_and_what_is_in_it_is():
@@ -216,11 +204,6 @@ def test_a_module_counts_with_its_parameters():
     assert "make it a submodule" in str(found)
 
 
-def test_a_function_is_not_looked_into():
-    """What it closes over is no input."""
-    assert paths([lambda: X, X.add_, Plain([lambda: X])]) == []
-
-
 def test_nothing_of_the_object_runs():
     """Not even in the text."""
     (found,) = find_unregistered([Trap()])
@@ -253,16 +236,11 @@ def test_a_registered_cache_inside_an_object_is_left_alone():
     assert (outside, inside) == (["tree", "tree.a"], ["tree"])
 
 
-def test_arrays_of_numpy_count_inside_objects():
-    """They are data all the same."""
-    (found,) = find_unregistered(Plain([numpy.zeros(4)]))
-    assert (found.tensors, found.nbytes) == (1, 32)
-
-
-def test_arrays_of_jax_count_inside_objects():
-    """Only where somebody imported JAX."""
-    jax = pytest.importorskip("jax", reason="JAX is optional")
-    (found,) = find_unregistered(Plain([jax.numpy.zeros(4, dtype="float32")]))
+@pytest.mark.parametrize("library", ["numpy", "jax.numpy"])
+def test_arrays_count_inside_objects(library):
+    """They are data all the same; those of JAX count where somebody imported JAX."""
+    arrays = pytest.importorskip(library, reason="JAX is optional")
+    (found,) = find_unregistered(Plain([arrays.zeros(4, dtype="float32")]))
     assert (found.tensors, found.nbytes) == (1, 16)
 
 

@@ -1,21 +1,19 @@
 """What a file that writes its cache in place does, whatever its runtime: next to the eager model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from yobx_flatten import DecodeSizes, decode_inputs
+from yobx_flatten import DecodeSizes, decode_inputs, open_generator
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.huggingface.cache_names import cache_of
+from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.rewind import cache_tensors, cropped
 
-__all__ = [
-    *("LEAVES", "OPTIONS", "SIZES", "assert_a_call_is_right_without_a_loop", "assert_rows_go_on_after_a_rewind"),
-    *("padded_prompt", "small_llama", "small_mistral"),
-]
+__all__ = ["LEAVES", "SIZES", "WritesInPlace", "WritesIntoBuffers", "padded_prompt", "small_llama", "small_mistral"]
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -94,3 +92,55 @@ def assert_rows_go_on_after_a_rewind(model: Any, runner: Any, calls: Sequence[in
     torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
     keys = cache_tensors(cache)["past_key_values.1.key"]
     torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
+
+
+class WritesInPlace:
+    """The tests of one runtime. The module of a subclass has the fixtures `model` and `folder` of a small Llama."""
+
+    file = ""
+    opened: ClassVar[dict[str, Any]] = {}
+    calls = (100, 200)  # past the first buffers, which have room for 256 tokens
+
+    def test_the_report_names_what_is_written_in_place(self, folder):
+        """Each case is a loop over the cache, next to the model; the manifest states the form of the cache."""
+        report = folder.reports[self.file]
+        assert report.in_place == LEAVES
+        assert report.ok
+        assert max(case.steps for case in report.cases) == 3
+        assert folder.verified.manifest.cache == "in_place"
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_rows_with_padding_generate_what_the_model_does(self, model, folder, options):
+        """Greedily, with a prompt in pieces, and with beams, whose rows change places."""
+        asked = {**padded_prompt(), "max_new_tokens": 20, **options}
+        found = open_generator(folder.path, **self.opened).generate(**asked)
+        assert torch.equal(found, model.generate(**asked, do_sample=False))
+
+    @pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+    def test_refused_drafts_are_taken_back(self, model, folder, drafts):
+        """A draft of another model is refused at most places; what lies after the tokens that stay is written again."""
+        ids, generator = torch.tensor([[5, 6, 7, 8] * 6]), open_generator(folder.path, **self.opened)
+        assistant = {"assistant_model": small_llama(seed=1)}
+        options = assistant if drafts == "assistant" else {"prompt_lookup_num_tokens": 4}
+        found = generator.generate(ids, max_new_tokens=20, **options)
+        assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
+
+    def test_a_cache_grows_is_cut_and_has_other_rows(self, model, folder):
+        """Two tokens fewer, and rows 1, 0 and 1, as in the model."""
+        runner = open_runner(folder.path / self.file, **self.opened)
+        assert_rows_go_on_after_a_rewind(model, runner, self.calls)
+
+    def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(self, model, folder):
+        """The tensors of the caller are copied; other rows are refused before the runtime sees them."""
+        runner = open_runner(folder.path / self.file, **self.opened)
+        assert_a_call_is_right_without_a_loop(model, runner, self.file)
+
+
+class WritesIntoBuffers(WritesInPlace):
+    """The tests of a runtime whose caller makes the buffers."""
+
+    def test_each_number_of_tokens_fits_into_a_buffer(self, model, folder):
+        """Token by token through twenty sizes of the buffers; next to the model itself."""
+        asked = {**padded_prompt(), "max_new_tokens": 520}
+        found = open_generator(folder.path, **self.opened).generate(**asked)
+        assert torch.equal(found, model.generate(**asked, do_sample=False))

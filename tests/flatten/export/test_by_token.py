@@ -14,11 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from yobx_flatten import export_folder, export_onnx, verify_folder
-from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten.errors import ReplayError
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.quantized import _channels
-from yobx_flatten.export.onnx.rounding import round_with_feedback
 from yobx_flatten.export.proof import quality
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -90,21 +89,6 @@ def test_channels_make_large_ones_smaller_and_leave_the_product_as_it_is():
     assert torch.equal(still, torch.ones(4))
 
 
-def test_seven_bits_share_one_zero_and_lose_less_than_rounding_to_nearest():
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(512, 96, generator=draw) @ torch.randn(96, 96, generator=draw)
-    weight = torch.randn(96, 24, generator=draw)
-    grid = round_with_feedback(weight, x.T @ x / 512, 96, torch.float32, 7)
-    assert grid.zeros is None
-    assert grid.middle == 64
-    assert grid.numbers.shape == (24, 1, 96)
-    assert int(grid.numbers.max()) <= 127
-    steps = weight.abs().amax(0) / 63
-    nearest = (weight / steps).round() * steps
-    lost = [float((x @ (one - weight)).square().mean()) for one in (torch.from_numpy(grid.weights()).T, nearest)]
-    assert lost[0] < 0.7 * lost[1]
-
-
 def _tokenizer(folder, words=96):
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(33, 33 + words - 4))]
     made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "[UNK]"))
@@ -156,8 +140,6 @@ def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
     mask = torch.ones_like(ids)
     mask[::2, 20:] = 0
     feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": torch.zeros_like(ids).numpy()}
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     found = torch.from_numpy(session.run(["sentence_embedding"], feeds)[0])
     assert float((found * _embeddings(model, ids, mask)).sum(1).min()) > 0.99
@@ -184,23 +166,6 @@ def test_a_tied_head_stays_in_blocks(tmp_path):
     operators = [node.op_type for node in ir.load(tmp_path / "out/model.onnx").graph]
     assert operators.count("MatMulIntegerToFloat") == 14
     assert verify_folder(tmp_path / "out").ok
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": "int4"}, 'activations="token" needs weights="int8", found \'int4\''),
-        ({"weights": "int8", "block_size": 64}, "one scale for all weights of an output, .* block_size=64"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        Quantization(activations="token", **options)
-
-
-def test_weights_of_float16_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="needs float32 weights"):
-        export_onnx(_layers().half(), (torch.randn(4, 96).half(),), path=tmp_path / "m.onnx", quantize=BY_TOKEN)
 
 
 def test_a_file_that_is_too_far_is_refused_with_what_to_type(tmp_path, monkeypatch):

@@ -69,7 +69,6 @@ class Scaled(torch.nn.Module):
     ("module", "given", "said"),
     [
         (Sample(), {"temperature": 0.7}, ["temperature=0.7"]),
-        (Sample(), {"temperature": 3}, ["temperature=3"]),
         (
             Repeat(),
             {"options": {"times": 3, "doubled": True, "text": "ab"}},
@@ -83,7 +82,7 @@ class Scaled(torch.nn.Module):
         ),
         (Scaled(), {"setting": Setting(torch.ones(3, 2))}, ["setting.scale=2.0", "setting.mode=Mode.MAX"]),
     ],
-    ids=["float", "int", "dict", "enum", "nested", "dataclass"],
+    ids=["float", "dict", "enum", "nested", "dataclass"],
 )
 def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given, said, tmp_path):
     """The file computes what the module does, and the report says with which values for good."""
@@ -109,7 +108,6 @@ def test_none_and_tensors_are_not_noted():
 @pytest.mark.parametrize(
     ("module", "given", "other", "message"),
     [
-        (Sample(), {"temperature": 0.7}, {"temperature": 0.9}, r"kwargs\['temperature'\] was 0\.7 .* passes 0\.9"),
         (Sample(), {"temperature": 0.7}, {"temperature": torch.tensor(0.7)}, "passes a tensor of shape"),
         (Pool(), {"mode": Mode.MAX}, {"mode": Mode.MEAN}, r"was 'Mode\.MAX' .* passes 'Mode\.MEAN'"),
         (
@@ -119,7 +117,7 @@ def test_none_and_tensors_are_not_noted():
             r"kwargs\['options'\]\['text'\] was 'ab'",
         ),
     ],
-    ids=["number", "tensor", "enum", "text"],
+    ids=["tensor", "enum", "text"],
 )
 def test_a_call_with_another_constant_is_refused(module, given, other, message):
     """The error names the argument, what the program holds and what it was given."""

@@ -8,9 +8,9 @@ import onnx
 import pytest
 import torch
 from torch.export import Dim
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.cache_words import WORD
+from tests.models import make_model
 from yobx_flatten import (
     DecodeSizes,
     DynamicShapesError,
@@ -78,13 +78,15 @@ def test_a_shapes_spec_and_a_dict_of_tensor_specs_state_the_same():
     assert [[(bound.lower, bound.upper) for bound in one.values()] for one in found] == [[(3, 9)]] * 3
 
 
-def test_expressions_and_assumptions_are_asserted_by_the_program():
+@pytest.mark.parametrize("strict", [False, True])  # a strict trace goes through dynamo
+def test_expressions_and_assumptions_are_asserted_by_the_program(strict):
     """``B * 2 + 1`` rows and ``B % 2 == 0`` hold of every call, as torch states of them."""
     batch = ShapeVar("batch")
     spec = ShapesSpec(
         {"x": TensorSpec([batch, STATIC]), "y": TensorSpec([batch * 2 + 1, STATIC])}, assumptions=[batch % 2 == 0]
     )
-    exported = export_program(Adds(), _tensors(4, 9), dynamic_shapes=spec, cases=[Case("6", _tensors(6, 13))])
+    cases = [Case("6", _tensors(6, 13))]
+    exported = export_program(Adds(), _tensors(4, 9), dynamic_shapes=spec, strict=strict, cases=cases)
     assert exported.report.ok
     for first, second in ((6, 12), (5, 11)):
         with pytest.raises(RuntimeError, match="assertion failed"):
@@ -138,12 +140,6 @@ def test_containers_numbers_and_varying_arguments_have_their_specs(by_name):
         exported(*args, **kwargs)
 
 
-def _decoder(cls, config, **more):
-    torch.manual_seed(0)
-    small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return cls(config(**small, num_attention_heads=4, num_key_value_heads=2, **more)).eval()
-
-
 @pytest.mark.parametrize("container", [ObjectSpec, DictSpec])
 @pytest.mark.parametrize(
     ("sliding", "stated"),
@@ -151,11 +147,7 @@ def _decoder(cls, config, **more):
 )
 def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, stated):
     """A decoder with ``ObjectSpec({"key_0": ...})`` for its cache computes as the model at every size."""
-    model = (
-        _decoder(MistralForCausalLM, MistralConfig, sliding_window=8)
-        if sliding
-        else _decoder(LlamaForCausalLM, LlamaConfig)
-    )
+    model = make_model("mistral" if sliding else "llama")
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     batch, past, new = ShapeVar("batch", max=16), ShapeVar("past"), ShapeVar("new")
     layer = TensorSpec([batch, STATIC, past, STATIC])
@@ -186,7 +178,7 @@ def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, sta
 )
 def test_a_spec_that_does_not_fit_a_cache_is_refused_with_its_children(entry, said):
     """The message names the place, and what there is."""
-    model = _decoder(LlamaForCausalLM, LlamaConfig)
+    model = make_model("llama")
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     with pytest.raises(DynamicShapesError, match=f"{WORD}.*{said}"):
         export_program(model, (), inputs, dynamic_shapes=ParamsSpec({WORD: entry(ShapeVar("v"))}))
@@ -194,7 +186,7 @@ def test_a_spec_that_does_not_fit_a_cache_is_refused_with_its_children(entry, sa
 
 def test_torch_export_inside_the_block_refuses_a_spec_for_a_cache_and_names_what_takes_it():
     """torch finds children by names of attributes; a cache has keys, and ``export_program`` takes them."""
-    model = _decoder(LlamaForCausalLM, LlamaConfig)
+    model = make_model("llama")
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     spec = ParamsSpec({WORD: ObjectSpec({"key_0": TensorSpec([ShapeVar("v"), None, None, None])})})
     with (
@@ -296,17 +288,6 @@ def test_the_decorator_is_followed_where_no_shapes_are_passed():
     assert export_program(module, (torch.ones(4, 3),), dynamic_shapes=None).program.range_constraints == {}
     with pytest.raises(DynamicShapesError, match="declares its shapes with @dynamic_spec"):
         export_program(module, (torch.ones(4, 3),), dynamic_shapes={"x": {0: Dim.AUTO}})
-
-
-def test_strict_traces_assert_the_same():
-    """``strict=True`` goes through dynamo."""
-    batch = ShapeVar("batch")
-    spec = ShapesSpec({"x": TensorSpec([batch, None]), "y": TensorSpec([batch * 2, None])}, assumptions=[batch < 9])
-    exported = export_program(Adds(), _tensors(4, 8), dynamic_shapes=spec, strict=True)
-    assert exported(*_tensors(3, 6)).tolist() == [9.0] * 4
-    for first, second in ((3, 7), (9, 18)):
-        with pytest.raises(Exception, match=r"Guard failed|assertion failed"):
-            exported(*_tensors(first, second))
 
 
 def test_a_file_has_the_names_of_the_variables_and_states_what_they_are(tmp_path):

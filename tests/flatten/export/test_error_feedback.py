@@ -98,13 +98,4 @@ def test_moments_without_an_inverse_give_finite_weights(moments):
     weights = _weights(32, 8)
     found = round_with_feedback(weights, moments, 32).weights().T
     assert bool((numpy.abs(found - weights.numpy()) <= numpy.ptp(weights.numpy(), 0)).all())
-
-
-def test_scales_have_the_type_of_the_weights():
-    """In half precision the steps are those that the file holds: numbers were chosen with them."""
-    weights, moments = _weights(64, 8), torch.eye(64)
-    grid = round_with_feedback(weights.half(), moments, 32, torch.float16)
-    assert grid.scales.dtype == numpy.float16
-    assert bool((weights != 0).any())
-    zero = torch.zeros(32, 4)
-    assert not round_with_feedback(zero, torch.eye(32), 32).weights().any()
+    assert not round_with_feedback(torch.zeros(32, 8), moments, 32).weights().any()

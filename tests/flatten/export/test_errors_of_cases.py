@@ -73,12 +73,12 @@ class Counts(torch.nn.Module):
 
 @pytest.mark.parametrize(("kind", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[: int(x.max().item())]")])
 def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
-    """In three lines, and without the graph that torch prints twice."""
+    """In three lines, and without the graph that torch prints twice, or the line after the graph."""
     with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} cannot be traced. The code branches on") as caught:
         export_program(kind(), (torch.ones(4, 3),))
     assert line in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3
-    assert "def forward" not in capfd.readouterr().err
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_was_not_equal_is_in_the_first_line():

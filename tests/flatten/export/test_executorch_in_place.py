@@ -6,15 +6,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.flatten.export.rewound_rows import (
-    LEAVES,
-    OPTIONS,
-    assert_a_call_is_right_without_a_loop,
-    assert_rows_go_on_after_a_rewind,
-    padded_prompt,
-    small_llama,
-    small_mistral,
-)
+from tests.flatten.export.rewound_rows import LEAVES, WritesIntoBuffers, small_llama, small_mistral
 from yobx_flatten import (
     DamagedFileError,
     DecodeSizes,
@@ -182,23 +174,15 @@ def folder(model, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_report_names_what_is_written_in_place(folder):
-    """Each case is a loop over the buffers, next to the model; the manifest states the form of the cache."""
-    report = folder.reports["model.pte"]
-    assert report.in_place == LEAVES
-    assert report.ok
-    assert report.remarks[0] == IN_PLACE
-    assert max(case.steps for case in report.cases) == 3
-    assert folder.verified.manifest.cache == "in_place"
+class TestFile(WritesIntoBuffers):
+    """Each row is a call of its own."""
 
+    file = "model.pte"
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_rows_with_padding_generate_what_the_model_does(model, folder, options):
-    """Greedily, with a prompt in pieces, and with beams, whose rows change places; each row is a call of its own."""
-    asked = {**padded_prompt(), "max_new_tokens": 20, **options}
-    found = open_generator(folder.path).generate(**asked)
-    assert torch.equal(found, model.generate(**asked, do_sample=False))
+    def test_the_report_names_what_is_written_in_place(self, folder):
+        """In its first remark also."""
+        super().test_the_report_names_what_is_written_in_place(folder)
+        assert folder.reports[self.file].remarks[0] == IN_PLACE
 
 
 def test_executorch_has_as_many_threads_as_are_asked_for(folder):
@@ -216,28 +200,6 @@ def test_executorch_has_as_many_threads_as_are_asked_for(folder):
 
 
 @pytest.mark.slow
-def test_refused_drafts_are_written_over(model, folder):
-    """A draft of another model is refused at most places; what lies after the tokens that stay is written again."""
-    ids, generator = torch.tensor([[5, 6, 7, 8] * 6]), open_generator(folder.path)
-    found = generator.generate(ids, max_new_tokens=20, assistant_model=small_llama(seed=1))
-    assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
-
-
-@pytest.mark.slow
-def test_buffers_grow_are_cut_and_have_other_rows(model, folder):
-    """Past the first buffers; then two tokens fewer, and rows 1, 0 and 1, as in the model."""
-    assert_rows_go_on_after_a_rewind(model, open_runner(folder.path / "model.pte"), [100, 200])
-
-
-@pytest.mark.slow
-def test_each_number_of_tokens_fits_into_a_buffer(model, folder):
-    """Token by token through twenty sizes of the buffers; next to the model itself."""
-    asked = {**padded_prompt(), "max_new_tokens": 520}
-    found = open_generator(folder.path).generate(**asked)
-    assert torch.equal(found, model.generate(**asked, do_sample=False))
-
-
-@pytest.mark.slow
 def test_a_cache_is_filled_up_to_its_bound(model, folder):
     """600 tokens in the cache and one after them; a token more is refused, and the bound is named."""
     runner = open_runner(folder.path / "model.pte")
@@ -251,9 +213,3 @@ def test_a_cache_is_filled_up_to_its_bound(model, folder):
         wanted = model(ids[:, :600]).logits[:, -1]
     torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-5, rtol=0)
     assert cache.shapes["past_key_values.0.key"] == (1, 2, 600, 16)
-
-
-@pytest.mark.slow
-def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(model, folder):
-    """The tensors of the caller are copied into buffers; other rows are refused before ExecuTorch sees them."""
-    assert_a_call_is_right_without_a_loop(model, open_runner(folder.path / "model.pte"), "model.pte")

@@ -120,19 +120,6 @@ def test_a_program_of_another_registration_is_refused():
         unregister_class_flattening(Pair)
 
 
-def test_files_of_runtimes_are_written_from_the_given_program(tmp_path):
-    """An ONNX file is replayed with the same cases."""
-    linear = torch.nn.Linear(2, 3).eval()
-    given = {"input": torch.ones(4, 2)}
-    program = torch.export.export(linear, (), given, dynamic_shapes={"input": {0: Dim.AUTO}})
-    proven = prove_program(program, linear, cases=[Case("9 rows", (), {"input": torch.ones(9, 2)})])
-    report = proven.to_onnx(tmp_path / "linear.onnx")
-    assert [(c.case, c.runtime, c.error) for c in report.cases] == [
-        ("the example", "onnxruntime", None),
-        ("9 rows", "onnxruntime", None),
-    ]
-
-
 # -- transformers.exporters --------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import KEPT_SCORES
 
-FAMILIES = ["llama", "qwen3", "gemma3_text", "phi", "gpt2"]
+FAMILIES = ["llama", "gemma3_text", "gpt2"]
 
 
 def _session(path):

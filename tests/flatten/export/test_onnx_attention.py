@@ -1,18 +1,23 @@
-"""Attention of exported files: one operator that takes the cache, with the numbers of the eager model."""
+"""Attention of exported files: one operator that takes the cache, with the numbers of the eager model.
+
+Attention with sinks (gpt-oss) is one operator of onnxruntime; the operator of ONNX does not take sinks.
+"""
 
 from __future__ import annotations
 
 import functools
+import types
 
 import onnx
 import onnx_ir
 import pytest
 import torch
 import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
-from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
+from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, make_dynamic_cache
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
@@ -97,22 +102,6 @@ def test_norms_of_heads_are_not_swapped_with_tokens(exported):
 
     assert report.operators["RMSNormalization"] == 9
     assert not nodes_of(path, "Transpose")
-
-
-def test_a_layer_that_slides_has_the_operator_too(exported):
-    """Every layer of Mistral slides; the replay goes past the window."""
-    _, report = exported("mistral, all layers slide")
-
-    assert report.operators["Attention"] == 2
-    assert report.ok
-
-
-def test_half_precision_has_the_same_operator(tmp_path):
-    """Weights of float16 come to the same two operators; the replay allows what half precision rounds."""
-    model = make("Gemma2", {**SMALL, **MIXED}).half()
-    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
-
-    assert (report.opset, report.operators["Attention"]) == (23, 2)
 
 
 @needs_transformers("5.17", "no trace can follow the experts of gpt-oss")
@@ -221,3 +210,45 @@ def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
 
     assert [case.runtime for case in caught.value.report.cases] == [*["torch.export"] * 3, "onnxruntime"]
     assert not list(tmp_path.iterdir())
+
+
+class OneLayer(torch.nn.Module):
+    """Four heads of queries and two of keys, with the attention of gpt-oss and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 32)
+        self.keys = torch.nn.Linear(32, 2 * 16)
+        self.attention = types.SimpleNamespace(num_key_value_groups=2, training=False)
+        self.sinks = torch.nn.Parameter(torch.tensor([2.0, -1.0, 0.5, 4.0]))
+
+    def forward(self, input_ids, attention_mask, past_key_values):
+        hidden = self.embedding(input_ids)
+        rows, new = input_ids.shape
+        query = hidden.view(rows, new, 4, 8).transpose(1, 2)
+        key, value = self.keys(hidden).view(rows, new, 4, 8).transpose(1, 2).chunk(2, dim=1)
+        key, value = past_key_values.update(key, value, 0)
+        total = attention_mask.shape[1]
+        place = torch.arange(total)
+        seen = place[None, :] <= (place[:, None] + total - new)[:new]
+        seen = seen[None, None] & attention_mask[:, None, None, :].bool()
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        module = types.SimpleNamespace(sinks=self.sinks, **vars(self.attention))
+        found, _ = eager_attention_forward(module, query, key, value, mask, scaling=8**-0.5)
+        return {"logits": found.flatten(2), "past_key_values": past_key_values}
+
+
+@pytest.mark.parametrize("optimize", ["onnxruntime", None])
+def test_sinks_are_an_input_of_the_operator_that_takes_them(tmp_path, optimize):
+    """Replayed with sinks that take from a hundredth to most of the weight; spelled out without that operator."""
+    torch.manual_seed(0)
+    mask = torch.ones(2, 10).long()
+    mask[0, :3] = 0
+    inputs = {
+        "input_ids": torch.randint(0, 32, (2, 3)),
+        "attention_mask": mask,
+        "past_key_values": make_dynamic_cache([tuple(torch.randn(2, 2, 2, 7, 8))]),
+    }
+    report = export_onnx(OneLayer().eval(), (), inputs, tmp_path / "a.onnx", cases=[], optimize=optimize).report
+    assert report.ok
+    assert report.operators == ({"GroupQueryAttention": 1} if optimize else {"Softmax": 1})

@@ -1,10 +1,9 @@
 """What the passes over a converted graph ask of a node."""
 
-import numpy
 import onnx_ir as ir
 import pytest
 
-from yobx_flatten.export.onnx.rewrite.repair import copy_type, input_of, insert_before, sizes_of, type_of
+from yobx_flatten.export.onnx.rewrite.repair import copy_type, input_of, insert_before, type_of
 
 
 def test_an_input_that_is_left_out_is_named():
@@ -42,8 +41,3 @@ def test_nodes_are_inserted_where_a_node_stands():
     assert [node.name for node in graph] == ["first", "second", "last"]
     with pytest.raises(ValueError, match="the Abs alone does not belong to a graph"):
         insert_before(ir.node("Abs", [value], name="alone"), [])
-
-
-def test_the_sizes_of_a_constant_are_numbers():
-    """A weight of three axes has three of them."""
-    assert sizes_of(ir.tensor(numpy.zeros((2, 3, 4), "float32"))) == [2, 3, 4]

@@ -1,7 +1,6 @@
 """A cache that OpenVINO writes in place: the state of the model, proven, rewound and reordered next to the model."""
 
 import importlib.util
-import json
 
 import numpy
 import pytest
@@ -11,20 +10,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 pytest.importorskip("openvino")
 
 
-from tests.flatten.export.rewound_rows import (
-    LEAVES,
-    OPTIONS,
-    assert_a_call_is_right_without_a_loop,
-    assert_rows_go_on_after_a_rewind,
-    padded_prompt,
-    small_llama,
-    small_mistral,
-)
+from tests.flatten.export.rewound_rows import WritesInPlace, padded_prompt, small_llama, small_mistral
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, open_generator, open_model
 from yobx_flatten.errors import InvalidArgumentError
 from yobx_flatten.export.runtimes import openvino as writer
 from yobx_flatten.export.runtimes.openvino import copied_states, keep_in_state
-from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.openvino_runner import import_openvino, read_model
 
 
@@ -39,29 +29,19 @@ def folder(model, tmp_path_factory):
     return export_folder(model, place, target="openvino", proof="sample")
 
 
-@pytest.fixture(scope="module")
-def generator(folder):
-    return open_generator(folder.path)
-
-
 def test_the_cache_is_no_input_of_the_file(folder):
     """Other tools of OpenVINO open such a file: tokens, mask, positions and the rows of beams; all of it in float32."""
     model = read_model(folder.path / "model.xml")
     inputs = {name for port in model.inputs for name in port.names}
     assert inputs == {"input_ids", "attention_mask", "position_ids", "beam_idx"}
     assert [next(iter(port.names)) for port in model.outputs] == ["logits"]
-    assert json.loads((folder.path / "yobx_flatten.json").read_text(encoding="utf-8"))["cache"] == "in_place"
     compiled = import_openvino().Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     assert "float32" in str(compiled.get_property("KV_CACHE_PRECISION"))
 
 
 def test_openvino_writes_all_of_it_in_place(folder):
     """OpenVINO's own plan of the compiled file: keys and values are read by its attention alone."""
-    report = folder.reports["model.xml"]
     assert copied_states(folder.path / "model.xml") == []
-    assert report.in_place == LEAVES
-    assert report.ok
-    assert max(case.steps for case in report.cases) == 3
 
 
 def test_all_layers_add_one_mask_of_numbers(folder):
@@ -79,45 +59,19 @@ def test_openvino_has_as_many_threads_as_are_asked_for(folder, open_folder):
     assert open_folder(folder.path, threads=1).steps.parts.decoder._compiled.get_property("INFERENCE_NUM_THREADS") == 1
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_rows_with_padding_generate_what_the_model_does(model, generator, options):
-    """Greedily, with a prompt in pieces, and with beams, whose rows change places."""
-    asked = {**padded_prompt(), "max_new_tokens": 20, **options}
-    assert torch.equal(generator.generate(**asked), model.generate(**asked, do_sample=False))
+class TestFile(WritesInPlace):
+    file = "model.xml"
+    calls = (6,)
 
 
-@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
-def test_refused_drafts_are_taken_back(model, generator, drafts):
-    """A draft of another model is refused at most places; the state is cut to the tokens that stay."""
-    torch.manual_seed(1)
-    with_drafts = (
-        {"prompt_lookup_num_tokens": 4} if drafts == "lookup" else {"assistant_model": small_llama().train(False)}
-    )
-    if drafts == "assistant":
-        torch.nn.init.normal_(with_drafts["assistant_model"].lm_head.weight, generator=torch.Generator().manual_seed(3))
-    ids = torch.tensor([[5, 6, 7, 8] * 6])
-    found = generator.generate(ids, max_new_tokens=20, **with_drafts)
-    assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
-
-
-def test_two_texts_at_a_time_do_not_mix(model, generator):
+def test_two_texts_at_a_time_do_not_mix(model, folder):
     """Each cache is the state of a request of its own."""
+    generator = open_generator(folder.path)
     first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[50, 60, 70, 80]])
     found = list(zip(*(generator.stream(ids, max_new_tokens=8) for ids in (first, second)), strict=True))
     for column, ids in enumerate((first, second)):
         wanted = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
         assert [int(step[column]) for step in found] == wanted.tolist()
-
-
-def test_a_state_is_cut_and_has_other_rows(model, folder):
-    """Next to the eager model on the same tokens: two tokens fewer, then rows 1, 0 and 1."""
-    runner = open_runner(folder.path / "model.xml")
-    assert_rows_go_on_after_a_rewind(model, runner, [6])
-
-
-def test_a_call_without_a_loop_takes_and_returns_the_cache(model, folder):
-    """The state is set from the inputs, and read for the outputs; other rows are refused."""
-    assert_a_call_is_right_without_a_loop(model, open_runner(folder.path / "model.xml"), "model.xml")
 
 
 def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path):

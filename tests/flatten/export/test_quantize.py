@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+import math
 import os
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from yobx_flatten import (
     DecodeSizes,
     InvalidArgumentError,
     MissingDependencyError,
+    Quantization,
     ReplayError,
     decode_inputs,
     export_onnx,
@@ -24,7 +26,6 @@ from yobx_flatten import (
 )
 from yobx_flatten.export import quantization as quantizing
 from yobx_flatten.export.proof.quality import Distance, text_losses
-from yobx_flatten.export.quantization import Quantization
 from yobx_flatten.export.runtimes.file_options import has_kernels
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -178,7 +179,7 @@ def test_weights_next_to_the_float_file_are_found_again(tmp_path, monkeypatch, l
 
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path, monkeypatch):
-    """Unknown types, no projections, a type without kernels, a text that is none."""
+    """Unknown types, no projections, a type without kernels, a text for a module that reads none."""
     monkeypatch.setattr(torch.export, "export", None)
     linear, x, path = torch.nn.Linear(64, 64), torch.ones(2, 64), tmp_path / "m.onnx"
     with pytest.raises(InvalidArgumentError, match=r'quantize must be None, "int8", "int4", .*found \'int3\''):
@@ -191,12 +192,6 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
         export_onnx(torch.nn.Linear(64, 64).double(), (x.double(),), path=path, quantize="int4")
     with pytest.raises(InvalidArgumentError, match="cannot read the text of tokens=, since Linear is not"):
         export_onnx(linear, (x,), path=path, quantize=Quantization(tokens=torch.ones(2, 5, dtype=torch.int64)))
-    with pytest.raises(InvalidArgumentError, match="block_size must be one of 16, 32"):
-        Quantization(block_size=33)
-    with pytest.raises(InvalidArgumentError, match=r"must be a number above 1, found 0\.9"):
-        Quantization(perplexity_ratio=0.9)
-    with pytest.raises(InvalidArgumentError, match=r"found float32 of shape \(2, 5\)"):
-        Quantization(tokens=torch.ones(2, 5))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -274,15 +269,6 @@ def test_a_program_of_weights_without_kernels_stays_a_program(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_without_kernels_are_written_unproven(tmp_path):
-    """For another provider: the file has bfloat16, and the report states that nothing was run."""
-    module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
-    report = export_onnx(module, (x,), path=tmp_path / "m.onnx", proof="none").report
-    assert "UNPROVEN" in str(report)
-    graph = onnx.load(tmp_path / "m.onnx").graph
-    assert {value.type.tensor_type.elem_type for value in graph.input} == {onnx.TensorProto.BFLOAT16}
-
-
 def test_weights_in_float16_are_quantised_with_scales_of_float16(tmp_path):
     """The operator takes activations of that type."""
     with torch.random.fork_rng(devices=[]):
@@ -294,3 +280,63 @@ def test_weights_in_float16_are_quantised_with_scales_of_float16(tmp_path):
     assert types == {onnx.TensorProto.FLOAT16, onnx.TensorProto.UINT8}
     assert isinstance(report.quality.as_dict(), dict)
     assert SimpleNamespace(**report.quality.as_dict()).ok
+
+
+ALLOWED = {"weights": "int8", "block_size": 0, "allowed": 1.01}
+
+
+def measured(expected, found):
+    distance = Distance()
+    distance.add(expected, found)
+    return distance.quality(**ALLOWED)
+
+
+def test_outputs_without_scores_are_compared_by_size():
+    """One apart, by 0.5 on average, and more than the spread; integers and empty tensors state nothing."""
+    ints, empty = torch.tensor([1, 2]), torch.zeros(0)
+    expected = {"hidden": torch.tensor([3.0, 4.0]), "ids": ints, "empty": empty}
+    quality = measured(expected, {"hidden": torch.tensor([3.0, 5.0]), "ids": ints + 1, "empty": empty})
+    assert (quality.max_difference, quality.mean_difference) == (1, 0.5)
+    assert quality.relative_difference == pytest.approx(math.sqrt(1 / (0.5**2 + 0.5**2)))
+    assert (quality.agreement, quality.perplexity_ratio) == (None, None)
+    assert str(quality) == "int8, one scale per output: max difference 1.0e+00; mean 5.0e-01, 141.4% of the outputs"
+    same = measured(expected, expected)
+    assert (same.ok, same.relative_difference) == (True, 0)
+
+
+def test_outputs_that_are_not_finite_are_refused():
+    """NaN is no small difference, whatever the sums are."""
+    quality = measured({"hidden": torch.ones(2)}, {"hidden": torch.tensor([1.0, math.nan])})
+    assert (quality.ok, quality.max_difference) == (False, math.inf)
+
+
+def test_scores_of_padding_alone_state_nothing():
+    """No position is left, so no greedy token can differ."""
+    quality = measured({"logits": torch.zeros(1, 2, 5)}, {"logits": torch.ones(1, 2, 5)})
+    assert (quality.positions, quality.agreement, quality.divergence, quality.ok) == (0, None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": "int3"}, r'weights must be "int8", "int4" or "keep", found \'int3\''),
+        ({"block_size": 33}, "block_size must be one of 16, 32"),
+        ({"perplexity_ratio": 0.9}, r"must be a number above 1, found 0\.9"),
+        ({"tokens": [1, 2, 3]}, "list"),
+        ({"tokens": torch.ones(2, 5)}, r"found float32 of shape \(2, 5\)"),
+        ({"calibration": torch.ones(2, 5)}, r"calibration must be int64 of shape \(texts, length\)"),
+        (
+            {"activations": "int4"},
+            'activations must be "auto", "float", "int8", "split" or "token", found \'int4\'',
+        ),
+        ({"activations": "token", "weights": "int4"}, 'activations="token" needs weights="int8", found \'int4\''),
+        (
+            {"activations": "token", "weights": "int8", "block_size": 64},
+            "one scale for all weights of an output, .* block_size=64",
+        ),
+    ],
+)
+def test_options_that_are_none_or_exclude_each_other_are_named(options, words):
+    """Before anything is exported."""
+    with pytest.raises(InvalidArgumentError, match=words):
+        Quantization(**options)

@@ -7,7 +7,6 @@ import traceback
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from yobx_flatten import Case, export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
@@ -100,8 +99,6 @@ class Stream(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (nn.GRU, {"batch_first": True}),
-        (nn.LSTM, {"bidirectional": True}),
         (nn.LSTM, {"num_layers": 3, "batch_first": True}),
         (nn.GRU, {"num_layers": 2, "bidirectional": True}),
         (nn.RNN, {}),
@@ -190,11 +187,6 @@ class Halved(nn.Module):
         return {"y": torch.ops.yobx_tests.halved(x)}
 
 
-class Solved(nn.Module):
-    def forward(self, x):
-        return {"y": torch.linalg.solve(x @ x.mT + torch.eye(x.shape[1]), x)}
-
-
 class Reread(nn.Module):
     def forward(self, x):
         return {"y": x.view(torch.int32)}
@@ -202,12 +194,7 @@ class Reread(nn.Module):
 
 @pytest.mark.usefixtures("_lines_of_code")
 @pytest.mark.parametrize(
-    ("module", "operator"),
-    [
-        (Halved(), "yobx_tests.halved.default"),
-        (Solved(), "aten._linalg_solve_ex.default"),
-        (Reread(), "aten.view.dtype"),
-    ],
+    ("module", "operator"), [(Halved(), "yobx_tests.halved.default"), (Reread(), "aten.view.dtype")]
 )
 def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
     """In a few lines, with the operator, its place in the model's code, and ``translations=``."""
@@ -228,26 +215,13 @@ class Normed(nn.Module):
         return {"y": self.norm(self.convolution(x))}
 
 
-def _bert():
-    return BertModel(
-        BertConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (Normed, {"x": torch.randn(2, 3, 9)}),
-        (_bert, {"input_ids": torch.randint(0, 64, (2, 5)), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}),
-    ],
-)
-def test_a_module_made_in_inference_mode_is_exported(make, inputs, tmp_path):
+def test_a_module_made_in_inference_mode_is_exported(tmp_path):
     """Outside of that mode; its parameters are afterwards as they were."""
     with torch.inference_mode():
-        module = make().eval()
-    export_onnx(module, kwargs=inputs, path=tmp_path / "m.onnx")
+        module = Normed().eval()
+    export_onnx(module, kwargs={"x": torch.randn(2, 3, 9)}, path=tmp_path / "m.onnx")
     assert all(one.requires_grad and one.is_inference() for one in module.parameters())
-    assert max(_differences(tmp_path / "m.onnx", module, {n: v[:1] for n, v in inputs.items()})) < 1e-5
+    assert max(_differences(tmp_path / "m.onnx", module, {"x": torch.randn(1, 3, 9)})) < 1e-5
 
 
 def test_a_program_checks_a_size_of_one_value():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.flatten.export.trained_model import text_of, trained_model
-from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, register_flattening_functions
+from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, register_flattening_functions
 from yobx_flatten.export.onnx.file import UnprovenFile
 from yobx_flatten.export.onnx.rounding import input_moments
 from yobx_flatten.export.quantization import Quantization
@@ -118,9 +118,3 @@ def test_weights_in_4_bits_multiply_in_half_precision(tmp_path):
     products = [node for node in graph.node if node.op_type == "MatMulNBits"]
     assert len(products) == 2 * 7 + 1
     assert {types[node.input[2]] for node in products} == {onnx.TensorProto.FLOAT16}
-
-
-def test_a_text_that_is_none_is_refused():
-    """Before anything is traced, with its name."""
-    with pytest.raises(InvalidArgumentError, match=r"calibration must be int64 of shape \(texts, length\)"):
-        Quantization("int4", calibration=torch.ones(2, 5))

@@ -1,4 +1,7 @@
-"""A cache in one piece of memory: the file for it, its proof, and the steps of a loop that write into it."""
+"""A cache in one piece of memory: the file for it, its proof, and the steps of a loop that write into it.
+
+Operators next to onnxruntime's attention: fewer of them make the mask, and positions are passed on unchanged.
+"""
 
 import onnx
 import pytest
@@ -62,20 +65,6 @@ def test_steps_write_into_the_same_memory(llama, monkeypatch):
     assert len(set(places)) == 2
 
 
-def test_a_cache_of_another_file_is_taken_over(llama):
-    """One that was filled elsewhere, as by a file for the first call."""
-    model, path, _ = llama
-    runner = open_runner(path)
-    inputs = decode_inputs(model, DecodeSizes(batch=2, past=6, new=1))
-    layers = cache_of(inputs).layers
-    leaves = [leaf.clone() for layer in layers for leaf in (layer.keys, layer.values)]
-    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    found, _ = runner.step(feeds, runner.cache(dict(zip(NAMES, leaves, strict=True))))
-    with torch.no_grad():
-        wanted = model(**inputs).logits
-    torch.testing.assert_close(found["logits"], wanted, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("form", ["run", "step"])
 def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(llama, form):
     """The operator refuses such a call: it is made row by row, in a loop token by token. The numbers are the same."""
@@ -120,3 +109,44 @@ def test_there_is_one_runtime_to_optimize_for(tmp_path):
     """Nothing is traced for another."""
     with pytest.raises(InvalidArgumentError, match='optimize must be "onnxruntime" or None'):
         export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="tensorrt")
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory):
+    """A model whose caller gives positions, its file and its operators."""
+    model, path = small_model("llama"), tmp_path_factory.mktemp("placed") / "model.onnx"
+    inputs = decode_inputs(model, DecodeSizes(past=5, new=2))
+    inputs["position_ids"] = torch.arange(5, 7)[None].repeat(inputs["input_ids"].shape[0], 1)
+    report = export_onnx(model, (), inputs, path, optimize="onnxruntime").report
+    assert report.ok
+    return model, path, report.operators
+
+
+def test_rotations_and_norms_are_one_operator_each_and_the_mask_is_read_as_it_is(placed):
+    """Two rotations and two norms a layer, and the norm before the head; no key is looked up."""
+    model, path, operators = placed
+    assert operators["RMSNormalization"] == 2 * model.config.num_hidden_layers + 1
+    assert operators["RotaryEmbedding"] == 2 * model.config.num_hidden_layers
+    assert "GatherND" not in {node.op_type for node in onnx.load(path).graph.node}
+
+
+@pytest.mark.parametrize("past", [0, 7])
+@pytest.mark.parametrize("first", [0, 900])
+def test_positions_are_those_of_the_caller_in_each_row(placed, past, first):
+    """Also in the prompt, where onnxruntime's own rotation would take those of the first row for all."""
+    model, path, _ = placed
+    if past:
+        inputs = decode_inputs(model, DecodeSizes(batch=2, past=past, new=1, padding=3))
+        leaves = [leaf.clone() for layer in cache_of(inputs).layers for leaf in (layer.keys, layer.values)]
+    else:
+        inputs = {"input_ids": torch.arange(8, 18).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+        leaves = [torch.zeros(2, 2, 0, 16) for _ in range(4)]
+    columns = torch.arange(inputs["input_ids"].shape[1])
+    inputs["position_ids"] = torch.stack([columns + first, columns + first + 11])
+    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+    found = open_runner(path).run({**feeds, **dict(zip(names, leaves, strict=True))})
+    with torch.no_grad():
+        wanted = model(**inputs, use_cache=True)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["present.0.key"], cache_of(wanted).layers[0].keys, atol=1e-5, rtol=0)

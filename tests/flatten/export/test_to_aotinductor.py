@@ -1,16 +1,21 @@
-"""A package of AOTInductor: sizes that may not be 0 are stated, and views that lowering refuses are copies."""
+"""A package of AOTInductor: sizes that may not be 0 are stated, and views that lowering refuses are copies.
+
+Weights of products have their axes exchanged, and loops over tokens are handed the sizes of what they return. The
+numbers stay the same.
+"""
 
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from tests.flatten.export.small_step import inputs, make_step, shapes
 from yobx_flatten import ReplayError, export_program, register_flattening_functions
 from yobx_flatten.export.flat_program import flat_program, signature_of
-from yobx_flatten.export.runtimes.aotinductor import refused_when_empty, write_package
+from yobx_flatten.export.runtimes.aotinductor import lift_sizes, refused_when_empty, transposed_weights, write_package
 from yobx_flatten.runners.signature import KEY, Signature
 
 
@@ -133,3 +138,108 @@ def test_a_sum_whose_last_rows_are_fewer_than_a_vector_stays_within_its_output(t
     done = subprocess.run([sys.executable, "-c", _TAIL], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout) < 1e-4  # beside eager; sums of 66 products
+
+
+class Tied(torch.nn.Module):
+    """A table that is also the head, a product with a bias, and a weight that is read in another way too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 6)
+        self.product = torch.nn.Linear(6, 5)
+        self.scaled = torch.nn.Linear(5, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        hidden = self.scaled(self.product(self.table(ids)).relu()) * self.scaled.weight.sum()
+        return self.head(hidden)
+
+
+@pytest.fixture
+def tied_module():
+    torch.manual_seed(0)
+    return Tied().eval()
+
+
+def _changed(tied_module):
+    program = torch.export.export(tied_module, (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: Dim.AUTO},))
+    return program, transposed_weights(program)
+
+
+def test_the_numbers_are_those_of_the_module(tied_module):
+    """For another number of tokens also; the table is looked up in the head's memory."""
+    _, made = _changed(tied_module)
+    ids = torch.tensor([[4, 0, 10, 7, 7]])
+    torch.testing.assert_close(made.module()(ids), tied_module(ids), atol=1e-6, rtol=0)
+
+
+def test_a_weight_that_only_products_and_a_table_read_is_exchanged(tied_module):
+    """The tied one is one tensor under both names; one that is summed up stays, and so do those of the caller."""
+    program, made = _changed(tied_module)
+    shapes = {name: tuple(weight.shape) for name, weight in made.state_dict.items() if weight.dim() == 2}
+    assert {name: shape for name, shape in shapes.items() if name.startswith(("product", "scaled"))} == {
+        "product.weight": (6, 5),
+        "scaled.weight": (6, 5),
+    }
+    tied = [
+        made.state_dict[name] for name in made.graph_signature.parameters if name in ("table.weight", "head.weight")
+    ]
+    assert {tuple(weight.shape) for weight in tied} == {(6, 11)}
+    assert len({weight.data_ptr() for weight in tied}) == 1
+    assert tied_module.product.weight.shape == (5, 6)
+    assert program.state_dict["product.weight"].shape == (5, 6)
+
+
+def test_other_types_stay_as_they_are(tied_module):
+    """Only products in float32 are exchanged, as only those were measured."""
+    _, made = _changed(tied_module.double())
+    assert made.state_dict["product.weight"].shape == (5, 6)
+
+
+SCAN = torch.ops.higher_order.scan
+
+
+class Decay(torch.nn.Module):
+    """A state that fades from token to token, with an output of each."""
+
+    def forward(self, decay, added, state):
+        def step(state, given):
+            state = given[0] * state + given[1]
+            return state, state.sum(-1)
+
+        return scan(step, state, (decay.transpose(0, 1), added.transpose(0, 1)))
+
+
+def loop_inputs(batch, tokens):
+    generator = torch.Generator().manual_seed(batch)
+    return tuple(torch.rand(*shape, 4, generator=generator) for shape in ((batch, tokens), (batch, tokens), (batch,)))
+
+
+def exported_loop():
+    free, tokens = torch.export.Dim.AUTO, torch.export.Dim.AUTO
+    return torch.export.export(
+        Decay(), loop_inputs(2, 3), dynamic_shapes=({0: free, 1: tokens}, {0: free, 1: tokens}, {0: free})
+    )
+
+
+def test_the_sizes_of_outputs_are_inputs_of_the_loop_which_returns_what_it_returned():
+    """AOTInductor allocates the outputs before the loop, from the sizes that it is given."""
+    program = exported_loop()
+    lift_sizes(program.graph_module)
+    for found, right in zip(program.module()(*loop_inputs(3, 5)), Decay()(*loop_inputs(3, 5)), strict=True):
+        torch.testing.assert_close(found, right)
+    (node,) = program.graph.find_nodes(op="call_function", target=SCAN)
+    given = {str(size.meta["val"]) for size in node.args[3]}
+    asked = {str(size) for value in node.meta["val"] for size in value.shape if isinstance(size, torch.SymInt)}
+    assert asked == given
+    body = getattr(program.graph_module, node.args[0].target)
+    assert len(body.graph.find_nodes(op="placeholder")) == 1 + 2 + len(given)
+
+
+def test_a_graph_without_loops_stays_as_it_is():
+    """No node is added."""
+    program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+    before = str(program.graph)
+    lift_sizes(program.graph_module)
+    assert str(program.graph) == before

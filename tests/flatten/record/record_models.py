@@ -16,13 +16,11 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _WINDOW = {"sliding_window": 8}
 _MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _VISION = {**SIZES, "image_size": 16, "patch_size": 4}
-_BART_LIKE = {**BART_SIZES, "vocab_size": _VOCABULARY, "decoder_start_token_id": 1}
 
 # name -> configuration, model, what the configuration is given
 _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _SIZES),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_SIZES, **_WINDOW}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _SIZES),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_SIZES, **_MIXED, "query_pre_attn_scalar": 8}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": _VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mamba": (
@@ -40,18 +38,12 @@ _ENCODER_DECODER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
-        {**_BART_LIKE, "max_position_embeddings": 64, "forced_eos_token_id": None},
-    ),
-    "whisper": (
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
         {
-            **_BART_LIKE,
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": 64,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
+            **BART_SIZES,
+            "vocab_size": _VOCABULARY,
+            "decoder_start_token_id": 1,
+            "max_position_embeddings": 64,
+            "forced_eos_token_id": None,
         },
     ),
 }
@@ -84,10 +76,8 @@ def make_generator(name: str) -> Any:
 
 
 def generate_inputs(name: str, *, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Return what `generate` is given: random tokens, a padded row where there is room, an image or sound if needed."""
+    """Return what `generate` is given: random tokens, a padded row where there is room, an image if needed."""
     generator = torch.Generator().manual_seed(seed)
-    if name == "whisper":
-        return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
     tokens = torch.randint(8, _VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(tokens)
     inputs = {"input_ids": tokens, "attention_mask": mask}

@@ -58,12 +58,8 @@ def test_no_batch_is_guessed_where_sizes_differ():
     assert calls.axes().names == {}
     assert "no axis was recognized as the batch: sizes along axis 0 differ (x 4, scale 3)" in calls.axes().remarks[0]
     assert calls.dynamic_shapes() == {"x": {}, "scale": {}}
-
-
-def test_a_weight_beside_a_varying_batch_stays_fixed():
-    """The batch is what varies along axis 0."""
-    calls = record({"x": (4, 3), "scale": (3,)}, {"x": (6, 3), "scale": (3,)})
-    assert calls.axes().names == {("x", 0): "batch"}
+    varies = record({"x": (4, 3), "scale": (3,)}, {"x": (6, 3), "scale": (3,)})
+    assert varies.axes().names == {("x", 0): "batch"}
 
 
 def test_a_number_that_varies_is_an_input_and_one_that_does_not_is_a_constant():
@@ -83,10 +79,12 @@ def test_a_flag_that_varies_makes_two_phases():
 
 
 def test_nan_and_objects_do_not_split_a_phase():
-    """NaN is the same value in every call; an object that is made anew for each is of one class."""
-    calls = record(*({"x": (2, 3), "low": float("nan"), "made": object(), "rows": numpy.ones(2)} for _ in range(3)))
+    """NaN is the same value in every call, as a streamer is; an object that is made anew for each is of one class."""
+    same = {"x": (2, 3), "low": float("nan"), "streamer": object()}
+    calls = record(*({**same, "made": object(), "rows": numpy.ones(2)} for _ in range(3)))
     assert {name: len(part) for name, part in calls.phases().items()} == {"forward": 3}
-    assert list(calls.constants()) == ["low"]
+    assert list(calls.constants()) == ["low", "streamer"]
+    assert calls.constants()["streamer"] is same["streamer"]
 
 
 def test_an_argument_that_is_there_at_times_names_its_phase():

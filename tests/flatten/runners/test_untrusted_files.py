@@ -111,11 +111,6 @@ def test_a_signature_of_a_newer_version_says_what_to_do(tmp_path):
         open_runner(package(tmp_path / "m.pt2", **{KEY: newer}), trust=True)
 
 
-def test_a_signature_comes_back_from_its_text():
-    """Types, sizes that depend on each other, bounds."""
-    assert Signature.from_json(IDS.to_json(), "m") == IDS
-
-
 def test_an_input_has_the_type_of_the_file():
     """A number takes it, a tensor or an array of another type is refused, and a missing one is named."""
     as_int = functools.partial(as_tensor, "count", torch.int64, failure=GenerationError, where="m.pt2")
@@ -150,15 +145,11 @@ def test_a_damaged_file_of_openvino_is_refused(tmp_path):
         open_runner(tmp_path / "none.xml")
 
 
-def test_a_file_of_text_is_no_package(tmp_path):
+def test_a_file_that_is_no_package_or_not_there_is_named(tmp_path):
     """Where the runtime is named, so that nothing else is tried."""
     (tmp_path / "m.pt2").write_text("no archive", encoding="utf-8")
     with pytest.raises(DamagedFileError, match=r"m\.pt2 cannot be read: File is not a zip file"):
         open_runner(tmp_path / "m.pt2", runtime="aotinductor", trust=True)
-
-
-def test_a_package_that_is_not_there_is_named(tmp_path):
-    """For a runtime that is named, as for the one that a suffix stands for."""
     with pytest.raises(GenerationError, match=r"There is no file .*none.pt2"):
         open_runner(tmp_path / "none.pt2", runtime="aotinductor", trust=True)
 
@@ -169,7 +160,7 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
         open_runner(tmp_path / "m.onnx", runtime="tflite")
     with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
         open_runner(tmp_path / "m.onnx", runtime="executorch")
-    with pytest.raises(InvalidArgumentError, match=r"its suffix is none of"):
+    with pytest.raises(InvalidArgumentError, match=r"its suffix is none of \.onnx, \.pt2"):
         open_runner(tmp_path / "m.bin")
 
 

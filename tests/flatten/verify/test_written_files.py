@@ -5,12 +5,11 @@ import shutil
 import pytest
 import torch
 
-from yobx_flatten import Case, export_onnx, export_program
-from yobx_flatten.model_folder.pieces.text import Split, decoder_pieces
+from yobx_flatten import Case, export_program
 from yobx_flatten.verify import verify_file
 
 from .peer_files import WRITTEN, llama, t5
-from .test_planted_faults import small_mistral
+from .test_planted_faults import small_linear, small_mistral, written
 
 
 def changed(model):
@@ -20,11 +19,18 @@ def changed(model):
     return model
 
 
-def test_a_folder_of_optimum_is_right():
-    """optimum's encoder, and its two decoders in one file: a cache is read, and none is."""
-    report = verify_file(WRITTEN / "optimum", t5())
+def test_files_of_optimum_are_right_and_are_found_in_folders(tmp_path):
+    """optimum's encoder, and its two decoders in one file: a cache is read, and none is.
+
+    mobius writes one folder for each component, as here.
+    """
+    for part in ("encoder_model", "decoder_model_merged"):
+        (tmp_path / part).mkdir()
+        shutil.copy(WRITTEN / "optimum" / f"{part}.onnx", tmp_path / part / "model.onnx")
+    report = verify_file(tmp_path, t5())
+    assert sorted(report.files) == ["decoder_model_merged/model.onnx", "encoder_model/model.onnx"]
     assert report.ok is True, str(report)
-    merged = report.files["decoder_model_merged.onnx"]
+    merged = report.files["decoder_model_merged/model.onnx"]
     assert merged.report.input_names[-1] == "use_cache_branch"
     assert merged.call == "decoder_model, decoder_with_past_model", "both branches"
     assert len(merged.report.cases) >= 6
@@ -50,19 +56,11 @@ def test_a_file_of_genai_is_right_where_it_runs():
     assert not any(case.within(other.report.tolerance) for case in other.report.cases)
 
 
-@pytest.fixture
-def decoder(tmp_path):
-    """An ONNX file of a Mistral, as others would hand it to another runtime."""
-    model = small_mistral()
-    (piece,) = decoder_pieces(model, Split(whole_cache=True, proof="none"))
-    export_onnx(piece.module, kwargs=piece.kwargs, path=tmp_path / "model.onnx", proof="none")
-    return model, tmp_path / "model.onnx"
-
-
-def test_a_file_of_openvino_is_compared(decoder, tmp_path):
+def test_a_file_of_openvino_is_compared(tmp_path):
     """OpenVINO's own converter writes it; a window that the model does not have is found."""
     openvino = pytest.importorskip("openvino")
-    model, path = decoder
+    model, path = small_mistral(), tmp_path / "model.onnx"
+    written(model, path)
     (tmp_path / "openvino").mkdir()
     openvino.save_model(openvino.convert_model(path), tmp_path / "openvino" / "model.xml", compress_to_fp16=False)
     (one,) = verify_file(tmp_path / "openvino", model).files.values()
@@ -77,9 +75,7 @@ def test_a_file_of_openvino_is_compared(decoder, tmp_path):
 def test_a_module_that_openvino_converted_is_compared(compressed, tmp_path):
     """Its outputs have no names, and by default its weights are those of the model in float16."""
     openvino = pytest.importorskip("openvino")
-    torch.manual_seed(0)
-    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
-    x = torch.randn(4, 3)
+    linear, x = small_linear()
     converted = openvino.convert_model(linear, example_input=x)
     openvino.save_model(converted, tmp_path / "model.xml", compress_to_fp16=compressed)
     cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
@@ -95,9 +91,7 @@ def test_a_module_that_openvino_converted_is_compared(compressed, tmp_path):
 def test_a_file_of_executorch_is_compared(tmp_path):
     """A program of ExecuTorch is right next to its model, and wrong next to another one."""
     pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")
-    torch.manual_seed(0)
-    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
-    x = torch.randn(4, 3)
+    linear, x = small_linear()
     program = export_program(linear, (x,), dynamic_shapes=None)
     program.to_executorch(tmp_path / "model.pte", backend="portable")
     cases = [Case("the example", (x,)), Case("other values", (torch.randn(4, 3),))]
@@ -114,9 +108,7 @@ def test_a_file_that_executorch_wrote_by_itself_is_compared(tmp_path):
     pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")
     from executorch.exir import to_edge
 
-    torch.manual_seed(0)
-    linear = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval()
-    x = torch.randn(4, 3)
+    linear, x = small_linear()
     program = to_edge(torch.export.export(linear, (x,))).to_executorch()
     (tmp_path / "model.pte").write_bytes(program.buffer)
     cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
@@ -127,13 +119,3 @@ def test_a_file_that_executorch_wrote_by_itself_is_compared(tmp_path):
     assert verify_file(tmp_path / "model.pte", linear, cases=cases).ok is False
     (tmp_path / "model.pte").write_bytes(b"no program")
     assert "is not a file of ExecuTorch" in str(verify_file(tmp_path / "model.pte", linear, cases=cases))
-
-
-def test_components_in_folders_are_found(tmp_path):
-    """mobius writes one folder for each component."""
-    for part in ("encoder_model", "decoder_model_merged"):
-        (tmp_path / part).mkdir()
-        shutil.copy(WRITTEN / "optimum" / f"{part}.onnx", tmp_path / part / "model.onnx")
-    report = verify_file(tmp_path, t5())
-    assert sorted(report.files) == ["decoder_model_merged/model.onnx", "encoder_model/model.onnx"]
-    assert report.ok is True, str(report)

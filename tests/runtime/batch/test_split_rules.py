@@ -1,4 +1,4 @@
-"""Rules by key path or by structure state where to cut."""
+"""Rules by key path or by structure state where to cut; a rule holds for its path and all that is below."""
 
 import re
 
@@ -8,9 +8,9 @@ import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate, sum_reducer
 
-from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
+from roundpipe_runtime.batch.spec import Replicate, Rule, TensorChunkSpec, is_below, read_rules
 from roundpipe_runtime.batch.splitting import split
-from roundpipe_runtime.errors import SplitError
+from roundpipe_runtime.errors import JoinError, SplitError
 from tests.runtime.batch.rows import firsts, rows
 
 
@@ -130,3 +130,27 @@ def test_a_reducer_is_no_rule_for_inputs():
     """torch has one class of marks for both sides."""
     with pytest.raises(SplitError, match="a reducing rule, which is for outputs"):
         split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
+
+
+def test_a_tree_of_marks_becomes_rules_by_path():
+    """`None` says nothing; instances and classes mean the same."""
+    spec = {"a": [TensorChunkSpec(1), None], "b": Replicate, "c": Replicate()}
+    assert read_rules(spec, "kwargs") == {
+        "kwargs['a'][0]": Rule(1),
+        "kwargs['b']": Rule(None),
+        "kwargs['c']": Rule(None),
+    }
+
+
+def test_the_error_is_of_the_class_that_fits_the_place():
+    for error in (SplitError, JoinError):
+        with pytest.raises(error, match=r"x: expected TensorChunkSpec\(dim\), Replicate or None, found 'batch'"):
+            read_rules("batch", "x", error)
+
+
+@pytest.mark.parametrize(
+    ("path", "above", "expected"),
+    [("a", "a", True), ("a[0]", "a", True), ("a.b", "a", True), ("ab", "a", False), ("a[10]", "a[1]", False)],
+)
+def test_a_path_ends_at_a_step(path, above, expected):
+    assert is_below(path, above) is expected

@@ -26,6 +26,20 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x)) * scale
 
 
+class Opaque:
+    """An object with a tensor that nobody registered."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class TakesOpaque(Block):
+    """A layer that adds the tensor of such an object."""
+
+    def forward(self, x, held):
+        return super().forward(x) + held.tensor.sum()
+
+
 class Toy(nn.Module):
     """Embedding, layers, head; ``between`` is the model's own code between two layers."""
 
@@ -66,6 +80,16 @@ def hf_model(name: str) -> nn.Module:
     is_switchable = hasattr(model, "set_experts_implementation")  # not before transformers 5
     if is_switchable and model.can_generate() and hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")
+    return model
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model in training mode; random numbers would differ from those of the plain model."""
+    for module in model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
     return model
 
 
@@ -139,6 +163,8 @@ def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
 
 __all__ = [
     "Block",
+    "Opaque",
+    "TakesOpaque",
     "Toy",
     "assert_like_plain",
     "compare_toy",
@@ -147,6 +173,7 @@ __all__ = [
     "hf_model",
     "known_model",
     "tokens",
+    "without_dropout",
     "worst_gradient",
     "wrapped",
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from roundpipe_runtime import RoundPipeRunConfig, VirtualDevice, wrap_model_to_roundpipe
 from roundpipe_runtime.engine.planner import FOR_PARAMETERS
@@ -20,8 +21,6 @@ def small_is_large(monkeypatch):
 
 
 def llama(*, tied=False):
-    import transformers
-
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, tie_word_embeddings=tied,
@@ -39,14 +38,11 @@ def planned(memory, large_tables="auto", *, frozen=False):
     return training.report(batch=4, length=LENGTH, num_microbatch=2)
 
 
-def layer_bytes():
-    return sum(p.nbytes for p in llama().model.layers[0].parameters())
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_least_device_holds_two_layers(frozen):
     """A device needs room for two layers with their gradients, whatever the vocabulary is."""
-    enough = int(2 * 2 * layer_bytes() / FOR_PARAMETERS) + 1000
+    layer = sum(p.nbytes for p in llama().model.layers[0].parameters())
+    enough = int(2 * 2 * layer / FOR_PARAMETERS) + 1000
     report = planned(enough, frozen=frozen)
     assert not report.too_large
     assert report.least_memory <= enough

@@ -104,19 +104,18 @@ def test_a_remedy_of_unknown_memory_is_an_error():
         training.remedy(batch=8, length=64, num_microbatch=2)
 
 
-def test_what_is_as_small_as_it_gets_has_no_remedy():
-    """One short row in one microbatch."""
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [
+        ({"batch": 1, "length": 64, "num_microbatch": 1}, "--microbatches 1"),
+        ({"batch": 8, "length": 2048, "num_microbatch": 2}, "--microbatches 8 --length 64"),
+    ],
+)
+def test_a_remedy_that_does_not_exist_is_said_to_be_none(size, what):
+    """One row of 64 tokens in a microbatch is as small as it gets."""
     tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
-    remedy = PlannedTraining(model_on_meta(make_config("llama")), tiny).remedy(batch=1, length=64, num_microbatch=1)
-    assert (remedy.fits, remedy.what) == (False, "--microbatches 1")
-
-
-def test_a_remedy_that_does_not_exist_is_said_to_be_none():
-    """One row of 64 tokens is as small as it gets."""
-    tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
-    training = PlannedTraining(model_on_meta(make_config("llama")), tiny)
-    remedy = training.remedy(batch=8, length=2048, num_microbatch=2)
-    assert (remedy.fits, remedy.what) == (False, "--microbatches 8 --length 64")
+    remedy = PlannedTraining(model_on_meta(make_config("llama")), tiny).remedy(**size)
+    assert (remedy.fits, remedy.what) == (False, what)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from tests.runtime.optim.test_parts import Clips
 from tests.runtime.small import batch, relative_error, same_bits, small_model
 
 F = nn.functional
@@ -15,17 +16,8 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 HALF = {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16}
 
 
-class Clips(torch.optim.SGD):
-    """An optimizer that needs all gradients at a time."""
-
-    def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
-        return super().step(closure)
-
-
 OPTIMIZERS = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "one that clips": lambda params: Clips(params, lr=0.1),
 }

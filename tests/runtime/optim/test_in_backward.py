@@ -14,6 +14,7 @@ from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.ctrl_c import press
 from tests.runtime.huggingface.hf_small import known_model
+from tests.runtime.optim.test_parts import Clips
 from tests.runtime.small import batch, near, relative_error, same_bits, small_model
 
 F = nn.functional
@@ -34,6 +35,12 @@ def give(pipe, optimizer):
 
 def step(pipe, optimizer, how=False):
     pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=how)
+
+
+def run(pipe, seed=0, rows=6, loss_fn=mse):
+    """A run of rows in 16 bits, without a step."""
+    inputs, labels = batch(rows, seed=seed)
+    return pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=loss_fn)
 
 
 def adam(pipe, **options):
@@ -80,8 +87,7 @@ def train(pipe, make=adam, steps=3, rows=7, how=False):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     losses = []
     for seed in range(steps):
-        inputs, labels = batch(rows, seed=seed)
-        losses.append(pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse))
+        losses.append(run(pipe, seed, rows))
         step(pipe, optimizer, how)
         scheduler.step()
     return losses + numbers(pipe, optimizer)
@@ -151,8 +157,7 @@ def test_clipping_in_place_is_that_of_master_weights(wrap, update):
         pipe = wrap(layers_of("tied"), update=way, **options)
         optimizer = adam(pipe)
         for seed in range(3):
-            inputs, labels = batch(6, seed=seed)
-            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            run(pipe, seed)
             if way == "in_backward":
                 refuses_to_clip(pipe)
                 return
@@ -170,8 +175,7 @@ def test_parameters_are_wide_on_the_host_and_nothing_else_is(wrap):
     model[0].register_forward_hook(lambda layer, args, output: seen.append(layer.weight.dtype))
     pipe = wrap(model, model_run_config=MEAN, update="in_backward", **FLOAT)
     optimizer = adam(pipe)
-    inputs, labels = batch(6)
-    pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+    run(pipe)
     held = {id(p): p for p in [*pipe.optim_parameters(), *model.parameters()]}
     moments = [v for p in held.values() for v in optimizer.state[p].values() if v.dim()]
     assert all(p.dtype == torch.float32 and p.grad is None for p in held.values())
@@ -206,25 +210,46 @@ def learns_tokens(pipe, optimizer):
     return losses
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-def test_models_of_transformers(name, update):
-    """A small Llama, a T5 with tied embeddings, and a mixture of experts; compared with master weights."""
-    found = []
+def pipelines_of_the_same_bits(make, update, **options):
+    """Two pipelines of a model of transformers: one with master weights, and one with `update`.
+
+    Losses of two steps, the loss of an evaluation, master weights and moments are bitwise the same.
+    """
+    pipes, found = [], []
     for way in ("masters", update):
         torch.manual_seed(0)
-        model = model_of(name)
-        torch.manual_seed(0)
         pipe = wrap_model_to_roundpipe(
-            model, lower_threshold=0, devices="virtual:2", name="same", update=way, model_run_config=MEAN, **FLOAT
+            make(), lower_threshold=0, devices="virtual:2", name="same", update=way, **FLOAT, **options
         )
-        optimizer = adam(pipe)
+        learning = [p for p in pipe.optim_parameters() if p.requires_grad]
+        optimizer = give(pipe, torch.optim.AdamW(learning, lr=1e-2))
         losses = learns_tokens(pipe, optimizer)
         with torch.no_grad():
             losses.append(pipe(input_ids=TOKENS, labels=TOKENS).loss)
         found.append(losses + numbers(pipe, optimizer))
+        pipes.append(pipe)
     assert len(found[0]) > 10
     assert same_bits(*found)
+    return pipes
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_models_of_transformers(name, update):
+    """A small Llama, a T5 with tied embeddings, and a mixture of experts; compared with master weights."""
+    pipelines_of_the_same_bits(lambda: model_of(name), update, model_run_config=MEAN)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_adapters_of_peft(update):
+    """LoRA around a frozen model of 16 bits: adapters have 12 or 16 bytes, the rest stays as it is."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    pipes = pipelines_of_the_same_bits(
+        lambda: peft.get_peft_model(model_of("llama"), lora, autocast_adapter_dtype=False), update
+    )
+    for pipe in pipes:
+        assert {p.dtype for p in pipe.cut.model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("tables", ["whole", "slices"])
@@ -232,18 +257,9 @@ def test_large_tables(tables, monkeypatch):
     """Rows of an embedding and slices of a head are rounded like whole parameters."""
     monkeypatch.setattr("roundpipe_runtime.optim.large_tables.LARGE", 2**10)
     monkeypatch.setattr("roundpipe_runtime.optim.large_tables._SMALLEST_SLICE", 2**10)
-    found = []
-    for way in ("masters", "in_backward"):
-        torch.manual_seed(0)
-        model = known_model("llama").to(torch.bfloat16)
-        pipe = wrap_model_to_roundpipe(
-            model, lower_threshold=0, devices="virtual:2", update=way, large_tables=tables, name="same", **FLOAT
-        )
+    for pipe in pipelines_of_the_same_bits(lambda: model_of("llama"), "in_backward", large_tables=tables):
         marked = pipe._rp_engine.planner.rule.mark(pipe._rp_engine._read_layers())
         assert any(layer.tables for layer in marked) == (tables == "slices")
-        optimizer = adam(pipe)
-        found.append(learns_tokens(pipe, optimizer) + numbers(pipe, optimizer))
-    assert same_bits(*found)
 
 
 # -- a step that is not whole -----------------------------------------------------------------------------------------
@@ -277,16 +293,11 @@ def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp
     model = broken()
     pipe = wrap(model, model_run_config=MEAN, update="in_backward", name="same", **FLOAT)
     optimizer = adam(pipe)
-    inputs, labels = batch(6)
-
-    def run():
-        return pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
-
-    run()
+    run(pipe)
     optimizer.step()
     save_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
     before = numbers(pipe, optimizer)
-    expected = run()
+    expected = run(pipe)
     optimizer.step()
     after = numbers(pipe, optimizer)
     load_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
@@ -304,17 +315,17 @@ def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp
     Breaks.act = staticmethod(act_late)
     try:
         with pytest.raises((ZeroDivisionError, KeyboardInterrupt)) as raised:
-            run()
+            run(pipe)
     finally:
         Breaks.act = None
     assert "Go back to the last checkpoint" in "".join(raised.value.__notes__)
-    for use in (run, lambda: save_checkpoint(tmp_path / "broken", pipe, optimizer=optimizer)):
+    for use in (lambda: run(pipe), lambda: save_checkpoint(tmp_path / "broken", pipe, optimizer=optimizer)):
         with pytest.raises(StageError, match=r"had stepped layers \d to 4(.|\n)*load_checkpoint"):
             use()
     assert not (tmp_path / "broken").exists()
     load_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
     assert same_bits(numbers(pipe, optimizer), before)
-    assert run() == expected
+    assert run(pipe) == expected
     optimizer.step()
     assert same_bits(numbers(pipe, optimizer), after)
 
@@ -324,11 +335,10 @@ def test_a_failure_before_the_backward_changes_nothing(wrap):
     pipe = wrap(broken(), model_run_config=MEAN, update="in_backward", **FLOAT)
     optimizer = adam(pipe)
     before = numbers(pipe, optimizer)
-    inputs, labels = batch(6)
     with pytest.raises(ZeroDivisionError):
-        pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, labels: 1 / 0)
+        run(pipe, loss_fn=lambda outputs, labels: 1 / 0)
     assert same_bits(numbers(pipe, optimizer), before)
-    pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+    run(pipe)
     assert not same_bits(numbers(pipe), before)
 
 
@@ -338,8 +348,7 @@ def test_a_failure_before_the_backward_changes_nothing(wrap):
 def pipe_and_run(wrap, make=adam, model=None, **options):
     pipe = wrap(model or layers_of("plain"), model_run_config=MEAN, **{**FLOAT, "update": "in_backward", **options})
     optimizer = make(pipe)
-    inputs, labels = batch(6)
-    return pipe, optimizer, lambda: pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+    return pipe, optimizer, lambda: run(pipe)
 
 
 def test_gradients_of_two_calls_are_not_added(wrap):
@@ -361,21 +370,10 @@ def test_a_scaler_is_refused_before_a_step(wrap):
     for scaler in (GradScaler(), torch.amp.GradScaler("cpu")):
         pipe, optimizer, _ = pipe_and_run(wrap)
         before = numbers(pipe, optimizer)
-        inputs, labels = batch(6)
         with pytest.raises(ConfigError, match="could not divide gradients by its scale"):
-            pipe.forward_backward(
-                (inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, y, s=scaler: s.scale(mse(outputs, y))
-            )
+            run(pipe, loss_fn=lambda outputs, y, s=scaler: s.scale(mse(outputs, y)))
         assert same_bits(numbers(pipe, optimizer), before)
     assert GradScaler().scale(torch.ones(())) == 2.0**16
-
-
-class NeedsAll(torch.optim.SGD):
-    """An optimizer that needs all gradients at a time."""
-
-    def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
-        return super().step(closure)
 
 
 def hooked(optimizer):
@@ -387,7 +385,7 @@ def hooked(optimizer):
     ("make", "match"),
     [
         (lambda pipe: None, r"needs the optimizer before the run(.|\n)*step_with"),
-        (lambda pipe: give(pipe, NeedsAll(pipe.optim_parameters(), lr=0.1)), "one parameter after the other"),
+        (lambda pipe: give(pipe, Clips(pipe.optim_parameters(), lr=0.1)), "one parameter after the other"),
         (lambda pipe: hooked(adam(pipe)), "has hooks around its step"),
         (
             lambda pipe: give(pipe, torch.optim.SGD(list(pipe.optim_parameters())[:2], lr=0.1)),
@@ -460,13 +458,8 @@ def test_a_batch_without_weight_has_zero_gradients(wrap):
     for way in ("masters", "in_backward"):
         pipe = wrap(layers_of("plain"), update=way, model_run_config=MEAN, **FLOAT)
         optimizer = adam(pipe)
-        inputs, labels = batch(6)
         for weight in (1.0, 0.0, 1.0):
-            pipe.forward_backward(
-                (inputs.bfloat16(),),
-                label=labels,
-                loss_fn=lambda outputs, y, w=weight: (mse(outputs, y) * len(y) * w, w * len(y)),
-            )
+            run(pipe, loss_fn=lambda outputs, y, w=weight: (mse(outputs, y) * len(y) * w, w * len(y)))
             optimizer.step()
             optimizer.zero_grad()
         found.append(numbers(pipe, optimizer))
@@ -481,11 +474,8 @@ def test_parameters_of_a_loss_are_stepped_by_the_call(wrap):
         scale = nn.Parameter(torch.ones(3))
         pipe = wrap(layers_of("plain"), update=way, model_run_config=MEAN, **FLOAT)
         optimizer = give(pipe, torch.optim.AdamW([*pipe.optim_parameters(), scale], lr=1e-2))
-        inputs, labels = batch(6)
         for _ in range(3):
-            pipe.forward_backward(
-                (inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, y, s=scale: mse(outputs * s, y)
-            )
+            run(pipe, loss_fn=lambda outputs, y, s=scale: mse(outputs * s, y))
             optimizer.step()
             optimizer.zero_grad()
         found.append([*numbers(pipe, optimizer), scale.detach().clone()])
@@ -501,12 +491,11 @@ def test_an_evaluation_sees_the_step(wrap, update):
     for way in ("masters", update):
         pipe = wrap(layers_of("plain"), update=way, model_run_config=config, **FLOAT)
         optimizer = adam(pipe)
-        inputs, labels = batch(6)
-        pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+        run(pipe)
         if way != "in_backward":
             step(pipe, optimizer)
         with torch.no_grad():
-            found = pipe(inputs.bfloat16())
+            found = pipe(batch(6)[0].bfloat16())
         expected = found if expected is None else expected
     assert torch.equal(found, expected)
 
@@ -521,22 +510,21 @@ def test_a_checkpoint_continues_with_the_same_bits(wrap, tmp_path, update):
         torch.manual_seed(0)
         return wrap(small_model(dropout=0.3).bfloat16(), model_run_config=MEAN, update=update, name="same", **FLOAT)
 
-    def run(pipe, optimizer, steps):
+    def train(pipe, optimizer, steps):
         for seed in steps:
-            inputs, labels = batch(6, seed=seed)
-            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            run(pipe, seed)
             step(pipe, optimizer)
 
     pipe = made()
     optimizer = adam(pipe)
-    run(pipe, optimizer, range(2))
+    train(pipe, optimizer, range(2))
     save_checkpoint(tmp_path / "saved", pipe, optimizer=optimizer)
-    run(pipe, optimizer, range(2, 4))
+    train(pipe, optimizer, range(2, 4))
     expected = numbers(pipe, optimizer)
     again = made()
     other = adam(again)
     load_checkpoint(tmp_path / "saved", again, optimizer=other)
-    run(again, other, range(2, 4))
+    train(again, other, range(2, 4))
     assert same_bits(numbers(again, other), expected)
     ordinary = wrap(small_model(dropout=0.3).bfloat16(), model_run_config=MEAN, **FLOAT)
     with pytest.raises(CheckpointError, match="float32"):
@@ -573,33 +561,9 @@ def test_a_layer_that_is_unfrozen_later(wrap, update):
         for seed in range(4):
             if seed == 2:
                 model[0].requires_grad_(True)
-            inputs, labels = batch(6, seed=seed)
-            pipe.forward_backward((inputs.bfloat16(),), label=labels, loss_fn=mse)
+            run(pipe, seed)
             step(pipe, optimizer)
         found.append(numbers(pipe, optimizer))
-    assert same_bits(*found)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_adapters_of_peft(update):
-    """LoRA around a frozen model of 16 bits: adapters have 12 or 16 bytes, the rest stays as it is."""
-    peft = pytest.importorskip("peft")
-    found = []
-    for way in ("masters", update):
-        torch.manual_seed(0)
-        model = known_model("llama").to(torch.bfloat16)
-        made = peft.get_peft_model(
-            model,
-            peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
-            autocast_adapter_dtype=False,
-        )
-        pipe = wrap_model_to_roundpipe(made, lower_threshold=0, devices="virtual:2", update=way, name="same", **FLOAT)
-        trained = [p for p in pipe.optim_parameters() if p.requires_grad]
-        optimizer = give(pipe, torch.optim.AdamW(trained, lr=1e-2))
-        losses = learns_tokens(pipe, optimizer)
-        frozen = {p.dtype for p in made.parameters() if not p.requires_grad}
-        assert frozen == {torch.bfloat16}
-        found.append(losses + [p.detach().clone() for p in trained])
     assert same_bits(*found)
 
 

@@ -123,7 +123,7 @@ class Clips(torch.optim.SGD):
     """Its update of a parameter depends on the gradients of all."""
 
     def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
         return super().step(closure)
 
 

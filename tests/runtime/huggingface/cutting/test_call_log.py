@@ -1,38 +1,34 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.call_log and .program."""
+"""Tests of huggingface.cutting.call_log and .cut_state: layers that are found, and what passes between pieces."""
 
+import types
 from collections import UserDict
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe_runtime.device.transfer import flatten_value
+from roundpipe_runtime.huggingface.cutting import cut_plan
 from roundpipe_runtime.huggingface.cutting.call_log import (
-    BoxUse,
     CallLog,
     CallSpec,
-    Observed,
-    OutputSpec,
     Tree,
     box_content,
+    candidates,
     fill_box,
     is_box,
     live,
+    observe,
 )
-from roundpipe_runtime.huggingface.cutting.cut_plan import CutPlan
+from roundpipe_runtime.huggingface.cutting.cut_plan import begin, device_of
 from roundpipe_runtime.huggingface.cutting.stub import Key
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions
+from tests.runtime.huggingface.hf_small import Block, Toy, hf_model, tokens
 
 A, B, C = Key(-1, 0), Key(0, 0), Key(-1, 1)
 
 
 def tree(*leaves):
     return Tree(pytree.tree_structure([0] * len(leaves)), leaves)
-
-
-def test_a_tree_is_built_with_its_tensors_and_boxes():
-    """Keys become tensors, uses of boxes the boxes; all else is itself."""
-    made = tree(A, 3, BoxUse(7, dict, tree(C)), None)
-    assert made.build({A: "tensor", C: "other"}, {7: {"in": "box"}}) == ["tensor", 3, {"in": "box"}, None]
-    assert made.keys() == {A, C}
 
 
 def test_values_live_until_their_last_use():
@@ -59,17 +55,71 @@ def test_boxes_are_what_layers_could_write():
     assert held == [2, 3]
 
 
-def test_a_call_log_is_passed_on_unchanged():
-    """It holds no tensors, so it is a leaf on the way to a device."""
-    call_log = CallLog().record({0: CallSpec(tree(A))})
-    structure, tensors = flatten_value({"call_log": call_log, "value": torch.ones(1)})
-    assert len(tensors) == 1
-    assert structure.rebuild(tensors)["call_log"] is call_log
+def test_the_outermost_lists_are_found_the_largest_first():
+    """Experts within a layer are part of it; lists of one element or without parameters are no layers."""
+
+    class Layer(Block):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    model = nn.ModuleDict(
+        {
+            "small": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "layers": nn.ModuleList([Layer(), Layer()]),
+            "single": nn.ModuleList([nn.Linear(99, 99)]),
+            "acts": nn.ModuleList([nn.ReLU(), nn.ReLU()]),
+        }
+    )
+    assert [found.path for found in candidates(model)] == ["layers", "small"]
+    assert list(candidates(model)[0].layers) == ["layers.0", "layers.1"]
 
 
-def test_a_program_names_its_pieces():
-    """Phases and calls in the order in which they run; outputs unlike any input are extras."""
-    form = OutputSpec(pytree.tree_structure([0, 0]), (0, -1))
-    program = CutPlan([Observed("h.0", form), Observed("h.1", form)], [1, 2, 2])
-    assert program.names() == ["phase 0", "h.0", "phase 1", "h.1", "phase 2"]
-    assert [program.is_extra(0, leaf) for leaf in (0, 1, 2)] == [False, True, True]
+def test_a_form_says_which_outputs_are_like_an_input():
+    """A tensor of the shape of an argument can be told before the layer runs; others, and `None`, are noted as such."""
+
+    class Layer(Block):
+        def forward(self, x):
+            return x + 1, x.sum(), None
+
+    model = Toy(nn.ModuleList([Layer(), Layer()]))
+    model.between = lambda number, layer, x: layer(x)[0]
+    calls, _ = observe({"0": model.layers[0]}, lambda: model(tokens()))
+    assert calls[0].form.leaves == (0, -1, (None,))
+
+
+def test_sequential_counts_when_its_children_are_alike_and_made_of_parts():
+    """A stack of equal blocks in an `nn.Sequential` is a list of layers; the two matrices of a network are none."""
+    model = nn.ModuleDict({"stack": nn.Sequential(Block(), Block()), "mlp": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    assert [found.path for found in candidates(model)] == ["stack"]
+
+
+def test_a_state_begins_with_the_arguments_of_the_model():
+    """Without options, which only the pipeline reads; with the seed of the moment, and outputs that are asked for."""
+    model, options = hf_model("llama").eval(), CallOptions(loss_only=True)
+    torch.manual_seed(11)
+    state = begin((), {"input_ids": tokens(), "output_attentions": True, CALL_OPTIONS: options}, model)
+    assert state.call[1].keys() == {"input_ids", "output_attentions"}
+    assert (state.options, state.seed, state.call_log.keep) == (options, 11, "extras")
+
+
+def test_the_device_of_a_call_is_that_of_its_tensors():
+    """The first tensor tells it, however deep; a call without one runs on the host."""
+    assert device_of(((), {"x": [None, torch.ones(1, device="meta")]})) == torch.device("meta")
+    assert device_of(((), {"n": 3})) == torch.device("cpu")
+
+
+def test_later_phases_draw_the_same_numbers_on_the_device_and_on_the_host(monkeypatch):
+    """transformers draws on the CPU which layers it drops, wherever the batch is."""
+    seeds = []
+    generator = types.SimpleNamespace(manual_seed=seeds.append, initial_seed=lambda: 7)
+    monkeypatch.setattr(cut_plan, "_generator", lambda call: generator)
+    outside = torch.get_rng_state()
+    try:
+        state = begin((torch.ones(1),), {}, torch.nn.Identity())
+        state.restart_noise()
+        drawn = torch.rand(3)
+    finally:
+        torch.set_rng_state(outside)
+    assert seeds == [7]
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))

@@ -5,7 +5,7 @@ import torch
 
 from matrix.cut_cases import batch_of
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.capture import is_old
+from roundpipe_runtime.huggingface.cutting.capture import COLLECTOR, collect_on_copy, is_old
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, known_model, wrapped
 
 FLAGS = [{"output_hidden_states": True}, {"output_attentions": True}, {"output_router_logits": True}]
@@ -70,3 +70,27 @@ def test_a_cache_that_layers_share_is_named():
         "layers.0 gets a cache that the model made, and fails without the entries that other layers write into it"
         in str(report)
     )
+
+
+def test_a_newer_version_is_left_alone():
+    """No forward is replaced."""
+    model = hf_model("llama")
+    if is_old():
+        pytest.skip("this version is an old one")
+    collect_on_copy(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_the_model_is_as_it_was_and_captures_by_itself():
+    """Beside its pipeline, and after it: no list is in force, and outputs are the same."""
+    model = hf_model("mixtral")
+    batch = hf_batch()
+    with torch.no_grad():
+        expected = model(**batch, output_router_logits=True, use_cache=False)
+        pipeline = wrapped(model)
+        found = pipeline(**batch, output_router_logits=True)
+        again = model(**batch, output_router_logits=True, use_cache=False)
+    assert COLLECTOR.get() is None
+    for one, two, three in zip(expected.router_logits, found.router_logits, again.router_logits, strict=True):
+        assert torch.equal(three, one)
+        assert torch.allclose(two, one, rtol=1e-9)

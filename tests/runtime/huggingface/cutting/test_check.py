@@ -32,10 +32,10 @@ class Piece(nn.Module):
         return self.function(self.module, *args)
 
 
-def pieces_of(model, scale=1.0):
+def pieces_of(model):
     first = Piece(model.embed, lambda embed, ids: embed(ids))
     layers = [Piece(layer, lambda layer, x: layer(x)) for layer in model.layers]
-    return [first, *layers, Piece(model.head, lambda head, x: head(x * scale))]
+    return [first, *layers, Piece(model.head, lambda head, x: head(x))]
 
 
 def test_equal_pieces_have_no_error():
@@ -44,14 +44,6 @@ def test_equal_pieces_have_no_error():
     found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
     assert (found.outputs, found.gradients, found.parameters) == (0.0, 0.0, 9)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_wrong_number_is_refused():
-    """Another output, by a thousandth."""
-    model = Toy().double()
-    with pytest.raises(CutError, match=r"outputs differ by .* at most 1e-06 and 1e-05 are rounding") as caught:
-        check_equivalence(model, pieces_of(model, 1.001), (tokens(2),), {})
-    assert caught.value.reason == "values"
 
 
 def test_outputs_are_compared_by_name():
@@ -125,8 +117,11 @@ def test_a_layer_that_does_something_else_is_found(mistake, layer, plant):
     model = Toy().double()
     pieces = pieces_of(model)
     pieces[layer].function = plant(1e-3, MISTAKES[mistake])
-    with pytest.raises(CutError, match=r"outputs differ by .* and gradients by"):
+    with pytest.raises(
+        CutError, match=r"outputs differ by .* and gradients by .* 1e-06 and 1e-05 are rounding"
+    ) as caught:
         check_equivalence(model, pieces, (tokens(2),), {})
+    assert caught.value.reason == "values"
 
 
 def test_one_wrong_number_of_one_gradient_is_found():
@@ -179,37 +174,6 @@ def test_a_layer_that_leaks_state_is_found(leaking, place):
     assert report.refused[-1][0] in ("values", "structure")
 
 
-class Wide(nn.Module):
-    """A layer of another kind: it mixes positions, and has a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixing = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return x + self.mixing(x.mT).mT * self.scale
-
-
-def test_layers_of_every_kind_take_part():
-    """A model whose last layer is unlike the others: it is cut, each of its gradients is compared."""
-    model = Toy(nn.ModuleList([Block(), Block(), Block(), Wide()])).double()
-    report = cut(model, {"input_ids": tokens(2)}).report
-    assert report.equivalence.parameters == len(list(model.parameters()))
-    assert report.equivalence.gradients < 1e-12
-    pieces = cut(model, {"input_ids": tokens(2)}, check=False).pieces
-    right = pieces[-2].layer
-
-    class Wrong(Wide):
-        def forward(self, x):
-            return super().forward(x) + 1e-3 * (self.scale - self.scale.detach())
-
-    pieces[-2].layer = Wrong()
-    pieces[-2].layer.mixing, pieces[-2].layer.scale = right.mixing, right.scale
-    with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 .*layers.3.scale"):
-        check_equivalence(model, pieces, (), {"input_ids": tokens(2)})
-
-
 class Tied(Toy):
     """The head is the embedding, and one block is called twice."""
 
@@ -254,19 +218,3 @@ def test_nothing_of_the_check_stays_behind():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.bias"]
     assert (model.head.bias.grad == 1).all()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_no_two_large_gradients_are_there_at_once(size, monkeypatch):
-    """Each is forgotten before the next layer goes back, and no parameter is copied."""
-    model = Toy().double()
-    held = []
-    plain = check.digest
-
-    def watched(gradient, **options):
-        held.append(sum(p.grad is not None for p in model.parameters()))
-        return plain(gradient, **options)
-
-    monkeypatch.setattr(check, "digest", watched)
-    check_equivalence(model, pieces_of(model), (tokens(2),), {})
-    assert len(held) == 18 + 4  # gradients, and outputs, of model and pieces
-    assert max(held) == 1

@@ -1,8 +1,10 @@
-"""Tests of roundpipe_runtime.huggingface.cutting.cut and .configuration."""
+"""Tests of roundpipe_runtime.huggingface.cutting: the example that is made up, the report, and errors."""
 
-import torch
+import pickle
+
 from torch import nn
 
+from roundpipe_runtime.huggingface import CutError, CutReport, Equivalence
 from roundpipe_runtime.huggingface.adapters import example_inputs, text_config, without_cache
 from tests.runtime.huggingface.hf_small import Toy, hf_model
 
@@ -20,13 +22,6 @@ def test_an_example_has_what_the_forward_takes():
     assert set(example_inputs(hf_model("seq2seq:t5"))) == {"input_ids", "attention_mask", "decoder_input_ids"}
 
 
-def test_an_example_is_where_the_model_is():
-    """On meta, for a plan without weights."""
-    with torch.device("meta"):
-        model = Toy()
-    assert example_inputs(model)["input_ids"].is_meta
-
-
 def test_models_are_asked_for_no_cache():
     """Where the model knows of caches, and the caller did not ask for one."""
     model = hf_model("llama")
@@ -40,3 +35,28 @@ def test_the_configuration_of_text():
     model = hf_model("image:llava")
     assert text_config(model) is model.config.text_config
     assert text_config(nn.Linear(1, 1)) is None
+
+
+def test_a_report_in_words():
+    """Pieces, the largest of them, the errors, and what was tried in vain."""
+    report = CutReport(
+        "Model",
+        ("layers",),
+        ("phase 0", "layers.0", "layers.1", "phase 1"),
+        (1_000_000, 2_000_000, 2_000_000, 500_000),
+        Equivalence(0.0, 1.5e-8, "head.weight", 12),
+        (("structure", "no way"),),
+    )
+    assert (report.phases, report.is_whole) == (2, False)
+    assert str(report).splitlines() == [
+        "Model: 4 pieces, 2 calls of layers in layers, 2 phases",
+        "largest piece: 2 MB of 5.5 MB",
+        "on the example: outputs differ by 0.0e+00, the gradients of 12 parameters by 1.5e-08",
+        "not split in another way, structure: no way",
+    ]
+
+
+def test_errors_survive_a_process():
+    """The reason is there after pickling."""
+    error = pickle.loads(pickle.dumps(CutError("copy", "cannot be copied")))
+    assert (error.reason, str(error)) == ("copy", "cannot be copied")

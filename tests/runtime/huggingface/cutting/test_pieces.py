@@ -1,7 +1,5 @@
 """Tests of huggingface.cutting.pieces, .session and .discover: what models do between their layers."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,16 @@ from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.huggingface import BatchStructureError, CutError
 from tests.runtime.huggingface.hf_small import (
     Block,
+    Opaque,
+    TakesOpaque,
     Toy,
+    assert_like_plain,
     compare_toy,
     hf_batch,
     hf_model,
     squares,
     tokens,
+    without_dropout,
     worst_gradient,
     wrapped,
 )
@@ -25,16 +27,6 @@ def test_plain_layers_are_two_phases():
     """What is handed from layer to layer needs no code of the model between them."""
     made = compare_toy(Toy())
     assert made.report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
-
-
-def test_code_between_layers_is_a_phase():
-    """A model that computes with what a layer returned runs its own code there, with true values."""
-
-    class Glue(Toy):
-        def between(self, number, layer, x):
-            return layer(x) * 2 if number == 1 else layer(x)
-
-    assert compare_toy(Glue()).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
 
 
 def test_code_between_all_layers_may_have_parameters():
@@ -106,19 +98,6 @@ class Sharing(Block):
         return x + self.linear(shared["key 0"]) * sum(shared.values())
 
 
-def test_a_dictionary_that_layers_write_is_shared():
-    """Later layers see what earlier ones wrote, on whatever device, and gradients go back to these."""
-
-    class Boxed(Toy):
-        def forward(self, input_ids):
-            x, shared = self.embed(input_ids), {}
-            for layer in self.layers:
-                x = layer(x, shared)
-            return self.head(x)
-
-    compare_toy(Boxed(nn.ModuleList([Sharing() for _ in range(4)])))
-
-
 def test_the_model_may_read_the_shared_dictionary_between_layers():
     """After a phase in between, the dictionary holds what the layers before it wrote."""
 
@@ -178,17 +157,9 @@ def test_code_that_the_example_did_not_run_is_an_error():
 def test_opaque_objects_among_arguments_are_refused():
     """An object with tensors in it that nobody registered is named, and the model stays whole."""
 
-    class Opaque:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
     class Handing(Toy):
         def between(self, number, layer, x):
             return layer(x, Opaque(self.head.bias).tensor[0])
-
-    class Taking(Block):
-        def forward(self, x, held):
-            return super().forward(x) + held.tensor.sum()
 
     class Holding(Toy):
         def between(self, number, layer, x):
@@ -196,7 +167,7 @@ def test_opaque_objects_among_arguments_are_refused():
 
     compare_toy(Handing())
     with pytest.raises(CutError, match="gets an argument that cannot pass between pieces") as caught:
-        wrapped(Holding(nn.ModuleList([Taking(), Taking()])), example={"input_ids": tokens(2)})
+        wrapped(Holding(nn.ModuleList([TakesOpaque(), TakesOpaque()])), example={"input_ids": tokens(2)})
     assert caught.value.reason == "structure"
 
 
@@ -246,16 +217,7 @@ def test_code_between_layers_in_evaluation_only():
 
 def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
     """Its code computes memories between the layers in evaluation, and none in training."""
-    model = hf_model("xlnet").train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    plain = copy.deepcopy(model)
-    pipeline, batch = wrapped(model), hf_batch()
-    expected = plain(**batch).loss
-    expected.backward()
-    assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+    assert_like_plain(without_dropout(hf_model("xlnet")), hf_batch())
 
 
 class WithEntities(Block):

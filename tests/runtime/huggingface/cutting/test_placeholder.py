@@ -59,12 +59,6 @@ def test_what_needs_the_form_only_is_made(operation, expected):
         operation(Placeholder(KEY, None))
 
 
-def test_a_form_that_is_not_known_is_a_value_too():
-    """Without `like`, even the shape leaves the forward."""
-    with pytest.raises(NeedsValue):
-        _ = Placeholder(KEY, None).shape
-
-
 def test_models_do_not_catch_it():
     """`except Exception` lets `NeedsValue` pass."""
 

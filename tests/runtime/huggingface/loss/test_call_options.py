@@ -2,26 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.batch.splitting import split
-from roundpipe_runtime.huggingface import SmoothedLoss
-from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, run_with_options, split_options
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, split_options
 
 from ..hf_small import Toy, tokens, wrapped
-
-
-def test_options_are_split_like_the_rows():
-    """Each microbatch has the labels of its rows, and the rest of the options."""
-    labels = torch.arange(10).reshape(5, 2)
-    options = CallOptions(smoothed_loss=SmoothedLoss(0.2), labels=labels)
-    parts = split((), {"input_ids": tokens(), CALL_OPTIONS: options}, None, 2)
-    found = [part.kwargs[CALL_OPTIONS] for part in parts]
-    assert torch.equal(torch.cat([one.labels for one in found]), labels)
-    assert [len(one.labels) for one in found] == [len(part.kwargs["input_ids"]) for part in parts]
-    assert all(one.smoothed_loss is options.smoothed_loss for one in found)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -46,17 +31,3 @@ def test_options_of_another_class_are_refused():
     """The error names the argument, and that it is not the caller's."""
     with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
         split_options({CALL_OPTIONS: "loss only"})
-
-
-def test_without_options_the_output_is_the_models():
-    """The cut is compared with the model in this way; with options, the items and rows of its loss come with it."""
-    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 1, -100])
-
-    def run():
-        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-
-    plain = run_with_options(nn.Module(), run, None, 4)
-    output, items, rows = run_with_options(nn.Module(), run, CallOptions(), 4)
-    assert plain.keys() == output.keys() == {"loss", "logits"}
-    assert torch.equal(plain["loss"], output["loss"])
-    assert (items, rows) == (3.0, 4)

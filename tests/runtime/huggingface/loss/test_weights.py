@@ -9,8 +9,8 @@ from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, with_loss_weight
-from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+from roundpipe_runtime.huggingface.loss.weights import counting, with_loss_weight
+from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +47,6 @@ def test_a_loss_over_nothing_is_zero():
     assert not logits.grad.any()
 
 
-def test_the_loss_is_found_in_any_output():
-    """In an output object, a dictionary or a tuple; a tensor with axes is none."""
-    loss = torch.tensor(1.0)
-    assert loss_of({"loss": loss}) is loss
-    assert loss_of((loss, torch.ones(2))) is loss
-    assert loss_of((torch.ones(2),)) is None
-
-
 @pytest.mark.parametrize("ignored", [0, 2, 5])
 def test_rows_without_labels_count_nothing(ignored):
     """Whole rows, whole microbatches, or the whole batch may be ignored."""
@@ -80,32 +72,11 @@ def test_rows_without_labels_count_nothing(ignored):
 
 def test_num_items_in_batch_is_the_models_own_weight():
     """Given by a script that accumulates gradients, it divides the sum over the batch; parts are added."""
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
-    expected = plain(**batch, num_items_in_batch=100).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs={**batch, "num_items_in_batch": 100})
+    model, batch = hf_model("llama"), {**hf_batch(), "num_items_in_batch": 100}
+    pipeline = assert_like_plain(model, batch)
     with torch.no_grad():
-        apart = pipeline(**batch, num_items_in_batch=100).loss
+        assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert apart.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
-
-
-def test_a_scaled_loss_has_a_scaled_gradient():
-    """`loss_fn` may return a multiple of the model's loss, as a gradient scaler does."""
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
-    (plain(**batch).loss * 8).backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss * 8)
-    pipeline.close()
-    assert loss.item() == pytest.approx(plain(**batch).loss.item() * 8, rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -120,16 +91,9 @@ def test_sequence_classification(problem, labels):
     config.is_decoder = False
     torch.manual_seed(0)
     model = BertForSequenceClassification(config).double().eval()
-    plain = copy.deepcopy(model)
     made = torch.tensor(labels, dtype=torch.float64 if problem == "regression" else torch.int64)
-    batch = {**hf_batch(), "labels": made}
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model, example={**hf_batch(2), "labels": made[:2]})
-    loss = pipeline.forward_backward(input_kwargs=batch)
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-    assert worst_gradient(model, plain) < 1e-9
+    example = {**hf_batch(2), "labels": made[:2]}
+    assert_like_plain(model, {**hf_batch(), "labels": made}, rel=1e-9, example=example).close()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe"])

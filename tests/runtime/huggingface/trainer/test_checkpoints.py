@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import warnings
 
 import pytest
 import torch
@@ -40,14 +39,6 @@ def names(run):
 
 
 # -- which one a run goes on from ------------------------------------------------------------------------------------
-
-
-def test_newest_is_that_of_most_steps(tmp_path):
-    """12 and not 9, and no warning."""
-    make(tmp_path, 9, 12, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert newest_whole(tmp_path) == tmp_path / "checkpoint-12"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
@@ -140,19 +139,6 @@ def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
         assert torch.equal(found, expected), key
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_checkpoint_is_the_model(trainers, tmp_path, name):
-    """``from_pretrained`` loads it, under the model's own names, with the weights after the last step."""
-    ours = trainers(name, arguments(tmp_path, 2, save_strategy="steps", save_steps=2, eval_strategy="no"))
-    ours.train()
-    loaded = type(ours.model).from_pretrained(tmp_path / "checkpoint-2")
-    expected = ours.model.state_dict()
-    assert list(loaded.state_dict()) == list(expected)
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, expected[key]), key
-    assert not torch.equal(next(loaded.parameters()), next(make_model(name).parameters()))
-
-
 def test_checkpoint_of_a_plain_trainer_is_resumed(trainers, tmp_path):
     """A run that began with the plain Trainer goes on with ours."""
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
@@ -197,17 +183,11 @@ def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
         batch["decoder_input_ids"] = torch.cat([start, batch["labels"][:, :-1].clamp(min=0)], 1)
         return batch
 
-    changes = {"label_smoothing_factor": 0.1}
-    pair, smoothed = [], []
+    smoothed = []
     of_logits = SmoothedLoss.of_logits
     monkeypatch.setattr(SmoothedLoss, "of_logits", lambda *args: smoothed.append(1) or of_logits(*args))
-    for kind in (Trainer, RoundPipeTrainer):
-        trainer = trainers(name, arguments(tmp_path, 3, **changes), kind=kind)
-        if name == "t5":
-            trainer.data_collator = collate_for_decoder
-        trainer.train()
-        pair.append(trainer)
-    assert_same_curves(*pair)
+    script = {"data_collator": collate_for_decoder if name == "t5" else collate}
+    assert_same_curves(*both(trainers, tmp_path, name, script=lambda: script, label_smoothing_factor=0.1))
     assert len(smoothed) == 3 * 2 * 3  # steps, batches, microbatches: never of all logits
 
 
@@ -332,28 +312,6 @@ def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_model_that_reads_pictures_is_cut_with_its_data(trainers, tmp_path):
-    """No tokens are made up for it: the example is the first two rows of the training data."""
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=8, patch_size=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": n % 3} for n in range(12)]
-    pair = []
-    for kind in (Trainer, RoundPipeTrainer):
-        torch.manual_seed(0)
-        trainer = trainers(
-            "bert", arguments(tmp_path, 3), kind=kind, model=transformers.ViTForImageClassification(config)
-        )
-        trainer.data_collator = transformers.default_data_collator
-        trainer.train_dataset = trainer.eval_dataset = rows
-        trainer.train()
-        pair.append(trainer)
-    assert_same_curves(*pair)
-    assert not pair[1].pipeline.cut.report.is_whole
-
-
 # transformers 4 enters a block that torch has renamed
 @pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
 def test_bfloat16_autocast(trainers, tmp_path):
@@ -406,10 +364,12 @@ def test_trainer_is_usable_after_an_error(trainers, tmp_path):
 
 
 def test_options_beside_a_wrapped_model_are_refused(tmp_path):
-    """They would be ignored: the pipeline has devices and microbatches."""
+    """They would be ignored: the pipeline has devices, microbatches and its pieces."""
     pipeline = wrap_model_to_roundpipe(make_model("gpt2"), devices="virtual:1")
     with pytest.raises(ConfigError, match="give devices, microbatches to wrap_model_to_roundpipe"):
         make_trainer("gpt2", arguments(tmp_path, 1), RoundPipeTrainer, model=pipeline)
+    with pytest.raises(ConfigError, match="give use_sequential_preset to wrap_model_to_roundpipe"):
+        RoundPipeTrainer(model=pipeline, args=arguments(tmp_path, 1), use_sequential_preset=False)
     pipeline.close()
 
 
@@ -435,22 +395,6 @@ def test_model_without_a_loss_says_so(trainers, tmp_path):
     ours.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}
     with pytest.raises(ValueError, match="did not return a loss"):
         ours.train()
-
-
-def test_frozen_parameters_stay(trainers, tmp_path):
-    """What requires no gradient gets none, and the rest is trained as by the plain Trainer."""
-
-    def half_frozen():
-        model = make_model("llama")
-        for layer in model.model.layers[:2]:
-            nn.Module.requires_grad_(layer, False)
-        return {"model": model}
-
-    plain, ours = both(trainers, tmp_path, script=half_frozen)
-    assert_same_curves(plain, ours)
-    assert torch.equal(
-        ours.model.model.layers[0].mlp.up_proj.weight, make_model("llama").model.layers[0].mlp.up_proj.weight
-    )
 
 
 @pytest.mark.parametrize("name", ["bert", "mixtral"])
@@ -525,22 +469,37 @@ def test_model_and_batches_stay_on_the_host(trainers, tmp_path):
     assert next(iter(ours.get_train_dataloader()))["input_ids"].device.type == "cpu"
 
 
-def test_pictures_beside_text_are_cut_with_the_data(trainers, tmp_path):
-    """A vision-language model: the example has pictures, as the batches have."""
-    pair = []
-    for kind in (Trainer, RoundPipeTrainer):
-        model = make_small("image:llava")
-        rows = [
-            {name: value[0] for name, value in batch_of("image:llava", model, 1, number).items()} for number in range(8)
-        ]
-        trainer = trainers("llama", arguments(tmp_path, 2), kind=kind, model=model)
-        trainer.data_collator = transformers.default_data_collator
-        trainer.train_dataset = trainer.eval_dataset = rows
-        trainer.train()
-        pair.append(trainer)
-    assert_same_curves(*pair, keys=("loss", "eval_loss"))
-    assert "pixel_values" in rows[0]
-    assert not pair[1].pipeline.cut.report.is_whole
+def pictures_beside_text():
+    """A vision-language model, and rows with pictures."""
+    model = make_small("image:llava")
+    numbered = [batch_of("image:llava", model, 1, number) for number in range(8)]
+    return model, [{name: value[0] for name, value in batch.items()} for batch in numbered]
+
+
+def choices_of_texts():
+    """A model whose rows are four texts each."""
+    config = transformers.BertConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(3, 250, (4, 12), generator=generator), "labels": n % 4} for n in range(12)]
+    return transformers.BertForMultipleChoice(config), rows
+
+
+@pytest.mark.parametrize("make", [pictures_beside_text, choices_of_texts])
+def test_a_model_that_does_not_run_on_a_row_of_tokens_is_cut_with_its_data(trainers, tmp_path, make):
+    """The example is the first two rows of the training data."""
+
+    def script():
+        torch.manual_seed(0)
+        model, rows = make()
+        collator = transformers.default_data_collator
+        return {"model": model, "train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+
+    plain, ours = both(trainers, tmp_path, script=script)
+    assert_same_curves(plain, ours, keys=("loss", "eval_loss"))
+    assert not ours.pipeline.cut.report.is_whole
 
 
 def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
@@ -567,27 +526,6 @@ def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
     assert losses[1] != pytest.approx(losses[0], abs=1e-3)
 
 
-def test_a_choice_of_texts_is_cut_with_the_data(trainers, tmp_path):
-    """Rows of four texts: the model does not run on a row of tokens, so the first rows of the data are the example."""
-    config = transformers.BertConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"input_ids": torch.randint(3, 250, (4, 12), generator=generator), "labels": n % 4} for n in range(12)]
-    pair = []
-    for kind in (Trainer, RoundPipeTrainer):
-        torch.manual_seed(0)
-        model = transformers.BertForMultipleChoice(config)
-        trainer = trainers("bert", arguments(tmp_path, 3), kind=kind, model=model)
-        trainer.data_collator = transformers.default_data_collator
-        trainer.train_dataset = trainer.eval_dataset = rows
-        trainer.train()
-        pair.append(trainer)
-    assert_same_curves(*pair)
-    assert not pair[1].pipeline.cut.report.is_whole
-
-
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name):
     """``use_sequential_preset=False``: in microbatches on two devices, with evaluation and label smoothing."""
@@ -608,11 +546,3 @@ def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
     with pytest.raises(CutError, match="cannot be split"):
         trainer.train()
     trainer._rp_pipeline = None
-
-
-def test_an_option_of_the_wrap_is_refused_for_a_wrapped_model(tmp_path):
-    """Where the model is wrapped already, it has that option."""
-    model = wrap_model_to_roundpipe(make_model("gpt2"), devices="virtual:1")
-    with pytest.raises(ConfigError, match="give use_sequential_preset to wrap_model_to_roundpipe"):
-        RoundPipeTrainer(model=model, args=arguments(tmp_path, 1), use_sequential_preset=False)
-    model.close()

@@ -16,6 +16,7 @@ import transformers
 from roundpipe_runtime import RoundPipe
 from tests.runtime.huggingface.trainer.test_trl import (
     KINDS,
+    MARKS,
     adapters,
     assert_trains_alike,
     combined,
@@ -27,16 +28,7 @@ from tests.runtime.huggingface.trainer.test_trl import (
     trained,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    # TRL sets it itself: https://github.com/huggingface/trl/blob/main/trl/trainer/base_config.py
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
-    # the head of TRL divides a sum by the number of labels, and most trainers leave that loss unused
-    pytest.mark.filterwarnings(
-        "ignore:The loss of .* cannot be computed from the losses:roundpipe_runtime.RoundPipeWarning"
-    ),
-]
-
+pytestmark = MARKS
 HOST = threading.main_thread().name
 
 
@@ -94,17 +86,11 @@ def test_a_reference_runs_through_a_pipeline_and_stays_as_it_was(tmp_path):
     assert all(parameter.grad is None for parameter in reference.parameters())
 
 
-def test_adapters_that_are_off_are_the_reference(tmp_path):
-    """There is no second model: the pipeline of the model computes the reference, and no layer runs on the host."""
-    trainer = trained("DPO", tmp_path, watching("DPO"), of_trainer=adapters)
-    assert trainer.ref_model is None
-    assert trainer.threads
-    assert HOST not in trainer.threads
-
-
-def test_old_log_probabilities_come_from_the_pipeline(tmp_path):
-    """GRPO asks its own model for them before it iterates over completions, which are also generated there."""
-    trainer = trained("GRPO", tmp_path, watching("GRPO"), num_iterations=2)
+@pytest.mark.parametrize(("kind", "options"), [("DPO", {"of_trainer": adapters}), ("GRPO", {"num_iterations": 2})])
+def test_a_reference_with_the_weights_of_the_model_runs_through_the_pipeline_of_the_model(tmp_path, kind, options):
+    """DPO switches adapters off, GRPO asks for old probabilities, and generates: no layer runs on the host."""
+    trainer = trained(kind, tmp_path, watching(kind), **options)
+    assert getattr(trainer, "ref_model", None) is None
     assert trainer.threads
     assert HOST not in trainer.threads
 

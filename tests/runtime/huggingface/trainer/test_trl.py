@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 
-pytestmark = [
+MARKS = pytestmark = [
     pytest.mark.slow,
     # TRL sets it itself: https://github.com/huggingface/trl/blob/main/trl/trainer/base_config.py
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
@@ -91,7 +91,6 @@ def trained(kind, folder, trainer_class, of_trainer=dict, **changes):
     if kind in ("GRPO", "RLOO"):  # which make a reference from the files of the model
         more["model"].save_pretrained(folder / "model")
         more["model"].config._name_or_path = str(folder / "model")
-    if kind in ("GRPO", "RLOO"):
         more["reward_funcs"] = many_letters
         options |= {"num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 2}
     else:
@@ -156,7 +155,6 @@ def adapters():
         pytest.param("SFT", {"gradient_accumulation_steps": 2, "loss_type": "dft"}, id="accumulation"),
         pytest.param("DPO", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, id="two losses"),
         pytest.param("DPO", {"of_trainer": adapters}, id="adapters"),
-        pytest.param("DPO", {"precompute_ref_log_probs": True}, id="reference computed before"),
         pytest.param("KTO", {"loss_type": "apo_zero_unpaired"}, id="without KL"),
         pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="two iterations"),
     ],

@@ -126,13 +126,8 @@ def make_trainer(name: str, args: TrainingArguments, kind: type[Trainer] = Train
     if issubclass(kind, RoundPipeTrainer):
         options = {"devices": "virtual:2", "microbatches": 3, **options}
     options.setdefault("model", make_model(name) if "model_init" not in options else None)
-    trainer = kind(
-        args=args,
-        data_collator=collate,
-        train_dataset=make_rows(name, 37),
-        eval_dataset=make_rows(name, 7, start=3000),
-        **options,
-    )
+    rows = {"train_dataset": make_rows(name, 37), "eval_dataset": make_rows(name, 7, start=3000)}
+    trainer = kind(args=args, **{"data_collator": collate, **rows, **options})
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 

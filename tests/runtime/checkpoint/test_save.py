@@ -260,16 +260,17 @@ def test_a_save_changes_nothing(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("keep", [0, -1, True, "2"])
-def test_keep_must_be_a_number(tmp_path, keep):
-    with pytest.raises(ConfigError, match="keep must be a number of at least 1, or None for all"):
-        save_checkpoint(tmp_path, small_model(), keep=keep)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"keep": keep}, "keep must be a number of at least 1, or None for all") for keep in (0, -1, True, "2")),
+        ({"data": 3}, "data must be a dictionary, found int"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        save_checkpoint(tmp_path, small_model(), **options)
     assert names(tmp_path) == []
-
-
-def test_data_must_be_a_dictionary(tmp_path):
-    with pytest.raises(ConfigError, match="data must be a dictionary, found int"):
-        save_checkpoint(tmp_path, small_model(), data=3)
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):

@@ -55,18 +55,16 @@ def test_devices_that_are_not_here_are_assumed_and_said_to_be():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpu5x", "cpu", "meta", "cuda:x", "cuda:0,,", "nothing:0", "virtual:0", "virtual"]
+    ("text", "message"),
+    [
+        *((text, "names no device") for text in ("", "gpu5x", "cpu", "meta", "cuda:x", "cuda:0,,", "virtual:0")),
+        ("cuda:0,cuda:0", "twice"),
+    ],
 )
-def test_names_that_stand_for_no_device_are_refused(text):
+def test_names_that_stand_for_no_device_or_for_the_same_are_refused(text, message):
     """The error says what to type."""
-    with pytest.raises(ConfigError, match="names no device"):
+    with pytest.raises(ConfigError, match=message):
         describe_hardware(text)
-
-
-def test_a_device_is_named_once():
-    """Twice the same device is a mistake, and no two devices."""
-    with pytest.raises(ConfigError, match="twice"):
-        describe_hardware("cuda:0,cuda:0")
 
 
 def test_limits_of_a_container_count(monkeypatch):

@@ -18,11 +18,6 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_the_same_conversation(form):
-    assert list(conversation_of(FORMS[form], "a:1").messages) == ASKED
-
-
 def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
     """As Alpaca's own program writes a prompt without its preamble."""
     row = {"instruction": "Add", "input": "1, 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be brief"}

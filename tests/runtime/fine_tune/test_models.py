@@ -13,7 +13,10 @@ pytest.importorskip("transformers")
 
 
 def test_a_folder_with_weights_is_loaded_as_it_is_stored(tmp_path):
-    """Nothing is read before; the dtype is that of the file unless another one is asked for."""
+    """Nothing is read before; the dtype is that of the file unless another one is asked for.
+
+    float16 becomes bfloat16, as gradients would vanish in float16.
+    """
     folder = tiny.weights_folder(tmp_path / "model", dtype=torch.bfloat16)
     source = model_source(folder)
     assert (source.has_weights, source.folder, source.vocab_size, source.longest) == (True, folder, 40, 64)
@@ -22,12 +25,8 @@ def test_a_folder_with_weights_is_loaded_as_it_is_stored(tmp_path):
     assert found.training
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
     assert source.load(dtype=torch.float32).dtype == torch.float32
-
-
-def test_half_precision_becomes_bfloat16(tmp_path):
-    """Gradients would vanish in float16."""
-    source = model_source(tiny.weights_folder(tmp_path / "model", dtype=torch.float16))
-    assert source.load().dtype == torch.bfloat16
+    half = model_source(tiny.weights_folder(tmp_path / "half", dtype=torch.float16))
+    assert half.load().dtype == torch.bfloat16
 
 
 def test_a_configuration_alone_has_random_weights(tmp_path):

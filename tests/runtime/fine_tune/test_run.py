@@ -41,19 +41,15 @@ def test_all_steps_are_done_and_shown_in_order(tmp_path):
     assert tiny.metrics_of(tmp_path / "m.jsonl") == expected
 
 
-@pytest.mark.parametrize(("at_end", "steps"), [(False, [2, 4, 6]), (True, [2, 4, 6, 7])])
-def test_checkpoints_come_every_so_many_steps(tmp_path, at_end, steps):
-    """And behind the last one, if that is asked for."""
+@pytest.mark.parametrize(
+    ("at_end", "keep", "steps"), [(False, None, [2, 4, 6]), (True, None, [2, 4, 6, 7]), (False, 2, [4, 6])]
+)
+def test_checkpoints_come_every_so_many_steps(tmp_path, at_end, keep, steps):
+    """And behind the last one, if that is asked for; all stay, or only the last."""
     with training(eval_every=None) as made:
-        outcome = run(made, checkpoints=tmp_path, every=2, keep=None, at_end=at_end)
+        outcome = run(made, checkpoints=tmp_path, every=2, keep=keep, at_end=at_end)
     assert sorted(saved(tmp_path)) == steps
     assert outcome.checkpoint == saved(tmp_path)[steps[-1]]
-
-
-def test_only_the_last_checkpoints_stay(tmp_path):
-    with training(eval_every=None) as made:
-        run(made, checkpoints=tmp_path, every=1, keep=2)
-    assert sorted(saved(tmp_path)) == [5, 6]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

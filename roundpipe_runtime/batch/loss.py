@@ -209,7 +209,7 @@ class LossContract:
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
                     raise LossError(
                         f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for "
-                        f"microbatch {other}. All microbatches must return the same kind."
+                        f"microbatch {other}. All microbatches must return the same kind of loss."
                     )
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)

@@ -285,7 +285,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
             f"{', '.join(trees)}: {decided.batch} rows cannot be split into the sizes {list(rows)}, which your split "
-            "function returned for inputs or labels. Give split functions for both:\n"
+            "function returned for inputs or labels. Give split functions for inputs and labels:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))

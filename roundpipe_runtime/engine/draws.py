@@ -145,7 +145,7 @@ class CallDraws:
         if self.is_recomputed:
             raise StageError(
                 f"{self.title} draws random numbers in its recomputation, but drew none in its forward, so the "
-                "gradient would be wrong. Draw the same numbers in both, or save the numbers of the forward:\n"
+                "gradient would be wrong. Draw the same numbers in the forward, or save the numbers:\n"
                 "    if doing_recompute():\n        (mask,) = get_recompute_data()"
             )
         draws._before[key] = before if draws.in_order else None

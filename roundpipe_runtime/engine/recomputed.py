@@ -323,7 +323,7 @@ def get_recompute_data() -> tuple[Any, ...]:
     call = CURRENT.call
     if call.kind != "recompute":
         raise StageError(
-            "get_recompute_data: no recomputation is under way. Ask doing_recompute() first:\n"
+            "get_recompute_data: no recomputation is running. Check doing_recompute() first:\n"
             "    if doing_recompute():\n"
             "        (mask,) = get_recompute_data()"
         )

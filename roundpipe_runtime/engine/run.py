@@ -399,7 +399,7 @@ class WrittenBuffers:
                 raise StageError(
                     f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
                     f"share a module, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages "
-                    "run one microbatch apart, so neither sees the other's writes. Give each layer its own module."
+                    "run one microbatch apart, so both would read old values. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:

@@ -103,12 +103,12 @@ def measure_layers(
     Args:
         layers: the layers of a pipeline, in order, in the mode in which they are trained.
         args: positional arguments of the first layer; each other layer gets the previous output.
-        kwargs: keyword arguments of the first one.
+        kwargs: keyword arguments of the first layer.
         names: the names of the layers. Default: their numbers and classes.
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: calls the last layer. Default: ``layer(value)``.
-        kind: the kind of the devices that are planned for, ``"cpu"`` for virtual ones.
-        start: index of the first layer that is measured; those before it are only called. Default: 0, all are measured.
+        kind: the kind of the devices that are planned for, ``"cpu"`` for virtual devices.
+        start: index of the first layer that is measured; earlier layers are only called. Default: 0, all layers.
         rule: which tables are copied in parts. Default: none.
 
     Returns:

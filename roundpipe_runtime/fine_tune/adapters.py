@@ -38,7 +38,7 @@ class Lora:
         """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless it is given.
 
         Raises:
-            FineTuneError: the text has another form.
+            FineTuneError: the text does not have this form.
 
         >>> Lora.parse("8")
         Lora(rank=8, alpha=16, targets=())

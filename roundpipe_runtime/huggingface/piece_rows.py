@@ -161,7 +161,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the states after the layers for the parts of a trial, and one for more rows than the last part."""
+        """Return the states after the layers: one per part of a trial, and one for more rows than the last part."""
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []

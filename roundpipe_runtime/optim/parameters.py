@@ -420,9 +420,9 @@ def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor
 class _Master:
     """The master weight of a parameter, and the state of both when they last had the same values.
 
-    The version of a tensor does not show all writes, because torch's fused optimizers do not count theirs. So the
-    master weight also counts as changed after a step. While the parameter is frozen, the tensor has the shape of the
-    parameter and the memory of one NaN, because an optimizer may already hold the tensor.
+    The version of a tensor does not show all writes, because torch's fused optimizers write without a new version. So
+    the master weight also counts as changed after a step. While the parameter is frozen, the tensor has the shape of
+    the parameter and the memory of one NaN, because an optimizer may already hold the tensor.
     """
 
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies

@@ -78,8 +78,8 @@ class GradScaler(_GradScaler):
         """Set the scale for the next step, from the overflows of the last step or to ``new_scale``.
 
         Args:
-            new_scale: scale to set, instead of the one that follows from the last step.
-            is_async: no effect here: the new scale is always set when this returns.
+            new_scale: scale to set, instead of the scale that follows from the last step.
+            is_async: has no effect: the new scale is always set when this method returns.
         """
         wait_for_updates()
         super().update(new_scale)

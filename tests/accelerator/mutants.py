@@ -254,7 +254,7 @@ def page(results: dict[str, str | None]) -> str:
 _PAGE = """# Waits that are needed
 
 Each wait, record of a stream, pin and choice of a stream in `roundpipe_runtime/device` was removed once, and tests were
-run until one noticed: {noticed} of {all} removals are noticed. `make mutants` does so and writes this page from
+run until one noticed: {noticed} of {all} removals are noticed. `make mutants` repeats this and writes this page from
 `docs/data/mutants.json`; [](accelerator.md) states what the tests run on.
 
 | file | function | removed | noticed by |

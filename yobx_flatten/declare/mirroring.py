@@ -47,7 +47,7 @@ def mirror(
         InvalidArgumentError: when a library is unknown, or mirrored to itself.
         MissingDependencyError: when a library is not installed.
         NotRegisteredError: when the source does not know the class.
-        AlreadyRegisteredError: when this package registered the class with one of ``to``, with other functions.
+        AlreadyRegisteredError: when this package registered the class with a library of ``to``, with other functions.
         RoundTripError: when the check finds a difference.
 
     >>> import optree, torch, yobx_flatten

@@ -284,7 +284,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
         verbose: 1 or more logs what is done; 0 by default.
 
     Raises:
-        InvalidRegistrationError: when ``undo`` is something else.
+        InvalidRegistrationError: when ``undo`` is not such a result.
 
     >>> import torch
     >>> undo = register_cache_flattening(patch_transformers=True)

@@ -280,8 +280,8 @@ class ExportedModel:
                 when the replay has passed.
             quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
                 :func:`export_onnx` does it. ``None``, the default, does not quantize weights.
-            cache: ``"in_place"``, the default, for keys and values that are the state of the model, or, if OpenVINO
-                would copy the state or the replay fails, for ``"returned"``: a file that takes and returns them.
+            cache: ``"in_place"``, the default, for keys and values in the state of the model; ``"returned"`` for keys
+                and values as inputs and outputs, also if OpenVINO would copy the state or the replay fails.
 
         Returns:
             The report: one result per case.

@@ -73,7 +73,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return made
 
     def __copy__(self) -> Self:
-        """Return a deep copy, because two caches with one state would each miss the other's tokens."""
+        """Return a deep copy, because a cache with a shared state would miss the tokens of the other cache."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -89,7 +89,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return f"{found}. The outputs would differ from the model's: leave {name} out, or {way}."
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all further calls; ``None`` for none."""
+        """Use this adapter in all later calls; ``None`` for no adapter."""
         raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:

@@ -27,7 +27,7 @@ class Sampling:
         top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens whose probabilities add up to
             ``top_p``; ``None`` for all.
         seed: seed of the draws; ``None`` for torch's global generator.
-        min_p: share in [0, 1] of the likeliest token's probability below which a token is not drawn; ``None`` for none.
+        min_p: share in [0, 1] of the likeliest token's probability below which no token is drawn; ``None``: no limit.
         typical_p: probability in (0, 1] of locally typical sampling: the draw is among the tokens whose information
             content is closest to the entropy, until their probabilities add up to ``typical_p``; ``None`` for all.
 

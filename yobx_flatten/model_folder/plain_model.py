@@ -31,7 +31,7 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all further calls; ``None`` for none."""
+        """Use this adapter in all later calls; ``None`` for no adapter."""
         plain = self._plain
         self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 

@@ -133,7 +133,7 @@ def create_onnx_model_from_input_tensors(
 ) -> Any:
     """Make an ONNX model in memory that holds nested inputs.
 
-    :func:`save_nested` writes the same to a file, of any size.
+    :func:`save_nested` writes such a model to a file, of any size.
 
     Args:
         inputs: nested values; see :func:`save_nested`.

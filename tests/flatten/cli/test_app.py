@@ -39,27 +39,10 @@ def test_help_lists_every_command():
     assert [name for name in COMMANDS if f" {name} " not in shown.output] == []
 
 
-@pytest.mark.parametrize("name", ["export", "check", "explain"])
-def test_a_flag_has_no_type_in_the_help(name, capsys):
-    """A flag takes no value, so its help has none; the name of an argument is enough."""
-    assert main([name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "--json" in shown
-    assert not [word for word in ("<bool>", "<str>", "<path>", "<list[str]>") if word in shown]
-
-
 def test_the_terminal_breaks_the_lines_of_the_help():
     """Lines of a docstring would stay, each with a rest below it where the window is narrower."""
     for command in app.registered_commands:
         assert "\n" not in command.help.replace("\n\n", "")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name):
-    """With a sentence that says what it does, and exit status 0."""
-    shown = CliRunner().invoke(app, [name, "--help"])
-    assert shown.exit_code == 0
-    assert f"Usage: yobx-flatten {name}" in shown.output
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Exported files generate what the model generates, token by token."""
 
 import dataclasses
+import json
 import threading
 
 import onnxruntime
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
@@ -22,6 +24,7 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.generate.generator import Generator
+from yobx_flatten.model_folder.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -306,3 +309,37 @@ def test_llava_sees_what_its_model_sees():
     assert found != generator.generate(**{**inputs, "pixel_values": images.flip(0) * 2}, max_new_tokens=TOKENS).tolist()
     with pytest.raises(InvalidArgumentError, match="32 image tokens"):
         generator.generate(**{**inputs, "pixel_values": images[:1]})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_padded_rows_go_past_the_window_in_a_cache_that_is_bound_once(name):
+    """Layers that slide keep all tokens in such a folder, and their mask leaves out those outside of the window."""
+    model, folder = exported(name, optimize="onnxruntime")
+    assert read_manifest(folder).cache == "shared"
+    assert json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["past_present_share_buffer"]
+    generator = OnnxGenerator(folder, threads=1)
+    assert len(generator.parts.decoder.shared) == len(generator.parts.decoder.slots)
+    found = generator.generate(**prompts(), max_new_tokens=TOKENS)
+    assert found.tolist() == expected(model, prompts()).tolist()
+
+
+STATES = [("mamba", "onnx"), ("lfm2", "onnx"), ("lfm2", "program")]
+
+
+@pytest.mark.skipif(
+    not hasattr(Cache, "get_recurrent_state"), reason="before 5.23 several tokens after a state leave the mask out"
+)
+@pytest.mark.parametrize(("name", "to"), cases(STATES, quick=STATES[:1]))
+def test_states_begin_as_zeros(name, to):
+    """One file reads a prompt of one token, of many, and padded ones; it searches with beams."""
+    model, folder = exported(name, to)
+    generator = OnnxGenerator(folder, threads=1) if to == "onnx" else ProgramGenerator(folder, trust=True)
+    ids = torch.randint(3, 259, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :1] = 0, 0
+    read = [(ids, mask), (ids[:1, :1], mask[1:2, :1]), (ids.repeat(1, 4), torch.ones(3, 36).long())]
+    for tokens, shown in read:
+        for options in ({}, {"num_beams": 2}):
+            found = generator.generate(tokens, shown, max_new_tokens=12, **options)
+            wanted = model.generate(tokens, attention_mask=shown, max_new_tokens=12, do_sample=False, **options)
+            assert found.tolist() == wanted.tolist(), (tokens.shape, options)

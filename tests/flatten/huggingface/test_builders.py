@@ -42,14 +42,6 @@ def test_the_tensors_are_held_as_they_are(form):
         assert layer.values is values
 
 
-def test_no_pairs_make_an_empty_cache_that_grows():
-    """As `DynamicCache()`."""
-    cache = make_dynamic_cache([])
-    assert cache.layers == []
-    cache.update(*pairs(1)[0], 0)
-    assert cache.get_seq_length() == 3
-
-
 @pytest.mark.parametrize(
     "classes",
     ["DynamicSlidingWindowLayer", cache_utils.DynamicSlidingWindowLayer, ["DynamicSlidingWindowLayer"] * 2],

@@ -1,4 +1,4 @@
-"""A folder of adapters stands for the model that they are of, with the adapters merged."""
+"""A folder of adapters stands for the model that they are of, with the adapters merged, and so does a loaded model."""
 
 import importlib.util
 import json
@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
+from tests.flatten.model_folder.test_switched_adapters import save_adapter
 from tests.models import SIZES
-from yobx_flatten import export_folder, open_generator
+from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, open_generator
 from yobx_flatten.__main__ import main
-from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
+from yobx_flatten.errors import ModelSourceError
 from yobx_flatten.files import limited
 from yobx_flatten.model_folder.source.adapter import read_adapters
+from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 
@@ -40,12 +42,7 @@ def base(tmp_path):
 def _adapter(base, config=None):
     """Save adapters whose numbers are not those that they begin with, and return their folder."""
     config = config or peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(base.parent / "adapter")
+    save_adapter(AutoModelForCausalLM.from_pretrained(base), config, base.parent / "adapter")
     return base.parent / "adapter"
 
 
@@ -249,3 +246,36 @@ def test_an_adapter_is_not_streamed(base):
 def test_the_report_states_the_adapter(base, tmp_path):
     done = export_folder(_adapter(base), tmp_path / "out", proof="none")
     assert any("adapter" in note and "was merged" in note for note in done.reports["model.onnx"].remarks)
+
+
+def _adapted_model():
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=16, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"]
+    )
+    return peft.get_peft_model(small_model("llama"), lora).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("merged", "optimize"), [(False, "onnxruntime"), (True, None)])
+def test_adapters_are_exported_as_weights_or_merged(merged, optimize, tmp_path):
+    """Twenty tokens of two rows, which differ from those of the model without adapters."""
+    adapted = _adapted_model()
+    ids = torch.randint(4, 259, (2, 9), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    wanted = adapted.generate(input_ids=ids, **options)
+    assert not torch.equal(wanted, small_model("llama").generate(ids, **options))
+    given = adapted.merge_and_unload() if merged else adapted
+    done = export_folder(given, tmp_path / "out", optimize=optimize, proof="sample")
+    assert done.task == "text-generation"
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert OnnxGenerator(tmp_path / "out", threads=1).generate(ids, max_new_tokens=20).tolist() == wanted.tolist()
+
+
+def test_a_prompt_that_was_learned_is_refused(tmp_path):
+    """It is not part of any layer."""
+    tuned = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(small_model("llama"), tuned).eval()
+    with pytest.raises(InvalidArgumentError, match="learned prompts"):
+        export_folder(model, tmp_path / "out")

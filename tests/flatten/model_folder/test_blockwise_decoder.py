@@ -1,4 +1,4 @@
-"""Models that see, in which tokens of an image, or of the prompt, see each other: Gemma 3 and both PaliGemmas."""
+"""Gemma 3, PaliGemma (tokens of an image see each other) and Qwen3-VL (layers get features): scores and generation."""
 
 import functools
 
@@ -8,10 +8,15 @@ import transformers
 
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
-from tests.transformers_versions import is_older_than
+from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import OnnxGenerator, export_folder
-from yobx_flatten.model_folder.pieces.grid_images import BlockwiseDecoder
-from yobx_flatten.model_folder.source.classes import small_config
+from yobx_flatten.model_folder.pieces.grid_images import (
+    BlockwiseDecoder,
+    DeepstackDecoder,
+    GridVisionEncoder,
+    grid_image,
+)
+from yobx_flatten.model_folder.source.classes import small_config, small_model
 
 NAMES = ["gemma3", "paligemma", "paligemma2"]
 IMAGE = 3
@@ -86,3 +91,27 @@ def test_a_folder_generates_what_its_model_generates(name, tmp_path):
         beams = model.generate(**inputs, token_type_ids=types_of(name, ids), num_beams=2, **settings)
     assert generator.generate(**inputs, max_new_tokens=8).tolist() == expected.tolist()
     assert generator.generate(**inputs, max_new_tokens=8, num_beams=2).tolist() == beams.tolist()
+
+
+@needs_transformers("5.17", "no small configuration of Qwen3-VL can be made")
+def test_a_prompt_with_a_picture_has_the_scores_of_qwen3_vl():
+    """Features of every token, zeros for text, add up to what the model adds to the places of the picture."""
+    model = small_model("qwen3_vl")
+    decoder, before = DeepstackDecoder(model), dict(vars(model.model.language_model))
+    picture = grid_image(model, 5, 3)
+    ids = torch.randint(4, 250, (1, 20), generator=torch.Generator().manual_seed(0))
+    ids[0, 2:17] = IMAGE
+    shown = ids == IMAGE
+    with torch.no_grad():
+        expected = model(ids, mm_token_type_ids=shown.long(), **picture).logits
+        positions, _ = model.model.get_rope_index(ids, shown.long(), picture["image_grid_thw"])
+        features = GridVisionEncoder(model)(**picture)
+        embeds = model.get_input_embeddings()(ids)
+        embeds[shown] = features["image_features"]
+        added = torch.zeros(1, 20, 2, 64)
+        added[shown] = features["deepstack_features"]
+        found = decoder(embeds, torch.ones_like(ids), positions, added)["logits"]
+        without = decoder(embeds, torch.ones_like(ids), positions, added * 0)["logits"]
+    torch.testing.assert_close(found, expected)
+    assert (without - expected).abs().max() > 0.1
+    assert vars(model.model.language_model) == before

@@ -18,6 +18,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from tests.flatten.model_folder.test_sentence import write_modules
 from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from tests.models import SIZES
 from yobx_flatten import export_folder
@@ -141,15 +142,8 @@ def encoder(site):
     model.save_pretrained(saved)
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(saved)
-    (saved / "1_Pooling").mkdir()
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
-    parts = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (path, kind) in enumerate(kinds)
-    ]
-    (saved / "modules.json").write_text(json.dumps(parts))
     pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_modules(saved, ["Pooling"], Pooling=pooling)
     export_folder(saved, folder / "encoder", layout="transformers.js")
     by_token = Quantization("int8", activations="token")
     export_folder(saved, folder / "encoder-int8", layout="transformers.js", quantize=by_token)

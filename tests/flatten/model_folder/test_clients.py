@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.flatten.model_folder.test_sentence import write_modules
 from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from tests.models import SIZES
 from yobx_flatten import export_folder
@@ -121,16 +122,8 @@ def test_sentence_transformers_embeds_texts(layout, tmp_path):
     saved = tmp_path / "saved"
     model.save_pretrained(saved)
     word_tokenizer().save_pretrained(saved)
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
-    parts = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (path, kind) in enumerate(kinds)
-    ]
-    for path, _ in kinds[1:]:
-        (saved / path).mkdir()
-    (saved / "modules.json").write_text(json.dumps(parts))
     pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    (saved / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_modules(saved, ["Pooling", "Normalize"], Pooling=pooling)
     export_folder(saved, tmp_path / "out", layout=layout)
     given = word_tokenizer()(LINES, padding=True, return_tensors="pt")
     with torch.no_grad():

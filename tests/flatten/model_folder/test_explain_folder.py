@@ -98,35 +98,27 @@ def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
     assert abs(float(first.expected) - float(wanted[first.index])) < 1e-4
 
 
+def _sum_for_product(graph):
+    node = [one for one in graph.node if one.op_type == "Mul"][-1]
+    node.op_type = "Add"
+    return node, "its operator is Add; in the model it is Mul."
+
+
+def _other_epsilon(graph):
+    node = next(one for one in graph.node if one.op_type == "RMSNormalization")
+    next(one for one in node.attribute if one.name == "epsilon").f = 0.1
+    return node, "its attribute epsilon differs from the model's."
+
+
 @pytest.mark.slow
-def test_a_node_that_was_changed_is_named_with_both_operators(made, tmp_path):
-    """A product of the second layer that became a sum."""
+@pytest.mark.parametrize("change", [_sum_for_product, _other_epsilon])
+def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp_path):
+    """A product of the second layer that became a sum, and the epsilon of a norm."""
     _, saved, folder = made
-
-    def change(graph):
-        node = [one for one in graph.node if one.op_type == "Mul"][-1]
-        node.op_type = "Add"
-        return node.name
-
-    copied, name = _changed(folder, tmp_path / "out", change)
+    copied, (node, cause) = _changed(folder, tmp_path / "out", change)
     first = next(one.first for one in explain_folder(copied, str(saved)).files.values() if one.first is not None)
-    assert (first.node, first.operator) == (name, "Add")
-    assert first.causes == ("its operator is Add; in the model it is Mul.",)
-
-
-@pytest.mark.slow
-def test_an_attribute_that_was_changed_is_named(made, tmp_path):
-    """The epsilon of a norm."""
-    model, _, folder = made
-
-    def change(graph):
-        node = next(one for one in graph.node if one.op_type == "RMSNormalization")
-        next(one for one in node.attribute if one.name == "epsilon").f = 0.1
-        return node.name
-
-    copied, name = _changed(folder, tmp_path / "out", change)
-    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
-    assert (first.node, first.causes) == (name, ("its attribute epsilon differs from the model's.",))
+    assert (first.node, first.operator) == (node.name, node.op_type)
+    assert first.causes == (cause,)
 
 
 @pytest.mark.slow

@@ -37,11 +37,42 @@ def numbers(*shape):
     return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def reader_of_documents():
+    """Donut: a Swin encoder of pictures that are no squares, and a decoder of mBART."""
+    vision = transformers.DonutSwinConfig(
+        image_size=[32, 48], patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4
+    )
+    return encoder_decoder(transformers.VisionEncoderDecoderModel, vision, decoder_of_mbart(32))
+
+
+def decoder_of_mbart(width):
+    sizes = {"vocab_size": 96, "d_model": width, "decoder_layers": 2, "decoder_attention_heads": 4, "init_std": 0.3}
+    return transformers.MBartConfig(**sizes, decoder_ffn_dim=48, max_position_embeddings=64)
+
+
+def reader_of_speech():
+    """Its encoder reads samples, which the model calls `inputs`; the decoder is wider, so features are projected."""
+    layers = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    places = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
+    sound = transformers.Wav2Vec2Config(**SIZES, **layers, **places)
+    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder_of_mbart(48))
+
+
+def encoder_decoder(kind, encoder, decoder):
+    config = kind.config_class.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 1, 2
+    model = made(kind, config)
+    model.generation_config = transformers.GenerationConfig(decoder_start_token_id=2, pad_token_id=1, eos_token_id=2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "task", "name", "shapes"),
     [
         (moonshine, "automatic-speech-recognition", "input_values", [(2, 4000), (1, 7300)]),
         (reader_of_pictures, "image-to-text", "pixel_values", [(1, 3, 32, 32), (3, 3, 32, 32)]),
+        (reader_of_documents, "image-to-text", "pixel_values", [(2, 3, 32, 48)]),
+        (reader_of_speech, "automatic-speech-recognition", "input_values", [(1, 1300)]),
     ],
 )
 def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, model, task, name, shapes):
@@ -224,15 +255,6 @@ def test_a_model_that_generates_is_no_folder_of_features_unasked(tmp_path):
     assert (done.task, done.verified.ok) == ("feature-extraction", True)
 
 
-def test_data_that_a_file_does_not_take_are_named_in_the_report(tmp_path):
-    """LayoutLM reads where words are on a page (`bbox`); without, all are at one place."""
-    model = made(transformers.LayoutLMForTokenClassification, small_config("layoutlm"))
-    done = export_folder(model, tmp_path / "out", to="program", proof="sample")
-    assert "LayoutLMForTokenClassification also takes bbox" in str(done.reports["model.pt2"])
-    bert = made(transformers.BertForTokenClassification, small_config("bert"))
-    assert "also takes" not in str(export_folder(bert, tmp_path / "bert", to="program", proof="sample"))
-
-
 def longformer(task):
     sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
     config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)
@@ -273,54 +295,6 @@ def test_a_model_that_torch_cannot_export_is_refused_with_the_line_of_its_code(t
     assert len(str(raised.value).splitlines()) <= 4
     assert raised.value.__cause__ is not None
     assert not (tmp_path / "out").exists()
-
-
-def reader_of_documents():
-    """Donut: a Swin encoder of pictures that are no squares, and a decoder of mBART."""
-    vision = transformers.DonutSwinConfig(
-        image_size=[32, 48], patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4
-    )
-    return encoder_decoder(transformers.VisionEncoderDecoderModel, vision, decoder_of_mbart(32))
-
-
-def decoder_of_mbart(width):
-    sizes = {"vocab_size": 96, "d_model": width, "decoder_layers": 2, "decoder_attention_heads": 4, "init_std": 0.3}
-    return transformers.MBartConfig(**sizes, decoder_ffn_dim=48, max_position_embeddings=64)
-
-
-def reader_of_speech():
-    """Its encoder reads samples, which the model calls `inputs`; the decoder is wider, so features are projected."""
-    layers = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
-    places = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
-    sound = transformers.Wav2Vec2Config(**SIZES, **layers, **places)
-    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder_of_mbart(48))
-
-
-def encoder_decoder(kind, encoder, decoder):
-    config = kind.config_class.from_encoder_decoder_configs(encoder, decoder)
-    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 1, 2
-    model = made(kind, config)
-    model.generation_config = transformers.GenerationConfig(decoder_start_token_id=2, pad_token_id=1, eos_token_id=2)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("model", "task", "name", "shape"),
-    [
-        (reader_of_documents, "image-to-text", "pixel_values", (2, 3, 32, 48)),
-        (reader_of_speech, "automatic-speech-recognition", "input_values", (1, 1300)),
-    ],
-)
-def test_two_models_in_one_are_a_folder(tmp_path, model, task, name, shape):
-    """It was refused, since speech has a name of its own; of a length and a number of rows that no case has."""
-    model = model()
-    done = export_folder(model, tmp_path / "out", to="program", proof="sample")
-    assert (done.task, done.verified.ok) == (task, True)
-    given = numbers(*shape)
-    wanted = model.generate(given, max_new_tokens=10, do_sample=False)
-    assert torch.equal(
-        open_generator(tmp_path / "out", trust=True).generate(**{name: given}, max_new_tokens=10), wanted
-    )
 
 
 def blip_2(**text):

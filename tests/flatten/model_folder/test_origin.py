@@ -5,23 +5,19 @@ import json
 import peft
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.flatten.model_folder.words import word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.model_folder.source.find import origin_of
-
-WORDS = {"<unk>": 0, "</s>": 1, "def": 2, "forward": 3, "self": 4}
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder with weights and a tokenizer of words."""
     folder = tmp_path / "checkpoint"
-    tokens = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300
@@ -47,7 +43,7 @@ def test_a_loaded_model_has_the_tokenizer_of_its_checkpoint(is_adapted, checkpoi
         lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, lora).merge_and_unload().eval()
     done = export_folder(model, tmp_path / "out", proof="none")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("def forward")["input_ids"] == [2, 3]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word0 word1")["input_ids"] == [2, 5, 6, 3]
     assert _note(done) is None
 
 
@@ -101,7 +97,7 @@ def test_no_tokenizer_is_invented(checkpoint, tmp_path):
     assert not (tmp_path / "out/tokenizer_config.json").exists()
     done = export_folder(model, tmp_path / "out", proof="none", source=checkpoint, overwrite=True)
     assert _note(done) is None
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("def forward")["input_ids"] == [2, 3]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word0 word1")["input_ids"] == [2, 5, 6, 3]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_the_last_token_of_a_row_that_is_padded_on_the_left_is_the_last_one():
     assert torch.equal(Pooling(["lasttoken"])(HIDDEN, MASK.flip(1)), HIDDEN[:, -1])
 
 
-def write(folder, kinds, **contents):
+def write_modules(folder, kinds, **contents):
     """Write the files of modules after a model."""
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds, 1))]
     types = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", *kinds)]
@@ -68,7 +68,7 @@ def test_the_file_returns_the_embedding_and_the_folders_are_copied(tmp_path):
     trained.save_pretrained(tmp_path / "st")
     pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
     dense = {"in_features": 128, "out_features": 8, "activation_function": "torch.nn.modules.activation.Tanh"}
-    folder = write(tmp_path / "st", ["Pooling", "Dense", "Normalize"], Pooling=pooling, Dense=dense)
+    folder = write_modules(tmp_path / "st", ["Pooling", "Dense", "Normalize"], Pooling=pooling, Dense=dense)
     linear = torch.nn.Linear(128, 8)
     save_file(
         {"linear.weight": linear.weight.detach(), "linear.bias": linear.bias.detach()},
@@ -101,14 +101,14 @@ def test_the_file_returns_the_embedding_and_the_folders_are_copied(tmp_path):
 )
 def test_a_module_that_is_not_known_is_named(tmp_path, kinds, contents, why):
     """The file then ends with the model, and the report states why."""
-    found = read_modules(write(tmp_path / "st", kinds, **dict.fromkeys(kinds, contents)))
+    found = read_modules(write_modules(tmp_path / "st", kinds, **dict.fromkeys(kinds, contents)))
     assert not found.layers
     assert why in found.why_not
 
 
 def test_modules_lead_to_no_other_folder(tmp_path):
     """A path of a stranger stays in its folder."""
-    folder = write(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
+    folder = write_modules(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
     listed = json.loads((folder / "modules.json").read_text())
     listed[1]["path"] = "../other"
     (folder / "modules.json").write_text(json.dumps(listed))
@@ -123,7 +123,7 @@ def test_sizes_that_the_weights_of_a_module_do_not_have_are_refused(tmp_path, si
     """Before memory is taken: 60,000 by 60,000 numbers are 14 GB."""
     dense = {"in_features": sizes[1], "out_features": sizes[0], "activation_function": "torch.nn.Tanh"}
     kinds = ["Pooling", "Dense"]
-    folder = write(tmp_path / "st", kinds, Pooling={"pooling_mode_mean_tokens": True}, Dense=dense)
+    folder = write_modules(tmp_path / "st", kinds, Pooling={"pooling_mode_mean_tokens": True}, Dense=dense)
     save_file({"linear.weight": torch.rand(8, 16), "linear.bias": torch.rand(8)}, folder / "2_Dense/model.safetensors")
     with pytest.raises(ModelSourceError, match=r"holds tensors of sizes .*\(8, 16\).*config\.json states"):
         read_modules(folder)
@@ -132,7 +132,7 @@ def test_sizes_that_the_weights_of_a_module_do_not_have_are_refused(tmp_path, si
 @pytest.mark.parametrize("linked", ["1_Pooling/notes.txt", "1_Pooling/config.json", "modules.json"])
 def test_a_link_out_of_a_folder_of_modules_is_not_followed(tmp_path, linked):
     """A private file of the user would be copied next to what is published."""
-    folder = write(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
+    folder = write_modules(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
     held = (folder / linked).read_text() if (folder / linked).exists() else "mine"
     (tmp_path / "private").write_text(held)
     (folder / linked).unlink(missing_ok=True)

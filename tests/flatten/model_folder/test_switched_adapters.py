@@ -39,7 +39,7 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
 NAMES = [None, "one", "two"]
 
 
-def _save_adapter(model, config, folder, seed=1, size=0.3):
+def save_adapter(model, config, folder, seed=1, size=0.3):
     """Save an adapter whose numbers are not those that it begins with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, on layers that it does not know how to merge
@@ -64,9 +64,9 @@ def root(tmp_path_factory):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(root / "base")
     base = AutoModelForCausalLM.from_pretrained(root / "base")
-    _save_adapter(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), root / "one")
+    save_adapter(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), root / "one")
     other = peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules="all-linear", rank_pattern={"o_proj": 5})
-    _save_adapter(base, other, root / "two", seed=2)
+    save_adapter(base, other, root / "two", seed=2)
     return root
 
 
@@ -142,7 +142,7 @@ def test_weights_that_stay_integers_meet_an_adapter_in_float(root, tmp_path):
             parameter.data = whole * 0.0625
     model.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"])
-    _save_adapter(model, config, tmp_path / "one")
+    save_adapter(model, config, tmp_path / "one")
     done = export_folder(
         tmp_path / "base", tmp_path / "out", adapters={"one": tmp_path / "one"}, quantize="keep", optimize="onnxruntime"
     )
@@ -169,7 +169,7 @@ def test_other_kinds_of_models_switch_adapters(kind, tmp_path):
     """Proven next to PEFT before the folder appears, file by file; the model is as it was afterwards."""
     targets, options = KINDS[kind]
     model = small_model(kind)
-    _save_adapter(model, peft.LoraConfig(r=3, target_modules=targets), tmp_path / "one", size=0.1)
+    save_adapter(model, peft.LoraConfig(r=3, target_modules=targets), tmp_path / "one", size=0.1)
     before = {name: (set(vars(module)), module.training) for name, module in model.named_modules()}
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     done = export_folder(model, tmp_path / "out", adapters={"one": tmp_path / "one"}, **options)
@@ -357,7 +357,7 @@ UNFIT = {
 def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_path):
     """Merging takes all of them."""
     config, reason = UNFIT[kind]
-    _save_adapter(_base(root), config, tmp_path / "unfit")
+    save_adapter(_base(root), config, tmp_path / "unfit")
     with pytest.raises(
         InvalidArgumentError, match=rf"{reason}(.|\n)*Merge the ad(.|\n)*yobx-flatten export \S+unfit -o"
     ):

@@ -6,13 +6,11 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.flatten.model_folder.words import word_tokenizer
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.pieces.one_call import has_types, pair_types
+from yobx_flatten.model_folder.pieces.one_call import has_types
 from yobx_flatten.model_folder.source.classes import small_config
-
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "is", "it", "raining", "no", "the", "sun", "shines", "today"]
 
 
 def _model(name, kind="ForSequenceClassification", **entries):
@@ -25,21 +23,7 @@ def _model(name, kind="ForSequenceClassification", **entries):
     return auto.from_config(config).eval()
 
 
-def _tokenizer(folder):
-    """Returns types of tokens, as that of BERT does."""
-    tokens = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    pair = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
-    tokens.post_processor = processors.TemplateProcessing(**pair, special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, unk_token="[UNK]", pad_token="[PAD]", model_input_names=names
-    )
-    made.save_pretrained(folder)
-    return made
-
-
-PAIRS = ["is it raining", "sun"], ["no the sun shines today", "the sun"]
+PAIRS = ["word1 word2 word3", "word4"], ["word5 word6 word7 word8 word9", "word6 word7"]
 
 
 @pytest.mark.slow
@@ -58,7 +42,7 @@ def test_what_a_tokenizer_returns_for_pairs_is_fed_as_it_is(name, kind, tmp_path
     entries = {"type_vocab_size": 2} if name == "deberta-v2" else {}
     model = _model(name, kind, **entries)
     model.save_pretrained(tmp_path / "model")
-    _tokenizer(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
     export_folder(tmp_path / "model", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     fed = tokenizer(*PAIRS, padding=True, return_tensors="np")
@@ -78,7 +62,7 @@ def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_pat
     """DeBERTa's tokenizer returns types also for models that ignore them; that of the folder does not."""
     model = _model("deberta-v2", type_vocab_size=0)
     model.save_pretrained(tmp_path / "model")
-    _tokenizer(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
     export_folder(tmp_path / "model", tmp_path / "out")
     fed = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(*PAIRS, padding=True, return_tensors="np")
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
@@ -111,11 +95,3 @@ def test_whether_a_model_has_types_is_found_by_calling_it(name, entries, expecte
     """A configuration may state types that no layer reads, or have another word for them."""
     model = _model(name, **entries)
     assert has_types(model, torch.arange(12).reshape(2, 6) + 3) is expected
-
-
-def test_pairs_have_both_types_in_each_row():
-    """And the second text begins at another place in each."""
-    model = _model("bert")
-    types = pair_types(model, 4, 5)
-    assert types.tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
-    assert pair_types(model, 9, 3).sum(1).min() >= 1

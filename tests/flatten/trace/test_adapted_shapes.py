@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch.export import Dim, ShapesCollection
 from transformers import EncoderDecoderCache
 
 from tests.cache_words import WORD, cache_of
+from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
@@ -175,24 +175,9 @@ def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(w
 
 def test_a_cache_with_states_of_a_convolution_serves_other_calls():
     """Every axis is ``Dim.AUTO``, and assertions are deferred: later calls and a padded row are right."""
-    if not hasattr(transformers, "ZayaConfig"):
-        pytest.skip("this release has no model whose attention keeps the state of a convolution")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 80, "vocab_size": 160, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 1}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-    config = transformers.ZayaConfig(**sizes, **heads, **tokens, max_position_embeddings=256)
-    model = transformers.ZayaForCausalLM(config).eval()
-
-    def inputs(batch, past, new, padding=0):
-        ids = torch.randint(2, 100, (batch, past + new), generator=torch.Generator().manual_seed(batch))
-        mask = torch.ones_like(ids)
-        mask[0, :padding] = 0
-        out = model(ids[:, :past], attention_mask=mask[:, :past], use_cache=True)
-        return {"input_ids": ids[:, past:], "attention_mask": mask, WORD: cache_of(out), "use_cache": True}
-
+    model = small_model("ZayaConfig", "ZayaForCausalLM", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 1})
     with torch.no_grad(), register_flattening_functions(patch_transformers=True):
-        example = inputs(2, 5, 3)
+        example = decode_inputs(model, DecodeSizes(2, 5, 3))
 
         def every_axis(value):
             if isinstance(value, torch.Tensor):
@@ -203,7 +188,7 @@ def test_a_cache_with_states_of_a_convolution_serves_other_calls():
         shapes = {name: every_axis(value) for name, value in example.items()}
         options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
         program = torch.export.export(model, (), copy.deepcopy(example), dynamic_shapes=shapes, **options).module()
-        for sizes in ((2, 20, 1), (3, 9, 1, 3)):
-            given = inputs(*sizes)
+        for sizes in (DecodeSizes(2, 20, 1), DecodeSizes(3, 9, 1, padding=3)):
+            given = decode_inputs(model, sizes)
             expected = model(**copy.deepcopy(given)).logits
             torch.testing.assert_close(program(**given).logits, expected, rtol=1e-4, atol=1e-4)

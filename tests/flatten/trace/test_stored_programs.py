@@ -7,7 +7,7 @@ import torch
 from torch.export import Dim
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.trace.remembering_program import importing_classes, remembering_expressions
+from yobx_flatten.trace.remembering_program import importing_classes
 
 
 class Joined(torch.nn.Module):
@@ -37,26 +37,6 @@ def test_a_program_is_the_one_that_torch_loads(tmp_path):
         assert torch.equal(one, other)
     with pytest.raises(AssertionError, match="Guard failed"):
         found.module()(torch.ones(130, 3), torch.ones(6, 3))
-
-
-def test_a_text_is_parsed_once_for_a_program_and_an_example_size():
-    """Again for the next program, whose symbols are its own."""
-    parsed = []
-
-    class Deserializer:
-        @remembering_expressions
-        def parse(self, text, hint=None):
-            parsed.append((text, hint))
-            return object()
-
-    loader = Deserializer()
-    loader.symbol_name_to_symbol = {}
-    first = loader.parse("s0 + 1", 5)
-    assert loader.parse("s0 + 1", 5) is first
-    loader.parse("s0 + 1")
-    assert parsed == [("s0 + 1", 5), ("s0 + 1", None)]
-    loader.symbol_name_to_symbol = {}
-    assert loader.parse("s0 + 1", 5) is not first
 
 
 def test_the_modules_of_unknown_classes_are_imported_whatever_torch_says_of_them(tmp_path, monkeypatch):

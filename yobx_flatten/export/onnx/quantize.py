@@ -97,7 +97,7 @@ def quantize_graph(
 ) -> QuantizedWeights:
     """Replace the weights of all linear layers in a graph by quantized weights, each computed when it is written.
 
-    Matrices that are integers with scales already are stored as these integers if they have at most as many bits.
+    A matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits.
     """
     # bits: bits by role; the bits of the quantization for all other roles
     # grids: caches the search for matrices that are integers with scales already

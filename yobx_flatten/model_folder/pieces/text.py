@@ -61,7 +61,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return tuples of sizes by a name for the report; ``rows`` replaces the first size, which is the batch."""
+        """Return tuples of sizes, by their name in the report; ``self.rows``, if set, replaces the batch size."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 

@@ -124,14 +124,6 @@ def test_a_fresh_encoder_decoder_cache_keeps_its_flags(block):
     assert round_trip(new_cache("t5")).is_updated == {0: False, 1: False}
 
 
-def test_encoder_and_decoder_may_have_other_layers(block):
-    """Sliding self-attention over full cross-attention: the two lengths do not mix."""
-    cache = made("WW|D", length=12)
-    rebuilt = round_trip(cache)
-    assert [layer.cumulative_length for layer in rebuilt.self_attention_cache.layers] == [12, 12]
-    assert rebuilt.cross_attention_cache.get_seq_length() == 6
-
-
 def test_full_layers_may_hold_different_lengths():
     """Cross-attention of several encoders, or a model that skips layers: each layer's length is in its own shape."""
     cache = make_dynamic_cache([states(3), states(5)])

@@ -1,10 +1,12 @@
 """What cannot be flattened without loss is refused, with its place and the way out."""
 
 import pytest
+from transformers import cache_utils
 
 from tests.flatten.huggingface.caches.cache_cases import HAS_FLAG, made, round_trip
-from yobx_flatten.errors import CacheStructureError
+from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, flatten_static_cache
+from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
 
 
 def break_layer(layer, broken):
@@ -69,3 +71,23 @@ def test_an_offloading_cache_is_refused_or_kept(block):
     except CacheStructureError:
         return
     assert rebuilt.offloading
+
+
+def test_a_layer_without_its_attributes_is_refused():
+    """One that lost an attribute altogether is as half-initialised as one that holds `None`."""
+    layer = made("D").layers[0]
+    del layer.values
+    with pytest.raises(CacheStructureError, match=r"layers\[3\].*values is None"):
+        kind_of(type(layer)).is_filled(layer, 3)
+
+
+def test_a_class_of_the_same_name_elsewhere_has_no_row():
+    """Names alone prove nothing."""
+    assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None
+
+
+@pytest.mark.parametrize("code", ["Q8", "", "w8", "W", "S", "Wr", "W8x", "X-1", "D8"])
+def test_an_unknown_code_is_refused(code):
+    """As in a program that a newer version saved."""
+    with pytest.raises(UnsupportedLayerError, match="names no kind of cache layer"):
+        kind_of_code(code)

@@ -92,26 +92,6 @@ def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     assert [layer.keys.shape[-2] for layer in cache.layers] == kept
 
 
-@pytest.mark.parametrize("name", cases(["gemma2", "mistral"], quick=["gemma2"]))
-def test_an_example_below_the_window_serves_lengths_past_it(name):
-    """The example's side of the window does not matter, nor does the way torch is asked to guard."""
-    kwargs = decode_inputs(make_model(name), DecodeSizes(batch=2, past=3, new=2))
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(
-            make_model(name),
-            (),
-            kwargs,
-            dynamic_shapes=dynamic_shapes(kwargs),
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
-        module = program.module()
-        for sizes in SIZES.values():
-            case = decode_inputs(make_model(name), sizes)
-            expected = steps_of(make_model(name), case)
-            for found, wanted in zip(steps_of(module, case), expected, strict=True):
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
     """A model that makes its own cache in the trace: the program serves every length, and its cache goes on."""

@@ -385,7 +385,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) -> None:
-    """Raise an error for a nonzero loss without a graph if the outputs have one, because nothing would be trained."""
+    """Raise an error if outputs have an autograd graph but a nonzero loss has none, since nothing would be trained."""
     if terms or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
         return
     read = read_loss(value)

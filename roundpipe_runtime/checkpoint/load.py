@@ -186,7 +186,7 @@ def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], mod
 
 
 def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
-    """Check that the requested parts are in the checkpoint; warn of parts that were not requested."""
+    """Check that the requested parts are in the checkpoint; warn about parts that were not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),

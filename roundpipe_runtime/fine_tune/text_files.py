@@ -393,8 +393,8 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
     Args:
         tokens: tokens, of shape (tokens,).
         length: tokens of a row.
-        eval_share: share of held-out rows, from 0 to 1; at least one row is held out unless it is 0, and at least one
-            is left for training.
+        eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one row is
+            left for training.
         seed: seed of the choice.
 
     Returns:

@@ -66,7 +66,7 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
 
 
 def changed_program(program: ExportedProgram, module: torch.fx.GraphModule, **parts: Any) -> ExportedProgram:
-    """Return a copy of a program with another graph, and with ``parts`` instead of its attributes of these names."""
+    """Return a copy of a program with the graph of ``module``; ``parts`` replaces attributes of the program by name."""
     names = ("graph_signature", "state_dict", "range_constraints", "module_call_graph")
     kept = {name: getattr(program, name) for name in (*names, "example_inputs", "constants", "verifiers")}
     return ExportedProgram(root=module, graph=module.graph, **{**kept, **parts})

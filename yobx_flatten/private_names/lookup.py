@@ -1,4 +1,4 @@
-"""Look up a private name of a library on first use; the error names it if a release lacks it."""
+"""Look up a private name of a library on first use; if the installed version lacks the name, raise an error."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def is_one_of_many() -> bool:
 def join_job(backend: str = "gloo") -> bool:
     """Make the default process group of the processes that torchrun has started, unless there is one.
 
-    After a restart by ``torchrun --max-restarts`` it works with every rendezvous, without an environment variable.
+    The group also works after a restart by ``torchrun --max-restarts``, with every rendezvous.
     """
     # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` if other code needs nccl
     if dist.is_initialized() or not is_one_of_many():

@@ -199,8 +199,8 @@ class ShardedStore(RankStore):
 class Target:
     """The tensor that the optimizer updates for a parameter, and the parameter's version at their last comparison.
 
-    Where the optimizer works in the dtype of the parameter, the target is a view of its rows. Otherwise it is a master
-    weight; that of a frozen parameter is a view of one NaN, which takes no memory.
+    If the optimizer works in the dtype of the parameter, the target is a view of the parameter's rows. Otherwise the
+    target is a master weight; the target of a frozen parameter is a view of one NaN, which takes no memory.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:

@@ -1,8 +1,8 @@
 """Placeholder for a large table that stays on the host; rows or slices are copied when a layer computes with them.
 
-The placeholder is a tensor with the parameter's shape and no memory. Operations that need only parts of it run on these
-parts (`on_tables`); every other operation copies the whole table to the device first, like any other
-parameter.
+The placeholder is a tensor with the parameter's shape and no memory. Operations that need only some rows or slices of
+the table run on these parts (`on_tables`); all other operations first copy the whole table to the device, like any
+other parameter.
 """
 
 from __future__ import annotations

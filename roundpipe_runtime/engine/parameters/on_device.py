@@ -256,7 +256,7 @@ class LayerOnDevice:
     def take_gradients(self) -> None:
         """Add the gradients of the last backward to the sums over the microbatches of this stage, in microbatch order.
 
-        Autograd sums in the copy's ``grad``, in the same order. Gradients with another sum dtype are removed from it.
+        Autograd sums in the copy's ``grad``, in the same order. Gradients with another sum dtype leave ``grad``.
         """
         if self._apart is not None:
             return

@@ -1,7 +1,7 @@
 """Placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
 
 The experts are known when the layer's router has run, in the middle of the layer. So the layer gets a placeholder
-tensor, and each operation on it comes here first:
+tensor, and this module intercepts each operation on the placeholder:
 
 ::
 
@@ -10,8 +10,8 @@ tensor, and each operation on it comes here first:
     weight.shape, weight.transpose(1, 2)    none; a view is a placeholder too
     anything else                           all rows
 
-Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph
-are the usual ones.
+Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph are the
+same as without a placeholder.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Track the reads of a parameter that is copied on demand; for others, copy the rows that are missing."""
+        """Track the reads of a parameter that is copied on demand; for other parameters, copy the missing rows."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:

@@ -59,7 +59,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the next layers whose parameters are ready; the rest follow when the first microbatch needs them."""
+        """Upload the next layers whose parameters are ready; the first microbatch uploads all other layers."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay those that are ready; it is waited for when it is
             # needed.

@@ -193,7 +193,7 @@ class GroupTrainer(PipelineTrainer):
 
     @contextlib.contextmanager
     def _rp_failing_together(self) -> Iterator[None]:
-        """Context manager that raises an error of one process in all processes, which would wait in the backward."""
+        """Context manager that raises an error of one process in all processes, so that no process waits forever."""
         self._rp_is_before_backward = True
         try:
             yield

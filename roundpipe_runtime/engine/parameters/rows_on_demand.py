@@ -10,8 +10,8 @@ tensor, and this module intercepts each operation on the placeholder:
     weight.shape, weight.transpose(1, 2)    none; a view is a placeholder too
     anything else                           all rows
 
-Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph are the
-same as without a placeholder.
+Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph
+are the same as without a placeholder.
 """
 
 from __future__ import annotations

@@ -32,13 +32,6 @@ def run(*arguments, **options):
     return fresh_process.run("-m", "yobx_flatten", *arguments, check=False, **options)
 
 
-def test_help_lists_every_command():
-    """In the order of use."""
-    shown = CliRunner().invoke(app, ["--help"])
-    assert shown.exit_code == 0
-    assert [name for name in COMMANDS if f" {name} " not in shown.output] == []
-
-
 def test_the_terminal_breaks_the_lines_of_the_help():
     """Lines of a docstring would stay, each with a rest below it where the window is narrower."""
     for command in app.registered_commands:

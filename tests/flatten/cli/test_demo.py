@@ -89,12 +89,6 @@ def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
     assert output.exists() == bool(made)
 
 
-def test_no_command_shows_the_help_and_is_an_error(capsys):
-    """Asked for nothing: the help, exit status 2."""
-    assert main([]) == 2
-    assert "Usage: yobx-flatten" in capsys.readouterr().out
-
-
 def test_decode_inputs_are_made_of_the_tokens_given():
     """The new tokens are the last of those given, and the cache is what the model makes of those before."""
     model, tokens = make_model("mistral"), torch.arange(10).reshape(2, 5)

@@ -100,26 +100,14 @@ def test_positions_are_taken_or_refused():
 
 
 @needs_transformers("5.23", "its Trainer takes other arguments")
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_trainer_evaluates_with_a_loss_of_the_caller(name, tmp_path):
+def test_the_trainer_evaluates_with_a_loss_of_the_caller(tmp_path):
     """The loss is the model's; without one the error names the labels, and not the names of a wrapper."""
-    if name == "llama":
-        model, folder = exported(name)
-    else:
-        config = transformers.BertConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        config.num_labels, folder = 3, tmp_path / "out"
-        model = transformers.BertForSequenceClassification(config).eval()
-        export_folder(model, folder, proof="none")
+    model, folder = exported("llama")
     ids = torch.randint(4, 200, (4, 6), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row if name == "llama" else row[0] % 3} for row in ids]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
 
     def loss(outputs, labels, num_items_in_batch=None):
-        scores = outputs.logits
-        if name == "llama":
-            scores, labels = scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return torch.nn.functional.cross_entropy(scores, labels)
+        return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     def evaluated(of, **how):
         args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)

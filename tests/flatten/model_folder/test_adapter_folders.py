@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 
 from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
 from tests.flatten.model_folder.test_switched_adapters import save_adapter
+from tests.flatten.model_folder.words import restate
 from tests.models import SIZES
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, open_generator
 from yobx_flatten.__main__ import main
@@ -124,11 +125,6 @@ def test_weights_that_are_not_those_of_the_adapter_are_refused_by_name(change, b
         find_model(str(adapter)).load()
 
 
-def _state(adapter, **entries):
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **entries}), "utf-8")
-
-
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
@@ -147,7 +143,7 @@ def _state(adapter, **entries):
 )
 def test_an_adapter_without_a_model_is_refused_with_what_to_do(entries, reason, base):
     adapter = _adapter(base)
-    _state(adapter, **entries)
+    restate(adapter / "adapter_config.json", **entries)
     with pytest.raises(ModelSourceError, match=reason):
         find_model(str(adapter))
 
@@ -170,7 +166,7 @@ def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
     """It is tried with limits before PEFT takes it; one that ends is taken."""
     monkeypatch.setattr(limited, "_CPU_SECONDS", 1)
     adapter = _adapter(base)
-    _state(adapter, **entries)
+    restate(adapter / "adapter_config.json", **entries)
     with pytest.raises(
         ModelSourceError, match=r"adapter_config\.json has a pattern .* that cannot be matched: .*CPU sec"
     ):
@@ -186,7 +182,7 @@ def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
 def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, base):
     """PEFT would make matrices of 128 GB for each layer, before it looks at the weights."""
     adapter = _adapter(base)
-    _state(adapter, **entries)
+    restate(adapter / "adapter_config.json", **entries)
     model = AutoModelForCausalLM.from_pretrained(base)
     read = partial(read_adapters, model, {"one": adapter}) if is_switched else find_model(str(adapter)).load
     with pytest.raises(ModelSourceError, match=r"adapter_config\.json states rank .*at most 1,024"):
@@ -208,7 +204,7 @@ def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, ba
 def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, base):
     """PEFT would compute for hours what the file replaces, or load what the file names."""
     adapter = _adapter(base)
-    _state(adapter, **entries)
+    restate(adapter / "adapter_config.json", **entries)
     with pytest.raises(ModelSourceError, match=r"adapter_config\.json (initializes weights in 1,000|names adap)"):
         find_model(str(adapter)).load()
 
@@ -216,7 +212,7 @@ def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, bas
 def test_an_adapter_of_itself_is_refused(base):
     """And not followed for ever."""
     adapter = _adapter(base)
-    _state(adapter, base_model_name_or_path=str(adapter))
+    restate(adapter / "adapter_config.json", base_model_name_or_path=str(adapter))
     with pytest.raises(ModelSourceError, match="is an adapter itself"):
         find_model(str(adapter))
 

@@ -1,31 +1,16 @@
 """Folders of models that read sound or images, and of those that have no folder: a reason in one line."""
 
-import onnxruntime
 import pytest
 import torch
 import transformers
 
 from tests.transformers_versions import is_older_than, needs_transformers
-from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs, export_folder
+from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs
 from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
 from yobx_flatten.model_folder.source.classes import class_for, small_config, small_model
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_model_of_images_is_one_file(tmp_path):
-    """For any number of them, as eager."""
-    config = small_config("vit")
-    torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(config).eval()
-    assert export_folder(model, tmp_path / "out").task == "image-classification"
-    images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        expected = model(pixel_values=images).logits
-    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(["logits"], {"pixel_values": images.numpy()})[0])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

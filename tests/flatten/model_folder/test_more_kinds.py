@@ -173,6 +173,7 @@ def test_a_voice_speaks_sentences_of_any_length(tmp_path):
         ("bert", "BertForQuestionAnswering", "question-answering"),
         ("yolos", "YolosForObjectDetection", "object-detection"),
         ("segformer", "SegformerForSemanticSegmentation", "image-segmentation"),
+        ("vit", "ViTForImageClassification", "image-classification"),
         ("glpn", "GLPNForDepthEstimation", "depth-estimation"),
         ("bert", "BertModel", "feature-extraction"),
         ("t5", "T5ForConditionalGeneration", "text2text-generation"),

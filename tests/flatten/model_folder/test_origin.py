@@ -1,13 +1,11 @@
 """The tokenizer of an exported folder is that of the model, or there is none and the report states why."""
 
-import json
-
 import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.flatten.model_folder.words import word_tokenizer
+from tests.flatten.model_folder.words import restate, word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.model_folder.source.find import origin_of
@@ -65,8 +63,7 @@ def _moved(folder):
 
 def _of_another_kind(folder):
     model = _loaded(folder)
-    stated = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps({**stated, "model_type": "mistral"}), "utf-8")
+    restate(folder / "config.json", model_type="mistral")
     return model, "is for 'mistral' models, but this model is of type 'llama'"
 
 

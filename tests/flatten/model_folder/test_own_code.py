@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
+from tests.flatten.model_folder.words import restate
 from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.__main__ import main
@@ -57,19 +58,14 @@ def folder(tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "own")
     (tmp_path / "own/modeling_my.py").write_text(SOURCE.format(mark=str(tmp_path / "ran")), "utf-8")
     named = {"AutoConfig": "modeling_my.MyConfig", "AutoModelForCausalLM": "modeling_my.MyForCausalLM"}
-    _state(tmp_path / "own", auto_map=named, model_type="mymodel", architectures=["MyForCausalLM"])
+    restate(tmp_path / "own/config.json", auto_map=named, model_type="mymodel", architectures=["MyForCausalLM"])
     return tmp_path / "own"
-
-
-def _state(folder, **entries):
-    stated = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps({**stated, **entries}), "utf-8")
 
 
 @pytest.mark.parametrize("model_type", ["mymodel", "llama"])
 def test_code_of_a_folder_does_not_run(model_type, folder, tmp_path, capsys):
     """By no door; each says in a line what to do. A type that transformers has is not the class that is stated."""
-    _state(folder, model_type=model_type)
+    restate(folder / "config.json", model_type=model_type)
     with pytest.raises(ModelSourceError, match=r"modeling_my\.MyConfig.*trust_remote_code=True") as refused:
         export_folder(folder, tmp_path / "out")
     assert "\n" not in str(refused.value)
@@ -83,7 +79,7 @@ def test_code_of_a_folder_does_not_run(model_type, folder, tmp_path, capsys):
 
 def test_a_folder_whose_class_transformers_has_needs_no_code(folder, tmp_path):
     """As those of models that came to transformers after they were published."""
-    _state(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+    restate(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     assert type(find_model(str(folder)).load()) is LlamaForCausalLM
     assert not (tmp_path / "ran").exists()
     trusted = find_model(str(folder), trust_remote_code=True).load()  # as in transformers, its code is used then
@@ -92,7 +88,7 @@ def test_a_folder_whose_class_transformers_has_needs_no_code(folder, tmp_path):
 
 def test_code_of_a_tokenizer_alone_does_not_concern_the_model(folder):
     """Its class is found by the type, as before."""
-    _state(folder, model_type="llama", auto_map={"AutoTokenizer": ["own.Words", None]})
+    restate(folder / "config.json", model_type="llama", auto_map={"AutoTokenizer": ["own.Words", None]})
     assert type(find_model(str(folder)).load()) is LlamaForCausalLM
 
 

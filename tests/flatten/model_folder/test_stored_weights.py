@@ -1,7 +1,6 @@
 """A folder whose weights are not those of its class is refused with their names, wherever a model is loaded from it."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from transformers import (
 )
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
+from tests.flatten.model_folder.words import restate
 from yobx_flatten import export_folder
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
 from yobx_flatten.model_folder.source.find import find_model
@@ -71,9 +71,7 @@ def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_p
     """Old names of norms and a stored range of positions are no difference; its second head is."""
     model = BertForPreTraining(BertConfig(**SIZES, max_position_embeddings=16))
     model.save_pretrained(tmp_path / "bert")
-    config = json.loads((tmp_path / "bert/config.json").read_text("utf-8"))
-    config["architectures"] = ["BertForMaskedLM"]
-    (tmp_path / "bert/config.json").write_text(json.dumps(config), "utf-8")
+    restate(tmp_path / "bert/config.json", architectures=["BertForMaskedLM"])
 
     def published(weights):
         for name in list(weights):

@@ -8,6 +8,7 @@ import pathlib
 import pytest
 import transformers
 
+from tests.flatten.model_folder.words import restate
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.errors import DamagedFileError, FlattenError, ModelSourceError
 from yobx_flatten.model_folder.source.find import find_model
@@ -29,11 +30,6 @@ def _fail_on_a_question(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     return tiny.weights_folder(tmp_path / "model")
-
-
-def restate(file: pathlib.Path, **entries):
-    stated = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**stated, **entries}))
 
 
 CONFIGURATIONS = {

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from tests.flatten.model_folder.words import restate
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import export_folder
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError, NoRoomError
@@ -83,8 +84,7 @@ def _with_other_output(folder):
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}), encoding="utf-8")
+    restate(folder / "config.json", tie_word_embeddings=True)
 
 
 def _with_float32(folder):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.cases import cases
+from tests.flatten.model_folder.words import restate
 from yobx_flatten import (
     DamagedFileError,
     FolderExistsError,
@@ -367,8 +368,7 @@ def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_
 def test_an_adapter_that_changes_the_weights_of_the_model_is_refused(root, tmp_path):
     """PEFT takes the part that PiSSA begins with out of the model when it loads such a folder."""
     shutil.copytree(root / "one", tmp_path / "pissa")
-    file = tmp_path / "pissa/adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": "pissa"}))
+    restate(tmp_path / "pissa/adapter_config.json", init_lora_weights="pissa")
     with pytest.raises(InvalidArgumentError, match="'pissa', which changes the base weights"):
         export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "pissa"})
 

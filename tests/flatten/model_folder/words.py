@@ -1,12 +1,14 @@
-"""A tokenizer of words, made without files of other projects, and small models from a configuration."""
+"""A tokenizer of words, made without files of other projects, small models, and other entries for a JSON file."""
 
+import json
+import pathlib
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-__all__ = ["WORDS", "made", "word_tokenizer"]
+__all__ = ["WORDS", "made", "restate", "word_tokenizer"]
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(59))]
 
@@ -30,3 +32,9 @@ def made(kind: Any, config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind(config).eval()
+
+
+def restate(file: pathlib.Path, **entries: Any) -> None:
+    """Write these entries into a JSON file, next to those that the file has."""
+    held = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**held, **entries}), "utf-8")

@@ -117,17 +117,13 @@ def test_a_copy_of_a_program_explains_itself(program):
 
 
 def test_a_decomposed_program_is_right_and_explains_itself(program):
-    """`run_decompositions` inside a block gives a program that is as good."""
+    """`run_decompositions` inside a block gives a program that is as good; outside, the error has the line to type."""
     with register_flattening_functions(patch_transformers=True):
         decomposed = program.run_decompositions()
     total, _ = run(decomposed, tokens(), cache_of())
     torch.testing.assert_close(total, OneStep()(tokens(), cache_of())[0])
     with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
         decomposed.module()(tokens(), cache_of())
-
-
-def test_decomposing_outside_names_the_class_and_the_line(program):
-    """torch needs the class for it."""
     with pytest.raises(NotRegisteredError) as caught:
         program.run_decompositions()
     assert BLOCK_LINE in str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.flatten.model_folder.words import word_tokenizer
+from tests.flatten.model_folder.words import restate, word_tokenizer
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.pieces.one_call import has_types
 from yobx_flatten.model_folder.source.classes import small_config
@@ -63,6 +63,8 @@ def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_pat
     model = _model("deberta-v2", type_vocab_size=0)
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    restate(tmp_path / "model/tokenizer_config.json", model_input_names=names)
     export_folder(tmp_path / "model", tmp_path / "out")
     fed = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(*PAIRS, padding=True, return_tensors="np")
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])

@@ -82,11 +82,10 @@ class ModelExecutePlan:
         if num_layers < 1:
             raise PlanError("A model without layers has no plan.")
         _check_copies(self.last_stage_copies)
-        forward = _check_stages("fwd_plan", self.fwd_plan)
+        forward, backward = _check_stages("fwd_plan", self.fwd_plan), _check_stages("bwd_plan", self.bwd_plan)
         if run_type == "infer":
             _check_order("fwd_plan", forward, range(num_layers))
             return
-        backward = _check_stages("bwd_plan", self.bwd_plan)
         after_fused = num_layers
         if run_type == "fused":
             if not backward:
@@ -112,7 +111,7 @@ class ModelExecutePlan:
         """
         self.check_valid(num_layers, run_type)
         copies = self.last_stage_copies if most_copies is None else min(self.last_stage_copies, most_copies)
-        return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan), copies)
+        return stages_of(run_type, list(map(_range, self.fwd_plan)), list(map(_range, self.bwd_plan)), copies)
 
     @classmethod
     def auto(

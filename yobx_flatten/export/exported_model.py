@@ -244,9 +244,9 @@ class ExportedModel:
             backend: ``"xnnpack"`` for the kernels of XNNPACK, for all operators that XNNPACK has; ``"portable"`` for
                 ExecuTorch's own kernels, which are slower. ``"auto"``, the default, is ``"xnnpack"`` if the replay
                 passes, else ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao, for
-                kernels of XNNPACK that also round activations to 8 bits; measured as :func:`export_onnx` does it.
-                ``None``, the default, does not quantize weights.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao. Only
+                XNNPACK has kernels for them, which also round activations to 8 bits; measured as :func:`export_onnx`
+                does it. ``None``, the default, does not quantize weights.
             cache: ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one
                 row per call, or, if that is impossible or the replay fails, for ``"returned"``: a file that takes and
                 returns keys and values, for all rows at once.

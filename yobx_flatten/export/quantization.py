@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -161,15 +161,14 @@ def choose_quantization(
     """Return the requested quantization after a check; ``None`` if the weights are not quantized."""
     if quantize is None:
         return None
-    given: Any = quantize
-    if isinstance(given, str) and given in get_args(WeightBits):
-        given = Quantization(cast("WeightBits", given))
-    if not isinstance(given, Quantization):
-        found = repr(given) if isinstance(given, str) else describe_class(given)
+    chosen: Any = quantize
+    if isinstance(chosen, str) and chosen in get_args(WeightBits):
+        chosen = Quantization(chosen)
+    if not isinstance(chosen, Quantization):
+        found = repr(chosen) if isinstance(chosen, str) else describe_class(chosen)
         raise InvalidArgumentError(
             f'{caller}: quantize must be None, "int8", "int4", "keep" or a Quantization, found {found}.'
         )
-    chosen: Quantization = given
     if not facts.matrix_types:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
@@ -186,42 +185,55 @@ def choose_quantization(
             f'{caller}: activations="{chosen.activations}" needs float32 weights, but {facts.name} has float16 '
             "weights. Leave activations= out, or convert the weights: model.float()"
         )
-    if runtime != "onnxruntime":
+    if runtime == "onnxruntime":
+        _library()
+    else:
         _check_tool(chosen, runtime, caller)
-        return chosen
-    _library()
     return chosen
 
 
 def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     """Check that the quantizer of another runtime is installed."""
     asked = f"quantize={chosen.weights!r}"
+    if runtime not in ("openvino", "executorch"):
+        raise InvalidArgumentError(
+            f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
+            'or take\n    target="onnxruntime"  # or "openvino", "executorch"'
+        )
     if chosen.activations != "auto":
         raise InvalidArgumentError(
             f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
             "itself. Leave activations= out."
         )
-    if chosen.weights == "keep" and runtime != "openvino":
-        raise InvalidArgumentError(
-            f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
-            'themselves. Leave quantize= out, or take quantize="int8"'
-        )
     if chosen.weights == "keep":
-        return
-    if runtime == "openvino":
+        if runtime == "executorch":
+            raise InvalidArgumentError(
+                f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
+                'themselves. Leave quantize= out, or take quantize="int8"'
+            )
+    elif runtime == "openvino":
         require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
-    elif runtime == "executorch":
+    else:
         require("torchao", purpose=f"{caller}: {asked} for ExecuTorch", extra="executorch")
         if chosen.bits == 4 and chosen.block_size % 32:
             raise InvalidArgumentError(
                 f"{caller}: XNNPACK has blocks of 32, 64, 128 and 256 weights, found {chosen.block_size}:\n"
                 '    Quantization("int4", block_size=32)'
             )
-    else:
-        raise InvalidArgumentError(
-            f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
-            'or take\n    target="onnxruntime"  # or "openvino", "executorch"'
-        )
+
+
+def nothing_kept(module: str) -> InvalidArgumentError:
+    """Return the error for ``quantize="keep"`` of a module without weights that are integers times scales."""
+    return InvalidArgumentError(
+        f'quantize="keep": no weight of {module} is stored as integers of 4 or 8 bits with scales. To quantize them: '
+        'quantize="int4" or quantize="int8" (--quantize int4)'
+    )
+
+
+def remark_of_kept(counts: Mapping[int, int]) -> str:
+    """Return a note on how many weights are stored as their original integers, by the bits of these integers."""
+    listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
+    return f"already integers with scales, stored without rounding again: {listed}."
 
 
 def _is_text(tokens: Any) -> bool:

@@ -163,6 +163,13 @@ def test_kernels_that_are_asked_for_have_none_in_their_place(exported, written, 
         exported.to_executorch(tmp_path / "other.pte", backend="cuda")
 
 
+def test_portable_kernels_of_quantized_weights_are_refused(exported, written, tmp_path):
+    """ExecuTorch has such kernels only in XNNPACK: no file is written, and the error has the line to type."""
+    with pytest.raises(InvalidArgumentError, match=r'contradicts quantize=.*\n    backend="xnnpack"'):
+        exported.to_executorch(tmp_path / "model.pte", backend="portable", quantize="int8")
+    assert written[0] == []
+
+
 # -- with ExecuTorch ---------------------------------------------------------------------------------------------------
 
 

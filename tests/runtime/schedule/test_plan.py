@@ -67,6 +67,8 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
         ("infer", [range(3), range(2, 4)], [], "fwd_plan repeats layer 2"),
         ("infer", [range(5)], [], "fwd_plan names layer 4, which the model does not have"),
         ("infer", [range(2, 4), range(2)], [], "fwd_plan reorders layer 2"),
+        ("infer", [range(4)], 3, "bwd_plan must be a list of ranges, found 3."),
+        ("infer", [range(4)], [range(3, 4), []], "bwd_plan[1] is empty."),
         ("train", [range(4)], [range(2), range(2, 4)], "bwd_plan reorders layer 2"),
         ("train", [range(4)], [range(2, 4), range(1, 3), range(1)], "bwd_plan repeats layer 2"),
         ("train", [range(4)], [], "bwd_plan misses layer 0"),

@@ -19,7 +19,7 @@ import numpy
 
 from ...errors import InvalidArgumentError
 from ..proof.report import ExportReport
-from ..quantization import Quantization
+from ..quantization import Quantization, nothing_kept, remark_of_kept
 from ..quantized_answers import Bits, Role
 from .rewrite.repair import attribute
 from .rounding import RoundedMatrices
@@ -209,10 +209,7 @@ def quantize_model(
             f"{quantization.block_size} or more rows and columns. Use a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
-        raise InvalidArgumentError(
-            f'quantize="keep": no weight of {report.module} is stored as integers of 4 or 8 bits with scales. To '
-            f'quantize them: quantize="int4" or quantize="int8" (--quantize int4)'
-        )
+        raise nothing_kept(report.module)
     return found
 
 
@@ -242,8 +239,7 @@ def remark_quantized(
     if found.tables:
         report.remark(f"{found.tables} of these weights are embedding tables, in int8.")
     if found.kept:
-        kept = " and ".join(f"{count / 1e6:.3g} million in {width} bits" for width, count in sorted(found.kept.items()))
-        report.remark(f"already integers with scales, stored without rounding again: {kept}.")
+        report.remark(remark_of_kept(found.kept))
     for width, stored in ((8, "int8"), (32, "full")):
         others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
         if others:

@@ -56,11 +56,11 @@ class FileOptions:
                 f"keep_failed={os.fspath(folder)!r} is the folder of the file itself: a failed file would replace a "
                 "good one. Name another folder."
             )
+        check_backend(self.backend, quantized=self.quantize is not None)
         quantization = choose_quantization(self.quantize, facts, self.caller, self.runtime)
         is_onnx = self.runtime == "onnxruntime"
         check_opset(self.opset_version)
         check_translations(self.translations)
-        check_backend(self.backend)
         if self.cache not in get_args(CacheForm):
             raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
         if is_onnx and proof != "none" and folder is None:

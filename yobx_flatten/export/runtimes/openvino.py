@@ -25,7 +25,7 @@ from ..onnx.attempts import ATTENTION_OPSET
 from ..onnx.file import UnprovenFile, convert
 from ..onnx.weights import WeightGrid, find_grid
 from ..proof.report import ExportReport
-from ..quantization import Quantization
+from ..quantization import Quantization, nothing_kept, remark_of_kept
 from ..traced import Traced
 
 
@@ -229,16 +229,12 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
                 after.replace_source_output(product.output(0))
         kept[grid.bits] += node.data.size
     if not kept:
-        raise InvalidArgumentError(
-            f'quantize="keep": no weight of {report.module} is stored as integers of 4 or 8 bits with scales. To '
-            'quantize them: quantize="int4" or quantize="int8" (--quantize int4)'
-        )
+        raise nothing_kept(report.module)
     made[0].validate_nodes_and_infer_types()
     # without this option, OpenVINO would quantize activations to 8 bits
     made[0].set_rt_info("0", ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     replace_openvino(path, made)
-    counts = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(kept.items()))
-    report.remark(f"already integers with scales, stored without rounding again: {counts}.")
+    report.remark(remark_of_kept(kept))
 
 
 def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
@@ -344,7 +340,7 @@ def quantized_example(example: Example, quantization: Quantization, report: Expo
     with raised_as(refused):  # errors of torchao have no common class
         api.quantize_(module, config, filter_fn=fits)
     report.remark(
-        f"torchao stored the weights of {count} of {len(linears)} projections in {quantization.weights}; activations "
-        "are rounded to 8 bits, embeddings stay as they are."
+        f"torchao stored the weights of {count} of {len(linears)} projections in {quantization.weights}, for kernels "
+        "of XNNPACK; activations are rounded to 8 bits, embeddings stay as they are."
     )
     return dataclasses.replace(example, module=module)

@@ -236,15 +236,14 @@ def _pte(job: _Job) -> None:
         except FlattenError as error:
             if last or isinstance(error, (DynamicShapesError, InvalidArgumentError)):
                 raise
-            report.remarks = remarks
-            report.remark(f"kernels of {backend} were left out: {first_line(error)}")
-            continue
-        failed = next(iter(report.failed()), None)
-        if failed is None or last:
-            return
-        reason = failed.error or f"it differs by {failed.max_difference:.1e}"
+            reason = first_line(error)
+        else:
+            failed = next(iter(report.failed()), None)
+            if failed is None or last:
+                return
+            reason = f"{failed.case}: {failed.error or f'it differs by {failed.max_difference:.1e}'}"
         report.remarks = remarks
-        report.remark(f"kernels of {backend} were left out: {failed.case}: {reason}")
+        report.remark(f"kernels of {backend} were left out: {reason}")
         report.cases.clear()
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -163,7 +163,7 @@ def choose_quantization(
         return None
     chosen: Any = quantize
     if isinstance(chosen, str) and chosen in get_args(WeightBits):
-        chosen = Quantization(chosen)
+        chosen = Quantization(cast("WeightBits", chosen))
     if not isinstance(chosen, Quantization):
         found = repr(chosen) if isinstance(chosen, str) else describe_class(chosen)
         raise InvalidArgumentError(

@@ -299,10 +299,7 @@ class Generator:
         names = ["input_features", "input_values"]
         if encoder is not None and "pixel_values" in encoder.ports:
             names.append("pixel_values")  # otherwise the pictures belong to the decoder's prompt
-        of_images = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
-        of_videos = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-        pictures = self.settings.images(*map(given.get, of_images)), self.settings.videos(*map(given.get, of_videos))
-        return {name: given[name] for name in names if name in given}, pictures
+        return {name: given[name] for name in names if name in given}, self.steps.pictures(given)
 
     def _begin(
         self, given: Mapping[str, Any], source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]

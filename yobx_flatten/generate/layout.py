@@ -53,11 +53,12 @@ def located(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:
     """Return the files of an exported model by their part: ``decoder``, ``encoder`` and others."""
-    # prefill: the file of the first call, if `path` is a single file
+    # prefill: the file of the first call, if `path` is a single file, or instead of the file of the folder
     if not path.exists():
         raise GenerationError(f"There is no file or folder {path}.")
+    by_hand = {} if prefill is None else {"prefill": pathlib.Path(prefill)}
     if not is_folder(path):
-        return {"decoder": path, **({} if prefill is None else {"prefill": pathlib.Path(prefill)})}
+        return {"decoder": path, **by_hand}
     for layout in LAYOUTS:
         found = {part: located(path, f"{name}{suffix}") for part, name in layout.items()}
         if found["decoder"].is_file():
@@ -67,7 +68,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
                     f"{path} contains {found['decoder'].name}, but not {', '.join(missing)}. Copy the whole folder, "
                     "or export it again."
                 )
-            return found
+            return {**found, **by_hand}
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
     raise GenerationError(
         f"{path} contains no model to generate with: none of {expected}. To export: yobx-flatten export MODEL -o DIR"

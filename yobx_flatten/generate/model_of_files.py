@@ -30,11 +30,13 @@ from .file_cache import FileCache
 from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
 from .settings import refusals_named
-from .steps import Steps, TextState, check_given
+from .steps import OF_IMAGES, OF_VIDEOS, Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
 # a quantized cache does not keep exact values, and another loop manages a paged cache
 _OTHER_CACHES = ("quantized", "paged")
+# mm_token_type_ids is not read: the tokens of the prompt also state where pictures are
+_OF_PICTURES = (*OF_IMAGES, *OF_VIDEOS, "pixel_attention_mask", "mm_token_type_ids")
 
 
 class EncoderOfFiles(torch.nn.Module):
@@ -233,36 +235,23 @@ class FileModel(ModelWithoutWeights):
         """Pass pictures in one object, because loops would repeat patches as if they were rows."""
         if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
             return kwargs
-        given = {name: kwargs.pop(name, None) for name in _defaults(FileModel._pictures)}
+        pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})
         prompt = kwargs.get("input_ids") if inputs is None else inputs
-        if prompt is None or (given["pixel_values"] is None and given["pixel_values_videos"] is None):
+        if prompt is None or not any(one.names for one in pictures):
             return kwargs
         kwargs.pop("prefill_chunk_size", None)  # the files read a prompt with pictures in one call
-        return {**kwargs, "pixel_values": Shown(self._pictures(**given), len(prompt))}
+        return {**kwargs, "pixel_values": Shown(pictures, len(prompt))}
 
-    def _pictures(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        image_sizes: torch.Tensor | None = None,
-        batch_num_images: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        second_per_grid_ts: torch.Tensor | None = None,
-        pixel_attention_mask: torch.Tensor | None = None,
-        mm_token_type_ids: torch.Tensor | None = None,
-    ) -> Sequence[Pictures]:
-        # mm_token_type_ids is not read: the tokens of the prompt also state where pictures are
-        if pixel_attention_mask is not None and pixel_values is not None:
-            real = pixel_values.flatten(-3).ne(0).any(-1)
-            if not bool(pixel_attention_mask.flatten(-2).bool().all(-1)[real].all()):
+    def _pictures(self, given: Mapping[str, Any]) -> Sequence[Pictures]:
+        mask, pixels = given.get("pixel_attention_mask"), given.get("pixel_values")
+        if mask is not None and pixels is not None:
+            real = pixels.flatten(-3).ne(0).any(-1)
+            if not bool(mask.flatten(-2).bool().all(-1)[real].all()):
                 raise InvalidArgumentError(
                     "pixel_attention_mask is 0 inside a picture: the vision file reads whole pictures. Let the "
                     "processor resize pictures to the size that the model reads."
                 )
-        settings = self.steps.settings
-        videos = settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
-        return settings.images(pixel_values, image_grid_thw, image_sizes, batch_num_images), videos
+        return self.steps.pictures(given)
 
     def run_files(self, **given: Any) -> Any:
         """Run the files on new tokens, with the cache of the earlier tokens."""
@@ -298,7 +287,7 @@ class FileModel(ModelWithoutWeights):
         if isinstance(pixel_values, Shown):
             shown = pixel_values
         elif self.steps.parts.vision is not None and cache.seen == 0:
-            shown = Shown(self._pictures(pixel_values, **pictures), len(input_ids))
+            shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids))
         self._check_counted("cache_position", cache_position, cache, input_ids)
         total, rows, ports = cache.seen + input_ids.shape[1], len(input_ids), self.steps.parts.decoder.ports
         mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()
@@ -461,9 +450,8 @@ def _taken(steps: Steps) -> dict[str, Any]:
     parts = steps.parts
     if parts.encoder is None:
         found = _defaults(FileModel._read_text)
-        pictures = _defaults(FileModel._pictures)
-        found = {name: value for name, value in found.items() if name not in pictures}
-        return {**found, CACHE: None, **(pictures if parts.vision is not None else {})}
+        found = {name: value for name, value in found.items() if name not in _OF_PICTURES}
+        return {**found, CACHE: None, **(dict.fromkeys(_OF_PICTURES) if parts.vision is not None else {})}
     found = _defaults(FileModel._read_after_encoder)
     unread = {"input_ids", "input_features", "input_values", "pixel_values"} - parts.encoder.ports.keys()
     if not steps.heads:

@@ -46,12 +46,24 @@ class Pictures:
     tiles: Tiles | None = None  # for a model that cuts pictures into tiles
     together: torch.Tensor | None = None  # the number of pictures of each prompt; by default 1
 
+    def __post_init__(self) -> None:
+        if self.pixels is None and self.names:
+            raise InvalidArgumentError(f"{self.names[0]} describes {self.word}s, but there are none: leave that out.")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the inputs that this object was made from."""
+        pixels = "pixel_values" if self.word == "image" else "pixel_values_videos"
+        sizes = f"{self.word}_grid_thw" if self.tiles is None else "image_sizes"
+        found = {pixels: self.pixels, sizes: self.sizes, "batch_num_images": self.together}
+        return [name for name, value in found.items() if value is not None]
+
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
         """Return the features of pictures, one per picture token of the prompt; none without pictures."""
         if self.pixels is None:
             return []
         if vision is None:
-            raise InvalidArgumentError(f"{decoder.name} reads text only: leave pixel_values out.")
+            raise InvalidArgumentError(f"{decoder.name} reads text only: leave {self.names[0]} out.")
         found = [vision.step(typed(vision, inputs), {})[0] for inputs in self._calls(vision)]
         features = self._joined(found)
         token = self.token_id or 0
@@ -74,10 +86,8 @@ class Pictures:
         """Yield the inputs of each call of the file, which reads one picture, or one frame of a video, at a time."""
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
-            if self.word == "video":
-                raise InvalidArgumentError(
-                    f"{vision.name} takes pictures of one size, and no videos: leave pixel_values_videos out."
-                )
+            if self.tiles is None and (self.word == "video" or self.sizes is not None):
+                raise InvalidArgumentError(f"{vision.name} takes pictures of one size: leave grids and videos out.")
             if self.tiles is not None:
                 yield from (
                     {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)

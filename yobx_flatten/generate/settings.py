@@ -152,14 +152,12 @@ class GenerationSettings:
             seconds: seconds between frames, one number for each video; ``None`` for 1.
         """
         count = 0 if sizes is None else len(sizes)
-        if pixel_values is not None and seconds is not None and len(seconds) != count:
+        if seconds is not None and len(seconds) != count:
             raise InvalidArgumentError(
                 f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one for each."
             )
-        of_second = self.tokens_per_second
-        spacing = (
-            [] if of_second is None else [of_second * one for one in (seconds if seconds is not None else [1] * count)]
-        )
+        of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
+        spacing = [] if of_second is None else [of_second * one for one in times]
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:

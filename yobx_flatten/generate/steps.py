@@ -17,6 +17,10 @@ from ..runners.rewind import cache_tensors
 from .pictures import Pictures, Seen, check_ports, empty_cache, image_positions, typed
 from .settings import GenerationSettings
 
+# inputs of a call that are its images and videos, or describe them
+OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+OF_VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # inputs of an encoder other than text: what they contain, and their shape
@@ -130,6 +134,11 @@ class Steps:
                 "    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
             )
 
+    def pictures(self, given: Mapping[str, Any]) -> tuple[Pictures, Pictures]:
+        """Return the images and the videos among the inputs of a call."""
+        settings = self.settings
+        return settings.images(*map(given.get, OF_IMAGES)), settings.videos(*map(given.get, OF_VIDEOS))
+
     @functools.cached_property
     def heads(self) -> dict[str, tuple[int, int]]:
         """The outputs that are cross-attention weights, each with its layer and head."""
@@ -185,8 +194,7 @@ class Steps:
     def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
         assert self.parts.encoder is not None
         unread = [name for name in given if name not in self.parts.encoder.ports]
-        if "pixel_values" not in given:
-            unread += ["pixel_values" for one in pictures if one.pixels is not None]
+        unread += [name for one in pictures for name in one.names if name not in given]
         if unread:
             reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
             raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, not {unread[0]}: leave that out.")
@@ -210,6 +218,8 @@ class Steps:
         reads = next((name for name in _READ if name in encoder.ports), None)
         if reads is not None:
             (what, shape), value = _READ[reads], given.get(reads)
+            if input_ids is not None:
+                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: leave that out.")
             if value is None or value.ndim != shape.count(",") + 1:
                 raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
             source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
 import threading
+import types
 
 import onnxruntime
 import pytest
@@ -24,6 +26,7 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.generate.generator import Generator
+from yobx_flatten.generate.layout import find_parts
 from yobx_flatten.model_folder.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -151,6 +154,22 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
             {"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.ones(1, 3, 4, 4)},
             "reads text only: leave pixel_values out",
         ),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "pixel_values_videos": torch.ones(1, 3, 4, 4)},
+            "reads text only: leave pixel_values_videos out",
+        ),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "image_grid_thw": torch.tensor([[1, 4, 4]])},
+            "image_grid_thw describes images, but there are none",
+        ),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "video_grid_thw": torch.tensor([[1, 4, 4]])},
+            "video_grid_thw describes videos, but there are none",
+        ),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "second_per_grid_ts": [1.0]},
+            "second_per_grid_ts has 1 numbers, but video_grid_thw 0 rows",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
@@ -159,6 +178,12 @@ def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
         mistral[1].generate(**inputs)
     with pytest.raises(InvalidArgumentError, match=words):
         mistral[1].stream(**inputs)
+
+
+def _reader_of_pictures(text):
+    """Return files and settings of a model whose encoder reads pictures; the encoder's file never runs."""
+    encoder = types.SimpleNamespace(ports={"pixel_values": None}, name="encoder_model.onnx")
+    return dataclasses.replace(text.parts, encoder=encoder), text.settings
 
 
 def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
@@ -170,6 +195,16 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     for features in (None, torch.ones(4, 8)):
         with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
             sound.generate(input_features=features)
+    features, film = torch.ones(1, 8, 16), {"pixel_values_videos": torch.ones(1, 3, 4, 4)}
+    with pytest.raises(InvalidArgumentError, match="reads input_features, not input_ids: leave that out"):
+        sound.generate(tokens[:1], input_features=features)
+    with pytest.raises(InvalidArgumentError, match="reads input_features, not pixel_values_videos"):
+        sound.generate(input_features=features, **film)
+    pictures = Generator(*_reader_of_pictures(text))
+    with pytest.raises(InvalidArgumentError, match="reads pixel_values, not pixel_values_videos"):
+        pictures.generate(pixel_values=torch.ones(1, 3, 4, 4), **film)
+    with pytest.raises(InvalidArgumentError, match="reads pixel_values, not image_grid_thw"):
+        pictures.generate(pixel_values=torch.ones(1, 3, 4, 4), image_grid_thw=torch.tensor([[1, 4, 4]]))
     for wrong, words in [
         (torch.tensor([[0], [-2]]), "decoder_input_ids contains -2, which is not a token"),
         (torch.zeros(2, 1), "decoder_input_ids must be integers"),
@@ -182,6 +217,14 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
     with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):
         Generator(text.parts, settings).generate(tokens)
+
+
+def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):
+    """The file of the argument, not the file of the folder."""
+    for name in ("encoder_model", "decoder_model", "decoder_with_past_model"):
+        (tmp_path / f"{name}.onnx").touch()
+    assert find_parts(tmp_path, ".onnx", None)["prefill"] == tmp_path / "decoder_model.onnx"
+    assert find_parts(tmp_path, ".onnx", "first.onnx")["prefill"] == pathlib.Path("first.onnx")
 
 
 # -- single files ------------------------------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     """With what to pass."""
     _, generator = qwen
     ids, mask, pictures = prompts()
-    with pytest.raises(InvalidArgumentError, match=r"Pass image_grid_thw of shape \(pictures, 3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"Pass image_grid_thw .* of shape \(pictures, 3\)"):
         generator.generate(ids, mask, pixel_values=pictures["pixel_values"])
-    with pytest.raises(InvalidArgumentError, match=r"Pass video_grid_thw of shape \(videos, 3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"Pass video_grid_thw .* of shape \(videos, 3\)"):
         generator.generate(ids, mask, pixel_values_videos=pictures["pixel_values"])
     grid = torch.tensor([[2, 4, 8]])
     with pytest.raises(InvalidArgumentError, match="pass videos as pixel_values_videos"):

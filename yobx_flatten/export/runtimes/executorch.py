@@ -29,10 +29,9 @@ Backend = Literal["auto", "xnnpack", "portable"]
 
 def check_backend(backend: str, *, quantized: bool) -> None:
     """Refuse an ExecuTorch backend that is not known, or that cannot run quantized weights."""
-    if backend not in get_args(Backend):
-        raise InvalidArgumentError(
-            f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, found {backend!r}."
-        )
+    known = get_args(Backend)
+    if backend not in known:
+        raise InvalidArgumentError(f"backend must be one of {', '.join(map(repr, known))}, found {backend!r}.")
     if quantized and backend == "portable":  # ExecuTorch 1.5 has no portable kernel for the operators of torchao
         raise InvalidArgumentError(
             'backend="portable" contradicts quantize=: only XNNPACK has kernels for quantized weights. Leave quantize= '

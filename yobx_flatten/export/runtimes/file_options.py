@@ -67,8 +67,7 @@ class FileOptions:
             check_kernels(facts.kernel_types, self.caller)
         # for other runtimes, a file in float is written first, also if nothing is replayed
         written = proof if is_onnx else "full"
-        in_memory = 0 if proof == "none" else 1
-        check_room(facts, self.path, in_memory=in_memory, quantization=quantization, proof=written)
+        check_room(facts, self.path, in_memory=int(proof != "none"), quantization=quantization, proof=written)
         return dataclasses.replace(self, quantize=quantization)
 
     def check_example(self, example: Example) -> None:

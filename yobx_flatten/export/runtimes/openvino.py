@@ -159,11 +159,7 @@ def _kind(node: Any) -> str:
 def _grows(port: Any, result: Any) -> bool:
     """Return whether an output is its cache input with new tokens appended along axis 2."""
     made = result.get_node().input(0).get_source_output().get_node()
-    if (
-        made.get_type_name() != "Concat"
-        or made.get_input_size() != 2
-        or port.get_partial_shape().rank.get_length() != 4
-    ):
+    if made.get_type_name() != "Concat" or made.get_input_size() != 2 or len(port.get_partial_shape()) != 4:
         return False
     axis = made.get_attributes()["axis"]
     return axis in (2, -2) and made.input(0).get_source_output().get_node() == port.get_node()

@@ -228,7 +228,7 @@ def _package(job: _Job) -> None:
 
 def _pte(job: _Job) -> None:
     asked, report = job.options.backend, job.report
-    attempts = _KERNELS if asked == "auto" else (asked,)
+    attempts: Sequence[Backend] = ("xnnpack", "portable") if asked == "auto" else (asked,)  # the faster first
     for backend in attempts:
         last, remarks = backend == attempts[-1], list(report.remarks)
         try:
@@ -250,8 +250,8 @@ def _pte(job: _Job) -> None:
 def _pte_of(job: _Job, backend: Backend) -> None:
     """Write a file with the kernels of one backend, and replay it, first with the cache in place if possible."""
 
-    def write(*, in_place: bool = False) -> list[str]:
-        written: Written = write_pte(job.source.traced, job.file.path, backend=backend, in_place=in_place)
+    def write(traced: Traced = job.source.traced, kernels: Backend = backend, *, in_place: bool = False) -> list[str]:
+        written: Written = write_pte(traced, job.file.path, backend=kernels, in_place=in_place)
         job.report.planned_bytes = written.planned_bytes
         return written.in_place
 
@@ -260,18 +260,12 @@ def _pte_of(job: _Job, backend: Backend) -> None:
         with job.report.timed("convert"):
             write()
         job.replay()
+
+    def quantized(asked: Quantization) -> None:
+        write(trace(openvino.quantized_example(job.source.example, asked, job.report)), "xnnpack", in_place=in_place)
+
     # after the replay in float, which shows errors that quantization does not cause
-    quantize = functools.partial(_quantized_pte, job, in_place=in_place)
-    job.quantize(functools.partial(job.measured, quantize))
-
-
-def _quantized_pte(job: _Job, asked: Quantization, *, in_place: bool) -> None:
-    traced = trace(openvino.quantized_example(job.source.example, asked, job.report))
-    written = write_pte(traced, job.file.path, in_place=in_place)
-    job.report.planned_bytes = written.planned_bytes
-
-
-_KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
+    job.quantize(functools.partial(job.measured, quantized))
 
 
 def _openvino(job: _Job) -> None:

@@ -35,7 +35,7 @@ _USUAL_FACTOR = 2.0**-40
 
 
 def is_due(count: int) -> bool:
-    """Return whether the next run of a kind is checked, given the number of earlier runs of this kind.
+    """Return whether the next run is checked, given the number of earlier runs with inputs of the same structure.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -201,7 +201,7 @@ class Repeats:
         return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
 
     def failed(self, kind: Hashable) -> None:
-        """Make the next call of a kind be checked again, since the check of this call has failed."""
+        """Check the next call of this kind again, since the check of this call has failed."""
         self._calls[kind] = 0
 
     def end(self) -> None:

@@ -215,7 +215,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """Checks at calls 1, 2, 4, ... of a kind how the losses of microbatches add up, and remembers the result."""
+    """Checks how the losses of microbatches add up, at calls 1, 2, 4, ... with inputs of the same structure."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}

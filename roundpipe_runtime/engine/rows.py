@@ -133,7 +133,7 @@ class RowCheck:
         self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check that layers treat rows independently, at calls 1, 2, 4, ... of a kind and after a layer has changed."""
+        """Check that layers treat rows independently, at calls 1, 2, 4, ... of one structure, and if layers changed."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:

@@ -88,7 +88,7 @@ class PlanReport:
 
     @property
     def host_memory(self) -> HostMemory:
-        """Memory of the host."""
+        """Host memory that the training needs, compared with the memory of the machine."""
         return self.simulated.host_memory
 
     @property
@@ -179,7 +179,7 @@ def _plans(
     last_stage_copies: int | Literal["auto"],
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
-    """Return a plan for each number of copies, and why no plan fits the limit; such plans ignore the limit."""
+    """Return plans by the number of copies of the last stage; if none fits, plans without the limit and the reason."""
     too_large = ""
     try:
         _plan(costs, hardware, limit, 1, num_microbatch)

@@ -30,8 +30,8 @@ class StepPlan:
         plan: layers of each stage.
         layers: memory and operations of each layer on one microbatch.
         num_microbatch: number of microbatches.
-        tokens: number of tokens of a step, all microbatches; of anything else that is counted in samples, those.
-        host_memory: memory of the host.
+        tokens: number of tokens in a step, over all microbatches; number of samples if the inputs are not text.
+        host_memory: host memory that the training needs.
         optimizer_bytes: bytes that AdamW reads and writes in a step.
         measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself. Default:
             ``None``, seconds follow from operations.

@@ -1,7 +1,7 @@
 """Check how the losses of a model's microbatches add up to the loss of the batch, before the first loss is used.
 
-At calls 1, 2, 4, 8, ... of a kind, the code after the last layer runs on a few rows at once and in two uneven parts, as
-in `batch/loss_proof`. If no weights match, or if the code draws random numbers, the loss is computed once for all rows.
+At calls 1, 2, 4, 8, ... of one structure, the code after the last layer runs on a few rows, once whole and once in two
+uneven parts. If no weights make the losses equal, or if the code draws random numbers, the loss is computed only once.
 """
 
 from __future__ import annotations

@@ -134,11 +134,11 @@ class ModelExecutePlan:
             min_stages: smallest number of stages. Default: the number of devices.
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of the limit,
-                because the next stage is loaded at the same time. Default: the limit of the model's devices, if known.
+                because the next stage is loaded at the same time. Default: the memory of the devices, if known.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
-            last_stage_copies: number of devices that run the last layer, forward and backward, each for every n-th
-                microbatch of a fused run. If there are several, the fused stage has only this layer. ``"auto"``: as
-                many as make the simulated run clearly faster, without transfers. Default: 1.
+            last_stage_copies: number of devices that have a copy of the last layer. Each device runs forward and
+                backward of this layer for every n-th microbatch. With more than one copy, the last stage is this layer
+                only. ``"auto"``: the number with which the simulated run is clearly faster. Default: 1.
             num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
 
         Returns:

@@ -155,8 +155,8 @@ OTHER_ROWS: list[Row] = [
     (
         r"^cannot pickle 'module' object",
         _fixed(
-            "torch.save writes pickles of version 2, which cannot contain memory formats such as "
-            "torch.channels_last. Use a newer pickle version:",
+            "torch.save uses pickle protocol 2, which cannot store memory formats such as torch.channels_last. "
+            "Use a higher protocol:",
             'torch.export.save(program, "model.pt2", pickle_protocol=4)',
         ),
     ),

@@ -123,7 +123,7 @@ def _options_of(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _with_rooms(model: torch.nn.Module, folder: pathlib.Path) -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, give the layers the optional adapter inputs that the files of a folder have."""
+    """In a ``with`` block, let the layers accept the same optional adapter inputs as the exported files."""
     rooms = rooms_of_files(folder)
     layers = {name.rpartition(".")[0] for name in rooms}
     sizes = {

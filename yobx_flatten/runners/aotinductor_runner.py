@@ -84,7 +84,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
     signature = Signature.from_json(metadata[KEY], str(path))
     for what, made, here in _machine(signature, metadata):
         if made != here:
-            raise ForeignFileError(f"{path} was compiled for {what} {made}, but here it is {here}. Export again here.")
+            raise ForeignFileError(f"{path} was compiled for {what} {made}, but found {here}. Export again here.")
     return signature, metadata
 
 

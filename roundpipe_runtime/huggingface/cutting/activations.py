@@ -118,7 +118,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallL
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
-    """Return the tensors of a state by key; tensors in boxes by the number of the box and their path."""
+    """Return the tensors of a state by key; tensors in a mutable container (a box) by its number and their path."""
     found: dict[Any, torch.Tensor] = dict(state.values)
     for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -187,7 +187,7 @@ def _leaves(tree: Tree) -> Iterator[tuple[Any, Any]]:
 
 
 def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
-    """Yield the tensors and boxes among the arguments of a call, with names from the layer's forward."""
+    """Yield a call's tensors and mutable containers, each with the name of its parameter of the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
     for path, leaf in _leaves(call.arguments):
         if not isinstance(leaf, (Key, BoxUse)):

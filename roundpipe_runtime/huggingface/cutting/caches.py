@@ -294,7 +294,7 @@ class MadeCache:
         return cls(with_layers(cache, [[] for _ in found]), tuple(found))
 
     def keys(self) -> set[Key]:
-        """Return the keys of the tensors in the described cache."""
+        """Return the identifiers (class `Key`) of the tensors in the cache that these entries describe."""
         held = [entry for part in self.entries for entry in part if entry is not None]
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 

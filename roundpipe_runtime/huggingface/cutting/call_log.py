@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of the tensors in this value, including tensors in boxes and KV caches."""
+        """Return the keys of the tensors in this value, including tensors in mutable arguments and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:

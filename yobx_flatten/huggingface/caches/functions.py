@@ -2,7 +2,7 @@
 
 The static part of a cache is the list of its leaves' names. A cache with ``DynamicLayer`` only has the plain names
 ``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer: ``key_D_0, value_D_0, key_W8_1,
-...`` (letters in :mod:`.layers`). An empty layer is listed as ``none_W8_1``.
+...`` (letters in :mod:`.layers`). ``none_W8_1`` is layer 1, with a sliding window of 8, before it has keys.
 
 Nothing that depends on the tokens seen is static, so one exported program serves all lengths. The *length* of sliding
 layers has two sources:

@@ -46,6 +46,6 @@ def named_folders(given: Sequence[str]) -> dict[str, str]:
     for one in given:
         name, equals, place = one.partition("=")
         if not equals or not name or not place or name in found:
-            raise UserError(f"an adapter is given as NAME=FOLDER, and each name only once; found {one}")
+            raise UserError(f"write each adapter as NAME=FOLDER, each with another name; found {one}")
         found[name] = place
     return found

@@ -53,8 +53,8 @@ def export(
     """Export a Hugging Face model to a folder of files that generate text, and compare the files with the model.
 
     Files have the names and inputs that generation tools expect. Each file runs next to the model. Then 40 generated
-    tokens (8 from 1 GB of weights on) are compared with model.generate (--proof). DIR is created only if all checks
-    pass. Exit status: 0 all checks passed; 1 a file differs from the model, and nothing was written.
+    tokens (8 tokens for 1 GB of weights or more) are compared with model.generate (--proof). DIR is created only if all
+    checks pass. Exit status: 0 all checks passed; 1 a file differs from the model, and nothing was written.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None

@@ -56,7 +56,7 @@ def generate(
     with readable(folder, UserError):
         given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
     if given["input_ids"].shape[-1] == 0:
-        raise UserError("the prompt has no tokens: --prompt TEXT")
+        raise UserError("the prompt has no tokens: pass --prompt TEXT")
     encoder_decoder = generator.parts.encoder is not None
     streamed = len(prompt) == 1 and not json and beams == 1
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def _tokenizer(folder: pathlib.Path) -> Any:
         tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     except (DamagedFileError, OSError) as error:
         raise UserError(
-            f"{folder} contains no tokenizer that can be read: put the model's tokenizer files there"
+            f"{folder} contains no tokenizer that can be read: copy the model's tokenizer files there"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

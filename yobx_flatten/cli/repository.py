@@ -37,7 +37,7 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export every model type in transformers, and check each step.
 
-    This needs a clone of the repository. Arguments go to `python -m matrix` (try -- --help); --sample 8 runs 8 types.
+    This command needs a clone. `python -m matrix` gets the arguments (try -- --help); --sample 8 exports 8 model types.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -51,7 +51,7 @@ def bench(
 ) -> int:
     """Run a benchmark, and print a table that compares this package with its alternatives.
 
-    The benchmarks are part of the repository, so this needs a clone.
+    The benchmarks are part of the repository, so the command needs a clone.
     """
     root = repository("the benchmarks")
     found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}

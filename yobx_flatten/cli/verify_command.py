@@ -42,13 +42,13 @@ def verify(
     The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
     result differs. With --explain, the model is exported again, and its values are compared with those of the files.
 
-    With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, past its window,
-    with padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a file
-    cannot be judged, or runs in no case.
+    With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, texts longer than
+    its window, padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a
+    file cannot be compared, or fails on all inputs.
     """
     if model is not None:
         if device is not None or explain is not None:
-            raise UserError("--device and --explain are for folders that export wrote. Leave them out with --model.")
+            raise UserError("--device and --explain are for exported folders. Leave both options out with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
     if names or (folder.exists() and not (folder / MANIFEST).exists()):
         why = "--map works only with --model" if names else f"{folder}: yobx-flatten export did not write it"

@@ -73,17 +73,17 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
         counter_input: whether a model with only sliding-window layers has the input ``past_key_values.length``;
             ``False`` by default.
-        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for neither.
+        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for none.
         optimize: ``"onnxruntime"`` for onnxruntime's attention, which does not copy the cache; ``None`` by default.
         translations: onnxscript functions for your own operators, by operator; none by default.
-        adapters: what :func:`export_folder` proves in addition, see :class:`.room.Adapter`; none by default.
+        adapters: the LoRA adapters that :func:`export_folder` checks, see :class:`.room.Adapter`; none by default.
 
     Returns:
         The program, the path and a report.
 
     Raises:
-        InvalidArgumentError, NotRegisteredError, DynamicShapesError: when arguments do not fit.
-        MissingDependencyError, NoRoomError: when a library, disk or memory is missing; this is checked first.
+        InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
+        MissingDependencyError, NoRoomError: when a library, disk or memory is missing; raised before the trace.
         ReplayError: when a case fails or differs by more than ``tolerance``, or quantised weights change too much.
 
     >>> import tempfile
@@ -149,12 +149,12 @@ def export_program(
         args: example positional arguments; none by default.
         kwargs: example keyword arguments, with caches among them; none by default. For a Hugging Face model, sizes 0
             and 1, which ``torch.export`` would fix, are replaced by larger sizes; the report lists them.
-        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them; ``None`` keeps every size fixed.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` chooses axes; ``None`` keeps every size fixed.
         bounds: the largest sizes, such as ``{"batch": 4, "length": 512}``: the number of rows, and the number of tokens
             in the cache; ``"new"`` limits the tokens of one call. ``to_executorch`` needs bounds; the program refuses
             larger inputs.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: what to replay in addition; by default, for a transformers model, sizes around its window and padding,
+        cases: additional test inputs; by default, for a transformers model, sizes around its window and padding,
             and for any other module other sizes and values that the module accepts.
         steps: calls per case, 3 by default; each call gets the cache that the previous call returned.
         tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
@@ -163,10 +163,10 @@ def export_program(
             with its program; ``"sample"`` replays the example and the largest case, two calls each; ``"none"`` replays
             nothing, and the report states that nothing was checked. ``"auto"``, the default, is ``"full"`` for weights
             of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
-        loop: whether each call gets the cache of the previous call; ``True`` by default. The program then also returns
-            the changes that ``forward`` makes to its arguments and does not return, such as an extended cache, and
-            calling the result changes the arguments in the same way. ``False`` for a module that is called once, such
-            as one that reads a cache to compute a score.
+        loop: whether each call gets the cache of the previous call; ``True`` by default. With ``True``, the program
+            also returns the changes that ``forward`` makes to its arguments and does not return, such as an extended
+            cache, and calling the result changes the arguments in the same way. ``False`` for a module that is called
+            once, such as one that reads a cache to compute a score.
 
     Returns:
         The program with a report. It can also be called outside ``register_flattening_functions``.
@@ -214,15 +214,15 @@ def prove_program(
 ) -> ExportedModel:
     """Compare a ``torch.export`` program with its module, and return an ``ExportedModel`` as ``export_program`` does.
 
-    ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
-    ``register_flattening_functions``, where every cache has this package's registration.
+    ``torch.export.export`` or ``transformers.exporters`` (attribute ``.program`` of the result) must create the program
+    inside ``register_flattening_functions``, where every cache has this package's registration.
 
     Args:
-        program: what ``torch.export.export`` returned. Its example is the first case. Buffers that the program writes
-            to are replaced in the program by copies, so that the buffers of the module do not change.
+        program: what ``torch.export.export`` returned. Its example inputs are the first test case. Buffers that the
+            program writes to are replaced in the program by copies, so that the buffers of the module do not change.
         module: the module that the program was exported from, in the mode (``eval()``) of the export.
-        cases: what to replay in addition; by default, for a transformers model, the cases of
-            :func:`~yobx_flatten.export_program` whose sizes the program has not fixed. The report names the others.
+        cases: additional test inputs; by default, for a transformers model, the cases of
+            :func:`~yobx_flatten.export_program` whose sizes the program accepts. The report names other cases.
         steps: number of calls per case, 3 by default; after the first call, each call gets the cache that the previous
             call returned. A program with fixed sizes is called once.
         tolerance: see :func:`~yobx_flatten.export_program`.
@@ -264,7 +264,7 @@ def prove_program(
 
 
 def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
-    """Return the example inputs of a program as an ``Example``. Call it in the registration ``with`` block."""
+    """Return the example inputs of a program as an ``Example``. Needs ``register_flattening_functions``."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
             "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
@@ -387,7 +387,7 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
 
 
 def _named(error: Exception) -> set[Axis]:
-    """Return the axes that an error names: a conversion error as ``axes``, any other error in its text."""
+    """Return the axes that an error names: a conversion error in ``axes``, any other error in its text."""
     if isinstance(error, ConversionRefusedError):
         return set(error.axes or ())
     found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))

@@ -129,7 +129,7 @@ def make_example(
     *,
     loop: bool = True,
 ) -> Example:
-    """Return the checked arguments of an export as an ``Example``. Call it in the registration ``with`` block."""
+    """Return the checked arguments of an export as an ``Example``. Needs ``register_flattening_functions``."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
     forward = forward_of(module)
     kwargs = named_for(forward, kwargs)  # the name of the cache depends on the version of transformers
@@ -173,7 +173,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why inputs of other sizes cannot be made (``""`` if they can), and notes on settings to be aware of."""
+    """Return why inputs of other sizes cannot be made (``""`` if they can), and notes on the model's settings."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -336,7 +336,7 @@ def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor
 
 
 def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of an example in other sizes by name, with data repeated or cut; ``None`` if impossible."""
+    """Return the inputs of an example in other sizes by name, data repeated or truncated; ``None`` if impossible."""
     wanted = {name: found for name, _, found in signature.inputs}
     made: dict[str, torch.Tensor] = {}
     for name, leaf in tensors_of(example, signature).items():
@@ -356,7 +356,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example's arguments, with copies of the tensors in ``made``. Needs the registration ``with`` block."""
+    """Return an example's arguments with copies of the tensors in ``made``. Needs ``register_flattening_functions``."""
     own = example.leaves
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 

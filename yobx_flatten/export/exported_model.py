@@ -103,7 +103,7 @@ class ExportedModel:
             **kwargs: keyword arguments.
 
         Returns:
-            What the module returns. A change of its arguments, such as a longer cache, is made in the given arguments.
+            What the module returns. The call changes the given arguments, such as a cache, as the module does.
         """
         source = self._source
         about = self.program if source is None else source.example.module
@@ -183,7 +183,7 @@ class ExportedModel:
             path: the file to write, with the suffix ``.onnx``. The file appears when the replay has passed.
             opset_version: see :func:`export_onnx`.
             quantize: see :func:`export_onnx`; ``None``, the default, stores all weights as they are.
-            optimize: see :func:`export_onnx`; ``None``, the default, for the operators of ONNX.
+            optimize: see :func:`export_onnx`; ``None``, the default, uses standard ONNX operators.
             translations: see :func:`export_onnx`; none by default.
 
         Returns:
@@ -219,7 +219,7 @@ class ExportedModel:
             The report: one result per case.
 
         Raises:
-            InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
+            InvalidArgumentError: when ``path`` has another suffix, or an input is a number that varies.
             MissingDependencyError: when there is no C++ compiler.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
@@ -244,9 +244,9 @@ class ExportedModel:
             backend: ``"xnnpack"`` for the kernels of XNNPACK, for all operators that XNNPACK has; ``"portable"`` for
                 ExecuTorch's own kernels, which are slower. ``"auto"``, the default, is ``"xnnpack"`` if the replay
                 passes, else ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao. Only
-                XNNPACK has kernels for them, which also round activations to 8 bits; measured as :func:`export_onnx`
-                does it. ``None``, the default, does not quantize weights.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
+                XNNPACK has kernels for quantized weights, and they round activations to 8 bits. The error is measured
+                as by :func:`export_onnx`. ``None``, the default, does not quantize weights.
             cache: ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one
                 row per call, or, if that is impossible or the replay fails, for ``"returned"``: a file that takes and
                 returns keys and values, for all rows at once.
@@ -278,8 +278,8 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both files appear
                 when the replay has passed.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
-                :func:`export_onnx` does it. ``None``, the default, does not quantize weights.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF; :func:`export_onnx`
+                measures the error in the same way. ``None``, the default, does not quantize weights.
             cache: ``"in_place"``, the default, for keys and values in the state of the model; ``"returned"`` for keys
                 and values as inputs and outputs, also if OpenVINO would copy the state or the replay fails.
 
@@ -305,7 +305,7 @@ def source_of(exported: ExportedModel) -> Source:
     """Return the traced program and the test cases of an ``ExportedModel``, to write files for runtimes."""
     if exported._source is None:
         raise InvalidArgumentError(
-            "This program was not made by export_program: it has no cases to check. Export the module with\n"
+            "This program was not made by export_program: it has no test inputs. Export the module with\n"
             "    export_program(module, args, kwargs)\n"
             "or check a program of torch.export:\n"
             "    prove_program(program, module)"

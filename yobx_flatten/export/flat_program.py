@@ -32,7 +32,7 @@ _MADE_BY = ("torch", "transformers")
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with the same graph whose inputs are all tensors. Call it in the registration ``with`` block."""
+    """Return a program with the same graph whose inputs are all tensors. Needs ``register_flattening_functions``."""
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
     for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):

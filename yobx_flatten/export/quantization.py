@@ -61,16 +61,16 @@ class Quantization:
         calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
             each weight compensates the rounding errors of earlier weights whose inputs are correlated in this text.
             ``None``, the default, for ``tokens``; without both texts, weights are rounded to nearest.
-        activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes them
-            in blocks. ``"split"`` quantizes small values, and multiplies large values separately, in float or in a
-            second 8-bit part. ``"float"`` does not quantize them, and a token takes up to twice as long. ``"token"``,
-            for int8 and float32 weights, has one scale for each token and one for each output of a matrix, which is
-            the fastest for encoders. ``"auto"``, the default, is ``"int8"``, unless the error of a language model would
-            then be larger than the error from its weights; then ``"split"`` if that is accurate enough, else
-            ``"float"``. For an encoder with a ``calibration`` text, it is ``"token"`` if that is accurate enough.
+        activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes the
+            activations in blocks. ``"split"`` quantizes small values, and multiplies large values separately, in float
+            or in a second 8-bit part. ``"float"`` does not quantize activations, and a token takes up to twice as long.
+            ``"token"``, for int8 and float32 weights, has one scale for each token and one for each output of a matrix,
+            which is the fastest for encoders. ``"auto"``, the default, is ``"int8"``, unless the error of a language
+            model would then be larger than the error from its weights; then ``"split"`` if that is accurate enough,
+            else ``"float"``. For an encoder with a ``calibration`` text, it is ``"token"`` if that is accurate enough.
 
     Raises:
-        InvalidArgumentError: when a value is not one of these.
+        InvalidArgumentError: when an argument has no allowed value.
 
     >>> Quantization("int8").bits, Quantization("int8").allowed
     (8, 1.01)
@@ -105,7 +105,7 @@ class Quantization:
         if self.activations == "token" and self.block_size != _BLOCK:
             raise InvalidArgumentError(
                 'Quantization: activations="token" uses one scale for all weights of an output, which contradicts '
-                f"block_size={self.block_size}. Leave one of the two out."
+                f"block_size={self.block_size}. Leave one argument out."
             )
         ratio: Any = self.perplexity_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
@@ -178,7 +178,7 @@ def choose_quantization(
     if other is not None:
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has {other} "
-            "weights. Convert them first: model.float()"
+            "weights. Convert the weights: model.float()"
         )
     if chosen.activations in ("split", "token") and "float16" in facts.matrix_types:
         raise InvalidArgumentError(
@@ -263,7 +263,7 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _without_handlers() -> Iterator[None]:
-    """Leave the root logger as it is: the quantizer's module calls ``logging.basicConfig`` when it is imported."""
+    """Restore the root logger after the block: the import of the quantizer calls ``logging.basicConfig``."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -34,7 +34,7 @@ logger = logging.getLogger("yobx_flatten")
 def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
-    """Return how much a file differs from the module. Call the function in the registration ``with`` block."""
+    """Return how much a file differs from the module. Needs ``register_flattening_functions``."""
     # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)

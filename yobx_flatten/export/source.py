@@ -145,7 +145,7 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Choose the test cases of a program and run them, if checks are on. Call it in the registration ``with`` block."""
+    """Choose and run the test cases of a program (unless ``proof="none"``). Needs ``register_flattening_functions``."""
     # only_fitting: whether generated cases whose sizes the program refuses are left out
     # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs
@@ -193,7 +193,7 @@ def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Cas
 def replay_cases(
     sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
 ) -> None:
-    """Run cases with the module and the program, and report the results. Call it in the registration ``with`` block."""
+    """Run cases with the module and the program, and report the results. Needs ``register_flattening_functions``."""
     for case, side in itertools.product(cases, sides):
         _add(_result(side, example, traced, case, report, is_varied=False), report)
 
@@ -249,7 +249,7 @@ def replay_file(
     report: ExportReport,
     why_not: Callable[[FlattenError], str] = first_line,
 ) -> None:
-    """Load a file and run the test cases with it; if it cannot be loaded, one result has the reason."""
+    """Load a file and run the test cases with it; if the file cannot be loaded, one result contains the error."""
     # why_not: returns the text for the report if `load` raises an error
     if not source.cases:
         return

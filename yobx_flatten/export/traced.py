@@ -144,7 +144,7 @@ def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
 
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
-    """Trace the module of an example with ``torch.export``. Call it in the registration ``with`` block."""
+    """Trace the module of an example with ``torch.export``. Needs ``register_flattening_functions``."""
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)

@@ -60,7 +60,7 @@ class Varied:
 
 
 def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True) -> Varied:
-    """Make test cases of other sizes and values that the module accepts. Call it in the registration ``with`` block."""
+    """Make test cases of other sizes and values that the module accepts. Needs ``register_flattening_functions``."""
     # only_largest: whether to make only the first case
     # magnitudes: whether values may be larger than the example's, which increases rounding errors
     if example.no_data or traced.drawing:

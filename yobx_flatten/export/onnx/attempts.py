@@ -74,7 +74,7 @@ def write_proven(
     quantization: Quantization | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
-    """Convert and check a program; if that fails, use simpler operators. Needs the registration ``with`` block."""
+    """Convert and check a program; if that fails, use simpler operators. Needs ``register_flattening_functions``."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on each failed attempt
     # opset_version: the opset to write; `None` for the newest that passes the replay
     # share: whether to try onnxruntime's attention first, which updates the cache in place
@@ -167,9 +167,9 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes.
 
     The upper bounds of the caller are left out, since the ONNX file accepts any length. An inequality is kept only if
-    it decides which branch the model's code takes: one about a quotient or a remainder, or about a single size. Others
-    only exclude sizes of 1, which the file accepts. An inequality is also left out if a test case violates it, or if
-    the program computes correct results for sizes that violate it.
+    it decides which branch the model's code takes: one about a quotient or a remainder, or about a single size. Other
+    inequalities only exclude sizes of 1, which the file accepts. An inequality is also left out if a test case violates
+    it, or if the program computes correct results for sizes that violate it.
     """
     example, traced = source.example, source.traced
     fix_sizes(model, traced.unasserted)
@@ -211,7 +211,7 @@ def _notes(refused: Sequence[str]) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Run the test cases with an ONNX file, and note the file's limits. Call it in the registration ``with`` block."""
+    """Run the test cases with an ONNX file, and note the file's limits. Needs ``register_flattening_functions``."""
     example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
     runners: list[OnnxRunner] = []
@@ -237,7 +237,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Return notes on limits that the file has, and the module has not."""
+    """Return notes on limits that the file has and the module does not have."""
     remarks = []
     if traced.written:
         remarks.append(

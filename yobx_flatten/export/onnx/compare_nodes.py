@@ -160,7 +160,7 @@ def _described(
 
 
 def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that a node reads through values which were not compared."""
+    """Yield the nodes that compute the inputs of a node from values that were not compared."""
     waiting, seen = list(node.input), set(compared)
     while waiting:
         name = waiting.pop()

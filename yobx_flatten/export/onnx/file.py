@@ -80,7 +80,7 @@ def convert(
     translations: Mapping[Any, Callable[..., Any]] | None = None,
     rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
-    """Convert a program to ONNX. Call it in the registration ``with`` block."""
+    """Convert a program to ONNX. Needs ``register_flattening_functions``."""
     # fuse: whether attention becomes one operator with the cache as its input, which needs opset 23
     # share: whether attention becomes onnxruntime's operator, which updates the cache in place
     # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
@@ -198,7 +198,7 @@ class UnprovenFile:
 
 @contextlib.contextmanager
 def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
-    """Yield a file that is removed after the ``with`` block unless it was published or kept."""
+    """Yield a file that is removed after the ``with`` block unless ``publish`` or ``keep`` was called."""
     with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
 

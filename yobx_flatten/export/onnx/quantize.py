@@ -95,7 +95,7 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Replace the weights of all linear layers in a graph by quantized weights, each computed when it is written.
+    """Replace the weights of all linear layers in a graph by weights that are quantized when they are written.
 
     A matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits.
     """
@@ -279,7 +279,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
 
 
 class _Parts:
-    """The quantized parts of each weight, computed on demand; only the last weight is cached."""
+    """The integers, scales and zero points of each weight, computed on demand; only the last weight is cached."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization

@@ -57,7 +57,7 @@ _FLOATS = {
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
-    """Quantize a checked file; return the :class:`Quality` of the result. Needs the registration ``with`` block."""
+    """Quantize a checked file; return the :class:`Quality` of the result. Needs ``register_flattening_functions``."""
     import onnx_ir as ir
 
     grids = Grids()
@@ -127,7 +127,7 @@ def _quantize_by_token(
 ) -> tuple[Quality | None, bool]:
     """Quantize products with one scale per token and per output, and all other products in blocks.
 
-    Return the quality, and whether it is good enough; the file is replaced only if it is.
+    Return the quality, and whether the quality is sufficient; only then is the file replaced.
     """
     import onnx_ir as ir
 

@@ -189,7 +189,7 @@ RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
 def round_by_text(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
 ) -> RoundedMatrices:
-    """Round the matrices of a file with a calibration text. Needs the registration ``with`` block."""
+    """Round the matrices of a file with a calibration text. Needs ``register_flattening_functions``."""
     # products: see `products_of`
     if not source.cases or quantization.weights == "keep":
         return {}

@@ -139,7 +139,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 class EagerRuns:
     """Runs a module eagerly on test cases, and keeps small outputs, since several files are compared with them.
 
-    The outputs are kept by the identity of the case. For a module with an active adapter, pass copies of the cases.
+    Outputs are stored under ``id(case)``. For a module with an active adapter, pass copies of the cases.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -167,7 +167,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """Return the first call of a kept case with exactly these inputs; ``None`` if no such case was kept."""
+        """Return the first call of a stored case with exactly these inputs; ``None`` without such a case."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))

@@ -107,7 +107,7 @@ class ByName:
         for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
             if name not in shown:
                 if isinstance(value, torch.Tensor):
-                    raise ReplayError(f"output {name!r}: it is missing")
+                    raise ReplayError(f"output {name!r} is missing")
                 if name in self._constants and self._constants[name] != value:
                     raise ReplayError(
                         f"output {name!r}: the module returns {value!r}, but the program always returns the value of "

@@ -116,7 +116,7 @@ class Side(Protocol):
 
 
 class Pair(NamedTuple):
-    """The outputs of one call of a case: those of the eager model, and those of the program or file."""
+    """The outputs of the eager model, and of the program or file, in one call of a test case."""
 
     eager: PyTree
     outputs: PyTree
@@ -133,7 +133,7 @@ class Pair(NamedTuple):
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
-    """Run a program or file on the calls of a case, with its own cache, and yield both outputs of each call."""
+    """Run a program or file on the calls of a case, with its own cache, and yield a :class:`Pair` for each call."""
     # taken: names of inputs, see `naming.output_names`
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     outputs: Any = None

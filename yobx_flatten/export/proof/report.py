@@ -30,7 +30,7 @@ _SHOWN = 20.0
 
 
 def _nearer(quality: Quality) -> str:
-    """Return advice for a file that is closer to its model."""
+    """Return advice on options with which a quantized file differs less from its model."""
     if quality.cosine is None:
         return (
             "Use more bits:\n"
@@ -163,7 +163,7 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Measure a ``with`` block: add its duration and the growth of peak memory to those of one export step.
+        """Measure a ``with`` block: add its duration and its growth of peak memory to the totals of a step.
 
         Args:
             step: name of the step.

@@ -38,13 +38,13 @@ def check_compiler(caller: str) -> None:
 
 
 def write_package(traced: Traced, path: pathlib.Path) -> None:
-    """Compile a program to an AOTInductor package. Call it in the registration ``with`` block."""
+    """Compile a program to an AOTInductor package. Needs ``register_flattening_functions``."""
     program = flat_program(traced.program)
     _compiled(program, _signature(traced, program), path)
 
 
 def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
-    """Compile a program with an in-place KV cache; return the cache inputs. Needs the registration ``with`` block."""
+    """Compile a program with an in-place KV cache; return the cache inputs. Needs ``register_flattening_functions``."""
     program = flat_program(traced.program)
     signature = _signature(traced, program)
     made, kept = with_buffers(program, traced.input_names, traced.output_names, traced.presents)

@@ -63,7 +63,7 @@ class Written:
 
 
 def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False) -> Written:
-    """Lower a program to ExecuTorch and write the file. Call it in the registration ``with`` block."""
+    """Lower a program to ExecuTorch and write the file. Needs ``register_flattening_functions``."""
     # in_place: whether the file writes a growing cache in place; else calls take and return the cache
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)

@@ -225,7 +225,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:
-    """Return the largest value of a size; `check_bounds` has checked that there is one."""
+    """Return the largest value of a size; `check_bounds` has checked that the size has a bound."""
     if isinstance(size, int):
         return size
     return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())

@@ -1,4 +1,4 @@
-"""The options of a file, and whether memory and disk are large enough; both are checked before anything is traced."""
+"""Check the options for writing a file, and the free memory and disk, before anything is traced."""
 
 from __future__ import annotations
 

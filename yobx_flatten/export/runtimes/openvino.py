@@ -30,7 +30,7 @@ from ..traced import Traced
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
-    """Convert a program to OpenVINO and write the files. Call it in the registration ``with`` block."""
+    """Convert a program to OpenVINO and write the files. Needs ``register_flattening_functions``."""
     # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use
     with _converted(traced, example, path) as model:
         _save(model, traced, path)
@@ -39,7 +39,7 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None
 def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
     """Write OpenVINO files with the KV cache as state; return the names of the cache inputs that became state.
 
-    Call it in the registration ``with`` block.
+    Needs ``register_flattening_functions``.
     """
     # OpenVINO finds the cache by attention in one operator
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:

@@ -75,7 +75,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 
 @without_spinning()
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
-    """Write the file of a runtime, check the file, and rename it. Needs the registration ``with`` block."""
+    """Write the file of a runtime, check the file, and rename it. Needs ``register_flattening_functions``."""
     # options: options that were checked
     # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)

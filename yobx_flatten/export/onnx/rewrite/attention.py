@@ -98,7 +98,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Return whether an attention also depends on a value in another way than as keys or values."""
+    """Return whether an attention reads a value other than as keys or values, directly or through other nodes."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:

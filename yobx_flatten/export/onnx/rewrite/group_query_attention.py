@@ -4,9 +4,9 @@
 
     past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
-If a past and its present are bound to the same memory, ``GroupQueryAttention`` of onnxruntime appends new keys and
-values to the earlier tokens, and copies nothing. The number of earlier tokens is then not the length of the past, so
-the file computes this number from the length of its mask. The same file also accepts a cache that grows.
+If the input ``past`` and the output ``present`` of a layer share memory, ``GroupQueryAttention`` of onnxruntime appends
+new keys and values to the earlier tokens, and copies nothing. The number of earlier tokens is then not the length of
+the past, so the file computes this number from the length of its mask. The same file also accepts a cache that grows.
 
 Sliding layers, whose cache has fewer tokens than the mask, are not changed. With a filled cache, the operator accepts
 several new tokens for one row only: several rows read the prompt in one call, and then one token per call.
@@ -195,7 +195,7 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
 
 
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
-    """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes, and return these.
+    """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes, and return the new nodes.
 
     The seventh input of each node, which ONNX's operator does not have, is the sinks, of shape (1, heads, 1, 1).
     """

@@ -75,7 +75,7 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """Return the matrix product with a weight that a value was computed from."""
+    """Return the ``MatMul`` with a weight whose output a value is, possibly reshaped; ``None`` if there is none."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()
@@ -130,8 +130,8 @@ _AXIS = "kept_sequence_length"
 def keep_last_scores(model: ir.Model) -> None:
     """Add an optional input that limits the logits of a decoder to the last positions, in place.
 
-    The decoder of an encoder-decoder model reads few tokens at the start, so it gets no such input. A file that does
-    not return its cache (``loop=False``) scores texts, and needs all logits.
+    The decoder of an encoder-decoder model reads few tokens at the start, so its file gets no such input. A file that
+    does not return its cache (``loop=False``) scores texts, and needs all logits.
     """
     import numpy
     import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""Make test cases with other sizes and values, for any module; a call of the module shows which it accepts.
+"""Make test cases with other sizes and values, for any module, and call the module to find invalid inputs.
 
 .. code-block:: text
 

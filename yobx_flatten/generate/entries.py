@@ -29,7 +29,7 @@ class _Vision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entries(_Tokens):
-    """Types of the entries that are read from ``config.json`` and ``generation_config.json``; many more are ignored.
+    """Types of the entries that are read from ``config.json`` and ``generation_config.json``; others are ignored.
 
     Source: ``GenerationConfig`` of transformers.
     """
@@ -66,7 +66,7 @@ class Entries(_Tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(Entries):
-    """Types of entries that only ``generation_config.json`` has; a ``config.json`` may use these names otherwise."""
+    """Types of entries that only ``generation_config.json`` has; a ``config.json`` may use the names differently."""
 
     max_length: _Count | None = None
     do_sample: bool | None = None

@@ -133,7 +133,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self.reorder_cache(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens of the cache; a negative number is how many last tokens to remove."""
+        """Keep the first ``tokens`` tokens of the cache; ``-n`` removes the last ``n`` tokens."""
         kept = tokens if tokens > 0 else self.seen + tokens
         state = self.state
         if state is None or kept >= self.seen:

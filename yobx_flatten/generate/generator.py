@@ -90,13 +90,13 @@ class Generator:
         Args:
             input_ids, attention_mask: the prompt of shape (batch, length), padded on the left; 0 for padding.
             max_new_tokens: largest number of new tokens; 20 without a configuration.
-            sampling: how tokens are chosen; ``Sampling()`` takes the likeliest.
+            sampling: how tokens are chosen; ``Sampling()`` chooses the most likely token.
             input_features, input_values: sound for the encoder, as features or as samples of the wave.
             pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the processor returns them.
             pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the processor returns them.
-            decoder_input_ids, forced_bos_token_id: the first tokens of the output, and its second token.
+            decoder_input_ids, forced_bos_token_id: the first tokens and the second token of the output.
             language, task, return_timestamps: for Whisper, see ``WhisperForConditionalGeneration.generate``.
-            num_beams, length_penalty, early_stopping, num_return_sequences: a beam search; ``num_beams=1`` for none.
+            num_beams, length_penalty, early_stopping, num_return_sequences: options of a beam search; 1 beam for none.
             adapter: one of :attr:`adapters`, for all rows; ``None``, the default, for the model without an adapter.
             **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
                 ...): the loop of transformers then runs the files.
@@ -141,8 +141,8 @@ class Generator:
         Args:
             input_ids, attention_mask, max_new_tokens, sampling: see :meth:`generate`.
             input_features, input_values, pixel_values, image_grid_thw, image_sizes, batch_num_images: see there.
-            pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see there.
-            decoder_input_ids: see there; required for a Whisper model with languages or timestamps.
+            pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see :meth:`generate`.
+            decoder_input_ids: see :meth:`generate`; required for a Whisper model with languages or timestamps.
             adapter: see :meth:`generate`.
 
         Returns:
@@ -239,7 +239,7 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Generate with the loop of this class if it covers the call, else with a loop of transformers."""
+        """Generate with the loop of this class if this loop supports the call, else with a loop of transformers."""
         self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
             options, sampling = {}, Sampling()
@@ -288,7 +288,7 @@ class Generator:
             return False
         if "decoder_input_ids" in given and asks:
             raise InvalidArgumentError(
-                "decoder_input_ids already set language, task and timestamps: pass either these, or language=, task= "
+                "decoder_input_ids already set language, task and timestamps: pass either ids, or language=, task= "
                 "and return_timestamps=."
             )
         return "decoder_input_ids" not in given

@@ -67,7 +67,7 @@ class EncoderOfFiles(torch.nn.Module):
         known = {"return_dict", "output_attentions"} if self.steps.heads else {"return_dict"}
         for name, value in others.items():
             if value is not None and value is not False and name not in known:
-                raise InvalidArgumentError(f"{name}: the encoder's file returns features only. Leave this out.")
+                raise InvalidArgumentError(f"{name}: the encoder's file returns features only. Leave {name} out.")
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
             given |= {self.main_input_name: read}
@@ -141,7 +141,7 @@ class FileModel(ModelWithoutWeights):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
         if kwargs.get("adapter_names") is not None:
             raise InvalidArgumentError(
-                "adapter_names: one call can use only one adapter, for all rows. Choose one with "
+                "adapter_names: one call can use only one adapter, for all rows. Choose the adapter with "
                 "model.set_adapter(NAME), and call generate for the rows of each adapter."
             )
         config = self._config_of_call(args, kwargs)
@@ -365,16 +365,16 @@ class FileModel(ModelWithoutWeights):
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
-                f"{name}: {self.steps.parts.decoder.name} counts positions itself, from {cache.seen}. Leave {name} out."
+                f"{name}: {self.steps.parts.decoder.name} sets positions itself, from {cache.seen}. Leave {name} out."
             )
 
     def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
-        """Raise InvalidArgumentError if positions, which the file does not read, differ from those that it counts."""
+        """Raise InvalidArgumentError if positions, which the file does not read, are not consecutive numbers."""
         read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
         every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
         if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
             raise InvalidArgumentError(
-                f"position_ids: {self.steps.parts.decoder.name} counts positions itself. Leave position_ids out."
+                f"position_ids: {self.steps.parts.decoder.name} sets positions itself. Leave position_ids out."
             )
 
     def _begin(
@@ -403,7 +403,7 @@ class FileModel(ModelWithoutWeights):
         return scores
 
     def _call(self, cache: FileCache, count: int, *, is_last: bool = False) -> torch.Tensor:
-        """Run the files on the last ``count`` tokens, and before these on the tokens that the cache does not have."""
+        """Run the files on tokens that the cache does not have, then on the last ``count`` tokens."""
         # is_last: whether the caller needs only the scores of the last token
         state = cache.state
         assert state is not None

@@ -89,7 +89,7 @@ class ProgramGenerator(Generator):
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
-        InvalidArgumentError: when ``model`` is something else.
+        InvalidArgumentError: when ``model`` has another type.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -109,7 +109,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     def enable_adapters(self) -> None:
         """Use the adapter of the last :meth:`set_adapter` again."""
         if self._chosen is None:
-            raise InvalidArgumentError("No adapter was chosen yet: model.set_adapter(NAME)")
+            raise InvalidArgumentError("No adapter was chosen yet: call model.set_adapter(NAME)")
         self.set_adapter(self._chosen)
 
     def active_adapters(self) -> list[str]:

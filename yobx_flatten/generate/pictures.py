@@ -48,7 +48,7 @@ class Pictures:
 
     def __post_init__(self) -> None:
         if self.pixels is None and self.names:
-            raise InvalidArgumentError(f"{self.names[0]} describes {self.word}s, but there are none: leave that out.")
+            raise InvalidArgumentError(f"{self.names[0]} describes {self.word}s, but none were passed: leave it out.")
 
     @property
     def names(self) -> list[str]:
@@ -218,7 +218,7 @@ class Tiles:
             return list(pixels.split(counts))
         raise InvalidArgumentError(
             f"pixel_values has shape {tuple(pixels.shape)}, but image_sizes describes {len(counts)} pictures of "
-            f"{', '.join(map(str, counts))} tiles. Pass what the model's processor returns."
+            f"{', '.join(map(str, counts))} tiles. Pass the output of the model's processor."
         )
 
     def count(self, sizes: torch.Tensor) -> int:

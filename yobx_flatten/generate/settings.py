@@ -48,7 +48,7 @@ class Switch:
                 "dynamic). The folder does not contain yobx_flatten.json, which records whether the model then "
                 "recomputes its text, as Phi-3 does, so the next tokens could be wrong. Export with\n    "
                 f"export_folder(model, folder)\nor begin with a prompt of more than {self.length} tokens, or ask for "
-                "fewer new ones."
+                "fewer new tokens."
             )
         return True
 
@@ -128,7 +128,7 @@ class GenerationSettings:
             together: the number of images of each prompt, for a model that cuts images into tiles.
 
         Raises:
-            InvalidArgumentError: when ``sizes`` or ``together`` is given for a model that does not cut images.
+            InvalidArgumentError: when ``sizes`` or ``together`` is passed for a model without image tiles.
         """
         if self.tiles is None and (sizes is not None or together is not None):
             raise InvalidArgumentError(
@@ -149,12 +149,12 @@ class GenerationSettings:
         Args:
             pixel_values: patches of the videos; ``None`` without videos.
             sizes: patches of each video in time, height and width.
-            seconds: seconds between frames, one number for each video; ``None`` for 1.
+            seconds: seconds between frames, one number for each video; ``None`` for 1 second.
         """
         count = 0 if sizes is None else len(sizes)
         if seconds is not None and len(seconds) != count:
             raise InvalidArgumentError(
-                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one for each."
+                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one per row."
             )
         of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
         spacing = [] if of_second is None else [of_second * one for one in times]

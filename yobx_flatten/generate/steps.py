@@ -219,7 +219,7 @@ class Steps:
         if reads is not None:
             (what, shape), value = _READ[reads], given.get(reads)
             if input_ids is not None:
-                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: leave that out.")
+                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: leave input_ids out.")
             if value is None or value.ndim != shape.count(",") + 1:
                 raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
             source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value

@@ -1,4 +1,4 @@
-"""Add an adapter to an exported folder whose files have room for it, without a new export."""
+"""Add an adapter to an exported folder whose files have inputs for adapters, without a new export."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AddedAdapter:
     Attributes:
         path: the folder.
         name: name of the adapter.
-        checks: one result per case.
+        checks: one result per test case.
     """
 
     path: pathlib.Path
@@ -66,12 +66,12 @@ def add_adapter(
         overwrite: whether to replace an adapter of that name; ``False`` by default.
 
     Returns:
-        One check for each case that was compared.
+        One result for each test case that was compared.
 
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        InvalidArgumentError, ModelSourceError: when the adapter or the model does not fit.
-        DamagedFileError: when the files have no room for the adapter, or a file is damaged.
+        InvalidArgumentError, ModelSourceError: when the adapter or the model does not fit the folder.
+        DamagedFileError: when the files have no inputs for the adapter, or a file is damaged.
         FolderExistsError: when the folder has an adapter of that name.
         ReplayError: when the files and PEFT compute different values; nothing is written then.
         MissingDependencyError: when peft or transformers is not installed.

@@ -91,7 +91,7 @@ def explain_folder(
             "unquantized weights are compared by node. Export without quantize=, and explain that folder."
         )
     if not manifest.cases:
-        raise InvalidArgumentError(f'{path} contains no cases to run: it was exported with proof="none".')
+        raise InvalidArgumentError(f'{path} contains no test cases: export again without proof="none".')
     found: dict[tuple[str, str], Compared] = {}
     base = load_model(model, manifest)
     with tempfile.TemporaryDirectory() as scratch, _with_rooms(base, path):

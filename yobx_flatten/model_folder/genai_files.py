@@ -66,7 +66,7 @@ def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
 
 
 def _cache_names(what: str, front: str, side: str = "") -> dict[str, str]:
-    """Return the library's entries for the keys and values of all layers, with the name pattern of the files."""
+    """Return genai_config.json's entries for the keys and values of all layers, with the name pattern of the files."""
     return {f"{what}_{part}_names": f"{front}.%d.{side}{part}" for part in ("key", "value")}
 
 

@@ -44,7 +44,7 @@ def open_generator(
 
     Raises:
         InvalidArgumentError: when there is no such runtime.
-        GenerationError: when there is no such folder, it is for a task that generates nothing, it has no files for the
+        GenerationError: when the folder does not exist, is for a task that generates nothing, has no files for the
             runtime, or files of ExecuTorch are open in another number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file changed after the export.

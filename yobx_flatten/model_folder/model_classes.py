@@ -58,8 +58,8 @@ class FolderModel:
             providers: execution providers as onnxruntime takes them, instead of ``device``.
 
         Returns:
-            A ``transformers.PreTrainedModel``. Its ``generate`` is transformers' own code, and the cache stays in the
-            memory of the library that runs the files.
+            A ``transformers.PreTrainedModel``. The model's ``generate`` is transformers' own code, and the cache stays
+            in the memory of the library that runs the files.
 
         Raises:
             InvalidArgumentError: when the folder is for another task, or there is no such runtime.
@@ -133,7 +133,7 @@ class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and others, in order.
-            **options: keywords of ``generate``; ``tools`` and ``documents`` are for the template.
+            **options: keywords of ``generate``; ``tools`` and ``documents`` are passed to the chat template.
 
         Raises:
             InvalidArgumentError: when the tokenizer has no chat template, or a message is invalid.

@@ -211,7 +211,7 @@ def _checked_prompts(quantization: Quantization | None, options: FolderOptions) 
         )
     if has_text and options.logits == "last":
         raise InvalidArgumentError(
-            'tokens= needs the scores of all positions, but logits="last" returns only the last. Leave one of them out.'
+            'tokens= needs the scores of all positions, but logits="last" returns only the last. Leave one out.'
         )
     return prompts
 

@@ -7,7 +7,7 @@
     2_Dense/          2  Dense         a matrix
     3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
 
-Source: ``sentence_transformers.models`` of sentence-transformers 6.2, whose folders these are.
+Source: ``sentence_transformers.models`` of sentence-transformers 6.2, which writes these folders.
 """
 
 from __future__ import annotations

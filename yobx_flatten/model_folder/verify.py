@@ -51,7 +51,7 @@ class FolderCheck:
     Attributes:
         file: name of the exported file; ``"generate"`` for generation with all files.
         case: name of the case.
-        difference: largest absolute difference; for tokens, the number that differ from ``model.generate``.
+        difference: largest absolute difference; for tokens, the number of tokens that differ from ``model.generate``.
         ok: whether the difference is small enough.
         seconds: duration of the case.
         error: reason why the case stopped; ``None`` if the case did not stop.

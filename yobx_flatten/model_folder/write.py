@@ -113,7 +113,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode or its name; the folder of its tokenizer, if the model states none.
+        model, source: a model in evaluation mode or its name; the tokenizer's folder, if the model states none.
         folder, overwrite: the folder to write, and whether to replace its contents.
         task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
         to, target: the format of the files, and the runtime for which they are checked; by default ONNX, onnxruntime.
@@ -129,7 +129,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         The folder, with a report of every export and every replay.
 
     Raises:
-        ModelSourceError, InvalidArgumentError, GenerationError: when the model or an option does not fit.
+        ModelSourceError, InvalidArgumentError, GenerationError: when the model or an option is not supported.
         FolderExistsError, NoRoomError, OSError: when the folder cannot be written; this is checked before the export.
         ReplayError: when a file and the model return different values; nothing is written then.
         MissingDependencyError: when an optional library is not installed.

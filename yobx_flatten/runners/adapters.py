@@ -1,4 +1,4 @@
-"""Read the matrices of an adapter that an ONNX file takes as optional inputs, and keep room for them in a module."""
+"""Read the matrices of an adapter that an ONNX file takes as optional inputs, and add these inputs to a module."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _use_threads(threads: int) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open an ExecuTorch file. Trust is not needed: the file contains no code, and ExecuTorch checks the file."""
+    """Open an ExecuTorch file. ``trust`` is not needed: the file contains no code, and ExecuTorch checks the file."""
     # failure: class of the error if the file is missing
     # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)

@@ -163,7 +163,7 @@ class CheckedRunner:
             return {name: found[name] for name in self.outputs}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Convert cache tensors to the KV cache for :meth:`step`, which the library updates in place if it can."""
+        """Convert cache tensors to the KV cache for :meth:`step`, which the library updates in place if possible."""
         if not self.in_place or not self.in_place.keys() <= tensors.keys():
             return dict(tensors)
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):

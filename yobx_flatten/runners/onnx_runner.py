@@ -63,7 +63,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.dtype != kind.dtype:
             found = str(leaf.dtype).removeprefix("torch.")
-            raise ReplayError(f"The model takes {name} as {kind.name}, but its value in the case is of {found}.")
+            raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {found}.")
         plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if kind.code is None:
             return OrtValue.ortvalue_from_numpy(plain.numpy())
@@ -77,7 +77,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
     elif leaf.dtype.name == kind.name or (text and is_text(leaf)):
         array = leaf.astype(object) if text else leaf
     else:
-        raise ReplayError(f"The model takes {name} as {kind.name}, but its value in the case is of {leaf.dtype.name}.")
+        raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {leaf.dtype.name}.")
     return array if text else OrtValue.ortvalue_from_numpy(array)  # an OrtValue cannot contain text
 
 

@@ -209,7 +209,7 @@ DEVICES = {
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return onnxruntime's execution providers for a device, with the CPU last for operators that the others lack.
+    """Return onnxruntime's execution providers for a device, with the CPU last for operators that other providers lack.
 
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
@@ -262,7 +262,7 @@ def _name(provider: str | tuple[str, dict[str, Any]]) -> str:
 def _provider_of(device: str) -> str | tuple[str, dict[str, Any]]:
     kind, colon, part = device.partition(":")
     if kind not in DEVICES:
-        raise InvalidArgumentError(f"There is no device {device!r}. There are {', '.join(DEVICES)}.")
+        raise InvalidArgumentError(f"There is no device {device!r}. Choose from {', '.join(DEVICES)}.")
     provider, option, _ = DEVICES[kind]
     if not colon:
         return provider

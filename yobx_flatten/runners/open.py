@@ -29,7 +29,7 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
 def check_runtime(runtime: str | None) -> None:
     """Raise an error if there is no runtime of this name."""
     if runtime is not None and runtime not in RUNTIMES:
-        raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
+        raise InvalidArgumentError(f"There is no runtime {runtime!r}. Choose from {', '.join(RUNTIMES)}.")
 
 
 def runtime_of(path: pathlib.Path) -> str:

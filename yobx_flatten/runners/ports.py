@@ -1,4 +1,4 @@
-"""The inputs and outputs of an exported file by name, and which output each cache input becomes.
+"""The inputs and outputs of an exported file by name, and the output that replaces each cache input.
 
 .. code-block:: text
 

@@ -90,7 +90,7 @@ def test_positions_are_taken_or_refused():
     given = {"input_ids": PROMPT, "decoder_input_ids": PROMPT[:, :2]}
     counted = torch.tensor([[0, 1]])
     assert torch.equal(files(**given, decoder_position_ids=counted).logits, files(**given).logits)
-    with pytest.raises(InvalidArgumentError, match=r"decoder_position_ids: .* counts positions itself, from 0"):
+    with pytest.raises(InvalidArgumentError, match=r"decoder_position_ids: .* sets positions itself, from 0"):
         files(**given, decoder_position_ids=counted + 3)
     model, folder = exported("llama")
     with torch.no_grad():

@@ -181,7 +181,7 @@ def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="is for torch, but only ONNX files"):
         explain_folder(tmp_path / "program", model)
     export_folder(model, tmp_path / "unproven", proof="none")
-    with pytest.raises(InvalidArgumentError, match='contains no cases to run: it was exported with proof="none"'):
+    with pytest.raises(InvalidArgumentError, match='contains no test cases: export again without proof="none"'):
         explain_folder(tmp_path / "unproven", model)
     export_folder(model, tmp_path / "out", proof="sample")
     with pytest.raises(InvalidArgumentError, match="is for text2text-generation, not for text-generation"):

@@ -215,7 +215,7 @@ def test_what_files_cannot_do_with_adapters_is_refused(folder):
     model.set_adapter("one")
     with pytest.raises(InvalidArgumentError, match="another adapter"):
         model(input_ids=IDS[:, :1], **{installed_name(): cache})
-    with pytest.raises(InvalidArgumentError, match=r"one adapter, for all rows\. Choose one with model\.set_adap"):
+    with pytest.raises(InvalidArgumentError, match=r"one adapter, for all rows\. Choose the adapter with model"):
         model.generate(input_ids=IDS, adapter_names=["one", "two"])
     for call in (model.load_adapter, model.add_adapter):
         with pytest.raises(InvalidArgumentError, match="yobx-flatten adapter DIR NAME=FOLDER"):

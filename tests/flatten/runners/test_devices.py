@@ -55,7 +55,7 @@ def test_a_provider_that_is_not_installed_is_named_with_its_package(monkeypatch)
 @pytest.mark.usefixtures("every_provider")
 def test_unknown_devices_and_two_answers_are_refused():
     """With the devices that there are."""
-    with pytest.raises(InvalidArgumentError, match=r"no device 'gpu'\. There are cpu, cuda"):
+    with pytest.raises(InvalidArgumentError, match=r"no device 'gpu'\. Choose from cpu, cuda"):
         choose_providers("gpu", None)
     with pytest.raises(InvalidArgumentError, match="cpu has no numbered devices"):
         choose_providers("cpu:1", None)

@@ -112,7 +112,7 @@ def test_an_array_of_another_type_is_refused(tmp_path):
     export_onnx(model, (), {"input": torch.ones(2, 3)}, tmp_path / "m.onnx", cases=[])
     runner = open_runner(tmp_path / "m.onnx")
     x = numpy.arange(6.0).reshape(2, 3)
-    with pytest.raises(ReplayError, match="takes input as float32, but its value in the case is of float64"):
+    with pytest.raises(ReplayError, match="takes input as float32, but its value is of float64"):
         runner.run({"input": x})
     (found,) = runner.run({"input": x.astype(numpy.float32)}).values()
     torch.testing.assert_close(torch.as_tensor(found), model(torch.as_tensor(x).float()))

@@ -156,7 +156,7 @@ def test_a_file_that_is_no_package_or_not_there_is_named(tmp_path):
 
 def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
     """With those that are known."""
-    with pytest.raises(InvalidArgumentError, match="There are onnxruntime, torch, aotinductor, executorch, openvino"):
+    with pytest.raises(InvalidArgumentError, match="Choose from onnxruntime, torch, aotinductor, executorch, openvino"):
         open_runner(tmp_path / "m.onnx", runtime="tflite")
     with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
         open_runner(tmp_path / "m.onnx", runtime="executorch")

@@ -109,7 +109,7 @@ def test_a_missing_input_is_named(adder):
 
 
 def test_another_type_is_named(adder):
-    with pytest.raises(ReplayError, match="The model takes y as float32, but its value in the case is of float64"):
+    with pytest.raises(ReplayError, match="The model takes y as float32, but its value is of float64"):
         replay_case(StoredCase({"x": ONES, "y": ONES.double()}, ONES), adder)
 
 

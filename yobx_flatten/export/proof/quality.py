@@ -48,8 +48,7 @@ class Quality:
         perplexity: perplexity of the file on the text; ``None`` without a text.
         allowed: largest allowed ratio of the two perplexities.
         text_divergence: mean divergence on the text; ``None`` if it was not measured.
-        cosine: smallest cosine similarity of the file's and the model's sentence embeddings; ``None`` without
-            sentence embeddings.
+        cosine: smallest cosine similarity of the file's and the model's sentence embeddings; ``None`` without these.
     """
 
     weights: str

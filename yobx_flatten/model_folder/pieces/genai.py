@@ -5,8 +5,8 @@
     picture ──> vision_encoder ──> features ──┐
     tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 
-onnxruntime-genai does not insert image features into embeddings, so that ``embedding`` does. This package runs
-``embed_tokens``, which takes only tokens.
+onnxruntime-genai does not insert image features into embeddings, so the file ``embedding`` inserts them. This package
+runs ``embed_tokens``, which takes only tokens.
 """
 
 from __future__ import annotations

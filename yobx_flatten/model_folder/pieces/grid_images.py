@@ -34,7 +34,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model has this kind of encoder, and a language model that accepts the encoder's outputs."""
+        """Return whether a model has an encoder for this class, and a language model that accepts its features."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False

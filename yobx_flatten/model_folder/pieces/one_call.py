@@ -75,7 +75,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
-    """Return the file of a model for an example; pictures have one size if others cannot be traced."""
+    """Return the file of a model for an example; pictures have one size if other sizes cannot be traced."""
     check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
@@ -146,7 +146,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
     given = "; its argument noise= can be an input" if "noise" in inspect.signature(model.forward).parameters else ""
     raise GenerationError(
         f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
-        f"checked{given}. Switch the draws off in its config, or pass the random tensor as an input: "
+        f"checked{given}. Switch random draws off in its config, or pass the random tensor as an input: "
         "export_onnx(model, kwargs=inputs, path=...)"
     )
 

@@ -129,7 +129,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if split.word_times and split.for_genai:
-        raise InvalidArgumentError('word_times=True does not work with layout="genai". Leave one of them out.')
+        raise InvalidArgumentError('word_times=True does not work with layout="genai". Leave one argument out.')
     if split.word_times and make is not encoder_decoder_pieces:
         raise InvalidArgumentError(f"word_times=True is for Whisper, and a {type(model).__qualname__} is for {wanted}.")
     if split.logits != "all" and make is not decoder_pieces:

@@ -212,12 +212,12 @@ class FirstDecoder(_Decoder):
 
 
 class NextDecoder(_Decoder, decoders.Continued):
-    """Every later call of the decoder, which reads the encoder's keys and returns only the decoder's own."""
+    """The decoder's later calls, which read the encoder's keys and return only the decoder's keys and values."""
 
     def forward(
         self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
     ) -> dict[str, Any]:
-        """Return the scores and the decoder's own keys and values; the encoder's are in the cache."""
+        """Return the scores and the decoder's own keys and values; the encoder's keys and values are in the cache."""
         keys = features_of(cache)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # its input has the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
@@ -481,7 +481,7 @@ def check_other_media(model: TransformersModel, task: str) -> None:
 
 
 def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> list[str]:
-    """Return a note on inputs that the model accepts and the file does not; none if there are none."""
+    """Return a note on inputs that the model accepts and the file does not accept; none without such inputs."""
     takes = inspect.signature(model.forward).parameters.values()
     others = [one.name for one in takes if "Tensor" in str(one.annotation) and not _NO_DATA.fullmatch(one.name)]
     others = [name for name in others if name not in names and name != argument_of(model.forward)]

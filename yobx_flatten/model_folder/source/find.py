@@ -1,4 +1,4 @@
-"""Load a model from a local folder, the hub, a configuration, or the name of one."""
+"""Load a model from a local folder, the hub, a configuration, or the name of a model type."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class FoundModel:
             return
         file = min((path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}")), default=None)
         if file is not None and file.endswith(GGUF):
-            raise ModelSourceError(f"{self.name} holds {file}. Name that file: {self.folder / file}")
+            raise ModelSourceError(f"{self.name} holds {file}. Pass the file: {self.folder / file}")
         if file is not None:
             raise ModelSourceError(
                 f"{self.name} contains {file}, but only safetensors and pytorch_model.bin can be read. Load the "

@@ -136,7 +136,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Give the arguments to read an untrusted GGUF file from a temporary folder, and convert errors of libraries.
+    """Yield the arguments to read an untrusted GGUF file from a temporary folder, and convert errors of libraries.
 
     The folder has no other file, because transformers also reads, and may run, the files next to a GGUF file.
     """

@@ -55,8 +55,7 @@ _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 class Effects(dict[str, Effect]):
     """The changes that a call made to objects, by key path; empty (so false) if the call changed nothing.
 
-    ``objects`` has, by the same key paths, the object before and the object after the call. An absent object is
-    ``None``.
+    ``objects`` maps each key path to the object before and the object after the call; ``None`` if there was no object.
     """
 
     def __init__(self) -> None:
@@ -114,7 +113,7 @@ class Snapshot:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy the values that a call may write in place: the given parameters, and all objects except parameters."""
+        """Copy all values that a call may write in place, except of parameters that are not in ``parameters``."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:

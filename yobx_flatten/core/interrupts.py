@@ -16,8 +16,8 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 class DeferredSignals:
     """Context manager that defers signal handlers until its end.
 
-    Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, SIGTERM. In
-    the block, a recording handler replaces each Python handler. Other threads need none.
+    Python calls handlers between any two lines of the main thread, and a handler can raise: for Ctrl-C, a timeout or
+    SIGTERM. In the block, each Python handler is replaced by a handler that records the signal.
 
     A deferred handler raises after the last line of the block. Code that must do all or nothing then undoes its work::
 
@@ -77,8 +77,8 @@ class DeferredSignals:
 class Undoing:
     """Context manager that restores a state at its end; signals wait until the state is restored.
 
-    Ctrl-C may arrive before the first line of the exit. So it is entered twice, and the outer exit calls the function
-    if the inner exit did not::
+    Ctrl-C may arrive before the first line of the exit. So the context manager is entered twice, and the outer exit
+    calls the function if the inner exit did not::
 
         with (undoing := Undoing(restore)), undoing:
             change()

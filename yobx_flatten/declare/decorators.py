@@ -40,7 +40,7 @@ def register(
             class.
         children: the attributes that are children, in order, as for :func:`~yobx_flatten.functions_from_fields`.
         static: the attributes that are static data, in order; none by default.
-        backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
+        backends: ``"torch"``, ``"optree"``, ``"jax"``, several names, or ``"all"`` for all installed libraries.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already.
@@ -91,7 +91,7 @@ def register_pytree_node(
             two arguments in the reverse order.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; ``None`` numbers the
             children.
-        backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
+        backends: ``"torch"``, ``"optree"``, ``"jax"``, several names, or ``"all"`` for all installed libraries.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already.
@@ -133,7 +133,7 @@ def register_pytree_with_keys(
         cls: the class; subclasses need their own registration.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
         unflatten: ``(static, children) -> obj``, with a tuple of children.
-        flatten: ``obj -> (children, static)``, called if no keys are needed, because it is faster. ``None`` calls
+        flatten: ``obj -> (children, static)``, a faster function for calls that need no keys. ``None`` calls
             ``flatten_with_keys`` and drops the keys.
         backends: see :func:`register_pytree_node`.
 
@@ -244,11 +244,11 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 def static_field(**options: Any) -> Any:
     """Declare that a field of a :func:`pytree_dataclass` is static: part of the spec, and not flattened into leaves.
 
-    Static data is compared and, by JAX, hashed at every call; a program is exported for one value and refuses others.
+    Static data is compared and, by JAX, hashed at every call; an exported program accepts only one value.
     Static data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
 
     Args:
-        options: those of :func:`dataclasses.field`.
+        options: keyword arguments of :func:`dataclasses.field`.
 
     Returns:
         The field, to be assigned in the body of the class.
@@ -281,7 +281,8 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     Args:
         cls: the class, which may be a dataclass already.
         backends: see :func:`register_pytree_node`.
-        options: those of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``, ...
+        options: arguments of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``,
+        ...
 
     Returns:
         The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`. Without

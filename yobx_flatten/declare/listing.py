@@ -25,8 +25,8 @@ class FlatteningRow:
         leaves: names of the leaves, or of the children.
         counters: the leaf or attribute that counts the tokens seen.
         static: the static data, which a program relies on.
-        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` where its registration is kept,
-            ``"-"`` for layers, which belong to their cache's node.
+        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` for a class that transformers
+            registers, ``"-"`` for layers, which their cache flattens.
         tables: the tables that contain the class; empty for layers.
         since: the first of the tested versions of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty
             for classes of models.
@@ -46,8 +46,8 @@ class FlatteningRow:
 def flattening_list() -> list[FlatteningRow]:
     """List the classes that ``register_flattening_functions(patch_transformers=True)`` can register.
 
-    Layers and caches are those of the installed ``transformers.cache_utils``; classes of model modules are listed if
-    the module is imported.
+    The layers and caches are classes of the installed ``transformers.cache_utils``; classes of model modules are listed
+    if the module is imported.
 
     Returns:
         One row per class: layers, caches, outputs and containers; each kind in the order of its definition or import.

@@ -35,7 +35,7 @@ def mirror(
         source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
         to: the names of the libraries to register with.
-        namespace: optree's namespace, where optree is the source; ``""`` is the global namespace.
+        namespace: optree's namespace to read from if optree is the source; ``""`` is the global namespace.
         f_check: a function that makes an instance. The instance is flattened and rebuilt at once, and its static part
             is stored; if the check fails, nothing is registered. ``None`` checks nothing.
 
@@ -44,11 +44,11 @@ def mirror(
         :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
-        InvalidArgumentError: when a library is unknown, or mirrored to itself.
+        InvalidArgumentError: when a library is unknown, or ``to`` contains the source.
         MissingDependencyError: when a library is not installed.
-        NotRegisteredError: when the source does not know the class.
+        NotRegisteredError: when the class is not registered with the source.
         AlreadyRegisteredError: when this package registered the class with a library of ``to``, with other functions.
-        RoundTripError: when the check finds a difference.
+        RoundTripError: when the rebuilt instance of ``f_check`` differs from the original.
 
     >>> import optree, torch, yobx_flatten
     >>> class Pair:
@@ -100,7 +100,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _mirrored_before(cls: type, start: str) -> Recipe | None:
-    """Return the recipe of an earlier :func:`mirror` from this source, so that all libraries get the same recipe."""
+    """Return the flatten functions that an earlier :func:`mirror` from this source copied, to copy them again."""
     held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
     return next((recipe for recipe in held if recipe is not None and recipe.remedy.startswith(start)), None)
 

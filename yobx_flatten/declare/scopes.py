@@ -52,15 +52,15 @@ def register_class_flattening(
     Args:
         cls: the class; subclasses need their own registration.
         f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and the other data that
-            ``f_unflatten`` needs. Or all three functions, as :func:`~yobx_flatten.functions_from_fields` returns them.
+            ``f_unflatten`` needs. Or all three functions: the tuple from :func:`~yobx_flatten.functions_from_fields`.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
         f_check: a function that makes an instance. The instance is flattened and rebuilt at once; a difference cancels
             the registration.
-        verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
-        backends: ``"torch"``, ``"optree"`` or ``"jax"``, several of them, or ``"all"`` that are installed.
-        axes: names of the axes of a child that vary between calls, by its key: ``{"hidden": {1: "batch"}}``.
+        verbose: 1 or more logs each registration (logger ``yobx_flatten``); 0 by default.
+        backends: ``"torch"``, ``"optree"`` or ``"jax"``, several names, or ``"all"`` for all installed libraries.
+        axes: for each key of a child, the axes that vary between calls, with their names: ``{"hidden": {1: "batch"}}``.
 
     Returns:
         ``True`` if this call registered the class with one of the libraries; ``False`` if it was registered already, by
@@ -71,7 +71,7 @@ def register_class_flattening(
             accept its arguments.
         InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
-        RoundTripError: when the check finds a difference. Nothing is registered then.
+        RoundTripError: when the rebuilt instance of ``f_check`` differs; the class is then not registered.
 
     >>> import torch
     >>> class Pair:
@@ -120,7 +120,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 
     Args:
         cls: the class.
-        verbose: 1 or more logs what is done; 0 by default.
+        verbose: 1 or more logs each change of a registration; 0 by default.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
@@ -173,7 +173,7 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 class Undo(dict[type, bool]):
     """The result of :func:`register_cache_flattening`: each class, and whether the call registered functions for it.
 
-    Pass it to :func:`unregister_cache_flattening`.
+    Pass the result to :func:`unregister_cache_flattening`.
     """
 
     def __init__(self) -> None:
@@ -225,11 +225,11 @@ def register_cache_flattening(
             keeps the registration that transformers makes. ``False`` by default.
         patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
             imported later. ``False`` by default.
-        verbose: 1 or more logs what is done; 0 by default.
+        verbose: 1 or more logs each change of a registration; 0 by default.
 
     Returns:
-        Each class with ``True`` if this call registered our functions, ``False`` if they were registered already or
-        the class was left to its own registration. Pass it to :func:`unregister_cache_flattening`.
+        A dict from each class to ``True`` if this call registered functions of this package, and to ``False`` if the
+        class already had a registration that stays. Pass the result to :func:`unregister_cache_flattening`.
 
     Raises:
         MissingDependencyError: when the library is not installed.
@@ -281,10 +281,10 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 
     Args:
         undo: the result of :func:`register_cache_flattening`.
-        verbose: 1 or more logs what is done; 0 by default.
+        verbose: 1 or more logs each change of a registration; 0 by default.
 
     Raises:
-        InvalidRegistrationError: when ``undo`` is not such a result.
+        InvalidRegistrationError: when ``undo`` is not a result of :func:`register_cache_flattening`.
 
     >>> import torch
     >>> undo = register_cache_flattening(patch_transformers=True)
@@ -315,7 +315,7 @@ def register_flattening_functions(
     Args:
         patch_transformers: see :func:`register_cache_flattening`; ``False`` by default.
         patch_diffusers: see :func:`register_cache_flattening`; ``False`` by default.
-        verbose: 1 or more logs what is done; 0 by default.
+        verbose: 1 or more logs each change of a registration; 0 by default.
 
     Returns:
         A context manager (*the block*), which also decorates functions. ``with ... as`` gives the result of

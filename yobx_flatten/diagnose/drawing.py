@@ -81,7 +81,7 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
         width: columns that a row may take, 80 by default; longer rows are cut.
 
     Returns:
-        A drawing, to be printed. Its ``rows`` are the data for other pictures.
+        A drawing, to be printed. Its attribute ``rows`` contains the same lines as data.
 
     >>> print(explain({"x": torch.zeros(2, 3), "layers": [torch.zeros(4)] * 24, "flag": True}, name="kwargs"))
     kwargs: dict of 3

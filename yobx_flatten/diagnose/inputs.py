@@ -30,11 +30,11 @@ class Finding:
 
     Attributes:
         severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
-            refuse, or fix, more than you intend).
+            refuse inputs or fix sizes that you want to vary).
         path: the input that causes the finding, as Python inside ``forward``.
         message: description of the problem.
         remedy: the line to type; empty if there is none.
-        kind: the error that :meth:`Findings.raise_errors` raises for it.
+        kind: the class of error that :meth:`Findings.raise_errors` raises for this finding.
     """
 
     severity: str
@@ -88,13 +88,14 @@ def check_inputs(
 ) -> Findings:
     """Check the arguments of ``torch.export.export`` before the export, without running the module.
 
-    Call it inside the ``with`` block that exports, since the classes of this block are registered only inside it.
+    If you export inside a ``with`` block that registers classes, call this function inside the same block.
 
     Args:
         module: the module to export.
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
-        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` as for :func:`~yobx_flatten.export_program`.
+        dynamic_shapes: as for ``torch.export.export``, or ``"auto"``: see
+        :func:`~yobx_flatten.export_program`.
             ``None``, the default, keeps every size fixed.
 
     Returns:

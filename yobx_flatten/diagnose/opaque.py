@@ -40,13 +40,13 @@ class Unregistered:
     Attributes:
         path: key path of the object, as Python.
         cls: class of the object.
-        tensors: number of tensors (and arrays of NumPy and JAX) it holds. For an object inside a leaf, a tensor that it
+        tensors: number of tensors (and arrays of NumPy and JAX) in the object. Inside a leaf, a tensor that the object
             holds twice counts twice.
-        nbytes: their size in bytes.
+        nbytes: the size of these tensors in bytes.
         remedy: the line to type.
         advice: what the line does, in words.
-        inside: path of the leaf that holds the object; ``None`` if the object is a leaf itself. Once the holder is
-            registered, the object is a leaf.
+        inside: path of the leaf that holds the object; ``None`` if the object is a leaf itself. When the class of that
+            leaf is registered, the object becomes a leaf.
     """
 
     path: str
@@ -71,16 +71,16 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
     """Find every object in nested inputs that holds tensors and that torch does not flatten.
 
     Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
-    items of built-in containers are read where Python keeps them. Only the flatten functions of registered classes
-    are called. A ``torch.nn.Module`` counts with its parameters; functions are not looked into.
+    items of built-in containers are read directly. Only the flatten functions of registered classes
+    are called. A ``torch.nn.Module`` counts with its parameters; variables of functions are not searched.
 
     Args:
-        tree: anything: arguments, outputs, a batch.
-        name: what ``tree`` is called where you type the line; the paths begin with it. ``"tree"`` by default.
+        tree: any object, such as arguments, outputs or a batch.
+        name: the variable name of ``tree`` in your code, with which the paths begin; ``"tree"`` by default.
 
     Returns:
-        The leaves, and the objects that become leaves once these are registered: each has ``path``, ``cls``,
-        ``tensors``, ``nbytes``, ``remedy`` and ``inside``, and prints them.
+        One :class:`Unregistered` for each such leaf, and for each object inside a leaf that becomes a leaf when the
+        class of the leaf is registered.
 
     >>> import torch
     >>> class Memory:

@@ -48,8 +48,8 @@ def compare_specs(
     """List the positions at which the structures (specs) of two nested objects differ.
 
     Args:
-        first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any
-            other object, whose structure is taken. ``(args, kwargs)`` is what a program is called with.
+        first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any other
+            object. Pass ``(args, kwargs)`` for the inputs of a call.
         second: the structure to compare with, in one of the same forms.
         name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
             ``kwargs``.

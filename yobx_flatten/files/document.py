@@ -37,7 +37,7 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> co
 
 
 def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | None = None) -> io.BufferedReader:
-    """Open a file; refuse a file that :func:`check_regular` refuses."""
+    """Open a regular file for reading; refuse a folder, a device, a pipe or a file above the size limit."""
     # the open file is checked, since another process could replace the file; `O_NONBLOCK`: a pipe does not block
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with undone_on_failure(lambda: os.close(number)):
@@ -93,7 +93,7 @@ def parse_document(
     remedy: str = "",
     finite: bool = True,
 ) -> T:
-    """Parse JSON as :func:`read_document` does."""
+    """Parse JSON text, and check that its contents have the type ``form``."""
     how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
     return _parsed(text, form, where, failure, remedy, **how)
 

@@ -49,7 +49,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function that runs in another process, with limits. Side effects stay there; results and errors are copies."""
+    """A function that runs in another process, with limits; its results and errors are copied to the caller."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()

@@ -174,14 +174,14 @@ def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
-    """Move all files to a folder for inspection."""
+    """Move all files into another folder, in which a user can inspect them."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir()):
         os.replace(file, folder / file.name)
 
 
 def settle(target: pathlib.Path) -> None:
-    """Complete or remove what killed processes left at a target; skip files that are being written."""
+    """Publish or remove hidden files that killed processes did not finish; skip files that are being written."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)
@@ -197,7 +197,7 @@ def settle(target: pathlib.Path) -> None:
 
 
 def is_folder(path: pathlib.Path) -> bool:
-    """Return whether a folder exists, after restoring one that a killed process was about to replace."""
+    """Return whether a folder exists; first restore a folder that a killed process was about to replace."""
     if not path.exists() and path.name:
         reason = ""
         try:

@@ -24,13 +24,14 @@ def make_dynamic_cache(
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
             (batch, heads, length, head size), or of two or three dimensions for placeholders.
-        cls_layers: the layers' classes, or their names; one for all, or one per layer. ``DynamicLayer`` by default.
-        cls_kwargs: arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``. The default window
+        cls_layers: the layers' classes, or their names; one for all layers or one each. ``DynamicLayer`` by default.
+        cls_kwargs: arguments of the layer constructors, a dict for all layers or one each: ``{"sliding_window":
+        8}``. The default window
             is the length of the keys.
 
     Returns:
-        The cache. Its sliding layers count the tokens of a full layer of the same cache, or their own tokens if no
-        layer is full.
+        The cache. A sliding layer counts as many tokens as a full layer of the cache has; without a full layer, its own
+        tokens.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -74,8 +75,9 @@ def make_static_cache(
             (batch, heads, length, head size).
         max_cache_len: capacity of a layer in tokens; by default the length of the first keys. Keys of that length are
             used directly, shorter keys are copied into zeros.
-        cls_layers: the layers' classes, or their names; one for all, or one per layer. ``StaticLayer`` by default.
-        cls_kwargs: other arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``.
+        cls_layers: the layers' classes, or their names; one for all layers or one each. ``StaticLayer`` by default.
+        cls_kwargs: more arguments of the layer constructors, a dict for all layers or one each:
+        ``{"sliding_window": 8}``.
         length: number of tokens seen so far; by default the length of the first keys.
 
     Returns:
@@ -129,7 +131,7 @@ def make_encoder_decoder_cache(
         cross_attention_cache: keys and values of the encoder's output.
 
     Returns:
-        The cache; layers whose cross-attention is filled count as updated.
+        The cache; ``is_updated`` is true for each layer that has cross-attention keys.
 
     >>> import torch
     >>> keys = torch.ones(1, 2, 3, 4)

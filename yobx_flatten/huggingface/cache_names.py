@@ -1,8 +1,8 @@
 """The names of a model's cache: as an argument, as an entry of an output, and in exported files.
 
 transformers named the argument ``past_key_values`` (models with attention) and ``cache_params`` (models with states
-only); since 5.24 the name is ``cache``. The name is read from a function's signature or from an output, never from a
-version number: models outside of transformers may keep an older name.
+only); since transformers 5.24 the name is ``cache``. The name is read from a function's signature or from an output,
+never from a version number: models outside of transformers may keep an older name.
 
 .. code-block:: text
 

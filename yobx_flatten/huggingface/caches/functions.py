@@ -36,8 +36,8 @@ def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str
         The cache's own tensors, each of shape (batch, heads, length, head size), and their names.
 
     Raises:
-        CacheStructureError: when a layer is half-initialised, or a sliding layer has seen another number of tokens than
-            a full layer.
+        CacheStructureError: when a layer is partly initialised, or a sliding layer has seen another number of tokens
+            than a full layer.
         StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=True)
@@ -66,15 +66,15 @@ def unflatten_dynamic_cache(
 
     Args:
         values: the leaves, as :func:`flatten_dynamic_cache` returned them, or placeholders for them.
-        context: their names, as :func:`flatten_dynamic_cache` returned them.
-        output_type: without effect; accepted because callers of this format pass it.
+        context: the names of the leaves, as :func:`flatten_dynamic_cache` returned them.
+        output_type: ignored; callers may pass a class as third argument.
 
     Returns:
         A cache that continues to generate as the original would.
 
     Raises:
         SpecMismatchError: when there are not as many values as names of leaves.
-        UnsupportedLayerError: when a name has a letter that no class has.
+        UnsupportedLayerError: when a leaf name has a letter that stands for no layer class.
     """
     from transformers.cache_utils import DynamicCache
 
@@ -92,7 +92,7 @@ def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]
         The cache's own tensors, of shape (batch, heads, maximal length, head size), its counters, and their names.
 
     Raises:
-        CacheStructureError: when a layer is half-initialised.
+        CacheStructureError: when a layer is only partly initialised.
         StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=False)
@@ -121,15 +121,15 @@ def unflatten_static_cache(
 
     Args:
         values: the leaves, as :func:`flatten_static_cache` returned them, or placeholders for them.
-        context: their names, as :func:`flatten_static_cache` returned them.
-        output_type: without effect; accepted because callers of this format pass it.
+        context: the names of the leaves, as :func:`flatten_static_cache` returned them.
+        output_type: ignored; callers may pass a class as third argument.
 
     Returns:
         A cache that continues to generate as the original would.
 
     Raises:
         SpecMismatchError: when there are not as many values as names of leaves.
-        UnsupportedLayerError: when a name has a letter that no class has.
+        UnsupportedLayerError: when a leaf name has a letter that stands for no layer class.
     """
     from transformers.cache_utils import StaticCache
 
@@ -151,8 +151,8 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
 def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` states for each layer whether the encoder's keys are present. If it differs from the state of the
-    layers, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
+    ``is_updated`` states for each layer whether the encoder's keys are present. If ``is_updated`` differs from the
+    state of the layers, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -190,10 +190,10 @@ def unflatten_encoder_decoder_cache(
     Args:
         values: the self-attention and the cross-attention cache, or placeholders for them.
         context: their names, as :func:`flatten_encoder_decoder_cache` returned them.
-        output_type: without effect; accepted because callers of this format pass it.
+        output_type: ignored; callers may pass a class as third argument.
 
     Returns:
-        The cache, with ``is_updated`` as it was.
+        The cache, with the same ``is_updated`` as the flattened cache.
 
     Raises:
         ValueError: when ``values`` does not hold two entries.

@@ -1,7 +1,7 @@
-"""Reuse the template of a layer that was read before, so that only its leaves are read.
+"""Reuse the template (description of all attributes) of an earlier layer, so that only leaves are read.
 
-Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each place in a cache are kept, with
-the types and values that determine them, level by level::
+Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each layer index are stored, with the
+types and values that determine each template, level by level::
 
     attributes    conv_states, device, has_previous_state
     level 0       {0: tensor}, cpu, {0: True}

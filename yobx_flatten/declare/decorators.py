@@ -281,8 +281,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     Args:
         cls: the class, which may be a dataclass already.
         backends: see :func:`register_pytree_node`.
-        options: arguments of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``,
-        ...
+        options: arguments of :func:`dataclasses.dataclass`, such as ``frozen=True``, ``slots=True``, ``kw_only=True``.
 
     Returns:
         The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`. Without

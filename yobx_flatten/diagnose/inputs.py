@@ -94,8 +94,7 @@ def check_inputs(
         module: the module to export.
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
-        dynamic_shapes: as for ``torch.export.export``, or ``"auto"``: see
-        :func:`~yobx_flatten.export_program`.
+        dynamic_shapes: see ``torch.export.export``; for ``"auto"`` see :func:`~yobx_flatten.export_program`.
             ``None``, the default, keeps every size fixed.
 
     Returns:

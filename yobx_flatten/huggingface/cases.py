@@ -1,4 +1,4 @@
-"""Make decode inputs of different sizes for a transformers model, with caches made by running it."""
+"""Make decode inputs of different sizes for a transformers model, with caches that the model filled."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def decode_inputs(
 
     Args:
         model: a causal or encoder-decoder Hugging Face model.
-        sizes: batch, past and new tokens, padding.
-        like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
+        sizes: the batch size, and the numbers of past, new and padding tokens.
+        like: example inputs, of which the names and the length of a static cache are used; by default ``input_ids`` (or
             ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache, under the name that the
             model has for it. Without a cache all tokens are new.
         seed: seed of the random tokens; 0 by default.
@@ -291,7 +291,7 @@ def _inputs_of_decoder(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask."""
+    """Make the inputs of the next decode call: the returned caches, equally many new tokens, a longer mask."""
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None

@@ -70,7 +70,7 @@ class Continued(torch.nn.Module):
     """A module that makes the inputs of its next call from its outputs."""
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: random tokens, as many as before, and the returned cache."""
+        """Make the inputs of the next call: equally many random tokens, and the returned cache."""
         ids = kwargs["input_ids"]  # with three axes they are not changed: audio codes, each with its own vocabulary
         if ids.dim() == 2:
             drawn = torch.randint(
@@ -137,7 +137,7 @@ class SlidingDecoder(Continued):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
     ) -> dict[str, Any]:
-        """Return the logits, the model's other outputs, and the keys and values to keep."""
+        """Return the logits, the model's other outputs, and the keys and values for the next call."""
         pairs = [(layer["key"], layer["value"]) for layer in cache]
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
         for layer in filled.layers:
@@ -159,7 +159,7 @@ class SlidingDecoder(Continued):
         return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: the kept cache, as many random tokens, a longer mask."""
+        """Make the inputs of the next call: the returned cache, equally many random tokens, a longer mask."""
         following, mask = super().next_inputs(kwargs, outputs, seed), kwargs["attention_mask"]
         ids = following["input_ids"]
         longer = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)
@@ -181,8 +181,8 @@ def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
 def has_states_alone(model: TransformersModel) -> bool:
     """Return whether the cache of a model contains only recurrent states, and no keys and values.
 
-    The layer types decide. For a model with its own cache class (xLSTM, and Mamba before transformers 5), it is true if
-    that class counts no tokens.
+    The layer types of the configuration show this. A model with its own cache class (xLSTM, and Mamba before
+    transformers 5) has only states if that class counts no tokens.
     """
     name = argument_of(forward_of(model))
     if name is None:

@@ -1,8 +1,8 @@
 """Flatten outputs of diffusers: one child per field that is set; the field names are static.
 
-diffusers registers its outputs with torch without keys, so that an exported program cannot name its outputs. Recipes
-here add the keys. Names and static parts are stored as diffusers' registration stores them: a program that was saved
-inside the block loads outside, and vice versa.
+diffusers registers its outputs with torch without keys, so that an exported program cannot name its outputs. The
+flatten functions in this file add the keys. Names and static parts are stored as diffusers' registration stores them: a
+program that was saved inside the block loads outside, and vice versa.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
 
 
 def diffusers_recipes(module: str | None = None) -> list[Recipe]:
-    """Return the flatten recipes of diffusers' output classes that are defined so far, all or those of one module."""
+    """Return the flatten functions of diffusers' output classes in one module, or in all imported modules."""
     base = sys.modules["diffusers.utils.outputs"].BaseOutput
     recipes = []
     for cls in subclasses_of(base):

@@ -4,7 +4,7 @@
 
     checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
 
-Between the calls a weight is on ``meta``. Readers of this package read a file; those of accelerate use its hooks.
+Between the calls a weight is on the device ``meta``. A reader reads a file or calls a hook of accelerate.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
 
 
 def device_of_inputs(module: torch.nn.Module) -> torch.device:
-    """Return the device for the inputs of a module: that of its weights during a call."""
+    """Return the device for the inputs of a module, which is the device of its weights during a call."""
     first: torch.Tensor = next(module.parameters())  # not get_input_embeddings(): some models have several, or none
     if not first.is_meta or not (streamed_readers(module) or offloaded_readers(module)):
         return first.device

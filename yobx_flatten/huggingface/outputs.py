@@ -14,7 +14,7 @@ structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
 
 *Dropped data*: the data of a tokenizer in a ``BatchEncoding`` besides the tensors: the ``Encoding`` objects of fast
 tokenizers, which contain the text of one batch and cannot be stored, and ``n_sequences``, which is only used to read
-them. No model reads either, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
+them. No model reads this data, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
 ``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original still can.
 
 Other values of a ``BatchFeature`` (sizes, names) are also leaves: ``torch.export`` treats numbers and strings as part
@@ -135,7 +135,7 @@ def unflatten_base_model_output(
 
 
 def output_recipes() -> dict[type, Recipe | None]:
-    """Return the flatten recipes of transformers' outputs and containers that are defined so far."""
+    """Return the flatten functions of the outputs and containers in transformers' imported modules."""
     recipes: dict[type, Recipe | None] = {}
     # no instance exists before the module is imported, and the import registers 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
@@ -151,7 +151,7 @@ def output_recipes() -> dict[type, Recipe | None]:
 
 
 def output_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten recipes of the outputs that one model's module defines."""
+    """Return the flatten functions of the outputs that one model's module defines."""
     recipes = [_recipe(cls, functions_of) for cls in classes_of(module) if _is_plain_output(cls)]
     return [recipe for recipe in recipes if recipe is not None]
 
@@ -168,7 +168,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe(cls: type, functions: Callable[[type], _Functions]) -> Recipe | None:
-    """Return the recipe of a class; ``None`` if another library has registered the class with keys."""
+    """Return the flatten functions of a class; ``None`` if another library has registered the class with keys."""
     # read each once, the node first: other threads write the recipe before the node, and remove the node
     in_force = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)

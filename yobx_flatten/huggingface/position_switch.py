@@ -13,7 +13,7 @@ from .cache_names import argument_of, installed_name
 
 
 def switch_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens above which rotary angles change; ``None`` if they never do.
+    """Return the number of tokens above which rotary angles change; ``None`` if the angles never change.
 
     >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
     4096
@@ -33,7 +33,7 @@ def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Return the length above which rotary embeddings change their angles; ``None`` if they never do."""
+    """Return the length above which rotary embeddings change their angles; ``None`` if there is no such length."""
     kind, longest = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
     if kind in ("longrope", "su"):
         places = (rope, config)
@@ -45,8 +45,8 @@ def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
     """Return whether a model drops its cache and recomputes all tokens when the text exceeds the switch.
 
-    Phi-3 does, since its keys were rotated with the short factors. The inputs that the model prepares for three calls
-    show whether it does: the last call before the switch, the call that exceeds it, and the next call.
+    Phi-3 drops its cache, since its keys were rotated with the short factors. The inputs that the model prepares for
+    three calls show this: the last call before the switch, the call that exceeds it, and the next call.
     """
     try:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]

@@ -32,7 +32,7 @@ _OWN = "cache="
 
 
 def cache_recipes(known: Container[type]) -> list[Recipe]:
-    """Return the flatten recipes of all cache classes defined so far."""
+    """Return the flatten functions of all cache classes in imported modules."""
     import transformers.cache_utils as cache_utils
 
     classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
@@ -44,7 +44,7 @@ def cache_recipes(known: Container[type]) -> list[Recipe]:
 
 
 def cache_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten recipes of the cache classes that one model's module defines."""
+    """Return the flatten functions of the cache classes that one model's module defines."""
     from transformers.cache_utils import Cache
 
     classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
@@ -55,7 +55,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe_of_cache(cls: type) -> Recipe | None:
-    """Return the recipe of a cache class; ``None`` for a class that its author registered with torch."""
+    """Return the flatten functions of a cache class; ``None`` for a class that its author registered with torch."""
     theirs = cls.__module__.split(".")[0] == "transformers"
     # read each once, the node first: other threads write the recipe before the node, and remove the node
     node = pytree.SUPPORTED_NODES.get(cls)
@@ -198,7 +198,7 @@ replaces these registrations, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Return the flatten recipes of known classes; ``None`` if transformers' own registration is correct."""
+    """Return the flatten functions of known classes; ``None`` if transformers' own registration is correct."""
     import transformers.cache_utils as cache_utils
 
     recipes: dict[type, Recipe | None] = {
@@ -212,7 +212,7 @@ def transformers_recipes() -> dict[type, Recipe | None]:
 
 
 def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten recipes of the caches and outputs that a model's module defines."""
+    """Return the flatten functions of the caches and outputs that a model's module defines."""
     return cache_recipes_of_module(module) + output_recipes_of_module(module)
 
 

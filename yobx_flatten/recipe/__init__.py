@@ -1,1 +1,1 @@
-"""Describe how a class is flattened and rebuilt, without notifying any library."""
+"""Describe how a class is flattened and rebuilt, without registering the class with any library."""

@@ -218,7 +218,7 @@ def _slot(cls: type, obj: object, name: str) -> Any:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether an attribute need not be flattened: its class has the same value, or a cached property."""
+    """Return whether an attribute need not be flattened, since its class has the value or a cached property for it."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)

@@ -1,7 +1,7 @@
 """Find the sizes that vary between calls, name them, and relate them to each other.
 
-A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with sizes that have a
-name::
+A *place* is one axis of one tensor, or an integer itself. The sizes of a place in all calls are compared with sizes
+that have a name::
 
     call            0   1   2   3            name
     past            0   8   9  10            the cache states it
@@ -45,7 +45,7 @@ class Axes:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """Return the different values, sorted, that a named size has in some calls."""
+        """Return the different values, sorted, that a named size has in the given calls."""
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 
@@ -245,7 +245,7 @@ def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
 
 
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
-    """Return whether the sizes are equal in all calls that both have; they must have at least one common call."""
+    """Return whether two sizes are equal in all calls that contain both sizes; at least one call must contain both."""
     common = one.keys() & other.keys()
     return bool(common) and all(one[call] == other[call] for call in common)
 
@@ -281,8 +281,8 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
     """Return the axes and integer inputs whose size varies in these calls, with the name of the size.
 
     A size that is 1 in every call of the phase stays 1, as the number of new tokens in decoding: some models branch on
-    this number. The sizes in ``_GROWING`` vary even then. A size that is 0 in every call stays 0. A size that the
-    caller chose, which is a key of ``sizes``, varies.
+    this number. The sizes in ``_GROWING`` vary even if they are 1. A size that is 0 in every call stays 0. A size that
+    the caller chose, which is a key of ``sizes``, varies.
     """
     paths = {fact.path for fact in calls[0].facts()}
     found = {}

@@ -66,7 +66,7 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The positional arguments of the recorded call: those that cannot be passed by name."""
+        """The positional arguments of the recorded call: the arguments that cannot be passed by name."""
         return self._callee.split(self.inputs)[0]
 
     @property
@@ -78,7 +78,7 @@ class Call:
         """Path, dtype and shape of each tensor in ``"inputs"`` or ``"outputs"``, without reading the data.
 
         Args:
-            part: one of ``"inputs"``, the default, and ``"outputs"``.
+            part: which values to describe: ``"inputs"``, the default, or ``"outputs"``.
 
         Returns:
             One entry per leaf; none if the part was not recorded.

@@ -61,9 +61,9 @@ class RecordedCalls(Sequence[Call]):
         """Read the calls that ``record_calls(..., to=folder)`` wrote.
 
         Args:
-            folder: the folder that holds them.
+            folder: the folder with the files of the calls.
             model: the object that was recorded; only :attr:`module` needs it.
-            method: as for :func:`~yobx_flatten.record_calls`.
+            method: the name of the recorded method: see :func:`~yobx_flatten.record_calls`.
 
         Returns:
             The calls, in the order in which they began.
@@ -113,8 +113,8 @@ class RecordedCalls(Sequence[Call]):
     def phases(self) -> dict[str, RecordedCalls]:
         """Return the recorded calls in groups of equal input structure, by name: one exported program serves a group.
 
-        ``prefill`` has an empty cache or none, ``decode`` one that holds tokens, ``forward`` is a call without cache.
-        Where arguments also differ, the name states it: ``prefill+pixel_values``.
+        ``prefill``: the cache is empty or not passed. ``decode``: the cache has tokens. ``forward``: there is no cache.
+        If calls of one kind have different arguments, the name contains the arguments: ``prefill+pixel_values``.
         """
         groups = by_phase(self._calls)
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
@@ -152,7 +152,7 @@ class RecordedCalls(Sequence[Call]):
             phase: name of the phase; it can be omitted if there is only one.
 
         Returns:
-            The values by parameter name.
+            The constant arguments by parameter name.
 
         Raises:
             RecordError: when there is no such phase.
@@ -167,7 +167,7 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
-            **sizes: sizes to have instead, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
+            **sizes: sizes of the example, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
 
         Returns:
             Copies of the keyword arguments, which the caller may change.
@@ -183,7 +183,7 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             phase: name of the phase; it can be omitted if there is only one.
-            **sizes: as for :meth:`example`; a size that is named there varies.
+            **sizes: the sizes passed to :meth:`example`; each of these sizes varies.
 
         Returns:
             The specification by parameter name.

@@ -37,11 +37,11 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
-    Inputs are copied before the call, which can fill its cache; outputs are copied after the call.
-    :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
-    the object is restored, also after an exception. Recordings can be nested, and calls can come from any thread; calls
-    inside a trace are not recorded. A call that raises is kept in :attr:`RecordedCalls.failed`, with its inputs and its
-    error, which is raised unchanged.
+    Inputs are copied before the call, which can fill its cache; outputs are copied after the call. Inside the block,
+    :func:`~yobx_flatten.register_flattening_functions` is active for the imported libraries. At its end the original
+    method is restored, also after an exception. Recordings can be nested, and calls can come from any thread; calls
+    inside a trace are not recorded. A call that raises an error is stored in :attr:`RecordedCalls.failed`, with its
+    inputs and its error, which is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
@@ -54,10 +54,10 @@ def record_calls(
             reads the folder.
 
     Yields:
-        The calls so far, complete when the block is left.
+        The recorded calls; the list is complete at the end of the block.
 
     Raises:
-        InvalidArgumentError: when there is nothing to record.
+        InvalidArgumentError: when ``target`` has no method to record, or ``limit`` is not positive.
         RecordError: when the folder holds calls already.
         NotRegisteredError: from a call that takes or returns tensors inside an object of a class that is not
             registered.

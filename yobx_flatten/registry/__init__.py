@@ -1,1 +1,1 @@
-"""Hold all registrations, with one file per library's table."""
+"""Manage all registrations; each file writes the table of one library."""

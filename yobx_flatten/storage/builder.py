@@ -29,8 +29,8 @@ class MiniOnnxBuilder:
     """Builds an ONNX model that has no inputs and returns stored values by name.
 
     Args:
-        target_opset: version of ONNX's operators. An element type can need, and set, a newer version: 19 for 8-bit
-            floats, 24 for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
+        target_opset: version of ONNX's operators. Tensors of some types set a newer version: 19 for 8-bit floats, 24
+            for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
         ir_version: version of the file format of ONNX.
         sep: separator between the name of a dict and ``keys`` or ``values``.
 
@@ -137,10 +137,10 @@ def create_onnx_model_from_input_tensors(
 
     Args:
         inputs: nested values; see :func:`save_nested`.
-        switch_low_high: without effect: the low byte comes first in every ONNX file.
+        switch_low_high: ignored: the low byte comes first in every ONNX file.
         randomize: whether to store only the types and shapes of tensors of floats; the model draws numbers instead.
             ``False`` by default.
-        sep: without effect: leaves are named by their key paths, ``past_key_values.0.key``.
+        sep: ignored: leaves are named by their key paths, ``past_key_values.0.key``.
 
     Returns:
         The ``onnx.ModelProto``.
@@ -168,14 +168,14 @@ def create_onnx_model_from_input_tensors(
 def create_input_tensors_from_onnx_model(
     proto: str | os.PathLike[str] | Any, device: Any = "cpu", engine: str = "onnx", sep: str = "___"
 ) -> Any:
-    """Read nested inputs from an ONNX model, or from the file it was written to.
+    """Read nested inputs from an ONNX model, or from a file that contains such a model.
 
     Args:
         proto: the ``onnx.ModelProto``, or the path of a file.
         device: device of the tensors; ``"cpu"`` by default.
         engine: the reader of the values. ``"onnx"``, the default, reads the stored data;
             ``"onnxruntime"``, or ``"ReferenceEvaluator"`` for ``onnx.reference``, runs the model and takes its outputs.
-        sep: separator of the :class:`MiniOnnxBuilder` that made it, for an engine that runs the model.
+        sep: the ``sep`` of the :class:`MiniOnnxBuilder` that made the model, for an engine that runs the model.
 
     Returns:
         The inputs that were passed to :func:`create_onnx_model_from_input_tensors`.

@@ -34,10 +34,10 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Args:
         path: the file to write; its folder is created if it does not exist. The file appears when it is complete.
         values: registered classes and containers of tensors of any type, NumPy arrays, numbers, text, bytes, ``None``,
-            enums and dtypes. Values, shapes and types are kept; devices, strides and ``requires_grad`` are not. One
+            enums and dtypes. Values, shapes and types are stored; devices, strides and ``requires_grad`` are not. One
             tensor in two places is stored once.
-        external_data: whether tensors are stored in a second file, ``<path>.data``; ``None``, the default, does so for
-            more than 16 MiB of tensors. One file alone cannot have more than 2 GB.
+        external_data: whether tensors are stored in a second file, ``<path>.data``; ``None``, the default, means
+            ``True`` for more than 16 MiB of tensors. One file alone cannot have more than 2 GB.
 
     Returns:
         The number of bytes written.
@@ -45,7 +45,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when there is an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. The message has the line to type for each.
+            tensor subclass, or when an object contains itself. The message has code that repairs the value.
         StaticDataError: when static data, or a leaf, is something that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -75,10 +75,10 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
     NumPy, transformers and diffusers. onnxruntime is not needed.
 
     Args:
-        path: the file. A second file that belongs to it must be next to it.
+        path: the file. If there is a data file ``<path>.data``, it must be in the same folder.
         device: device of the tensors; ``"cpu"`` by default.
         expected: class of the whole value, ``dict`` or ``dict[str, torch.Tensor]`` for example: another class is
-            refused, and a type checker knows the result's class. Items are not checked. ``None``, the default, takes
+            refused, and a type checker knows the result's class. Items are not checked. ``None``, the default, accepts
             any value.
 
     Returns:
@@ -88,7 +88,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
         InvalidArgumentError: when the value is not of the class that ``expected`` names.
         NotRegisteredError: when a class is not registered.
         ForeignFileError: when another program wrote the file, or a newer version of this package.
-        DamagedFileError: when it is truncated, or its contents do not fit together.
+        DamagedFileError: when the file is truncated, or its contents do not fit together.
         MissingDependencyError: when onnx is not installed.
 
     >>> import tempfile

@@ -32,7 +32,7 @@ class OutputDifference:
         name: name of the expected value: ``present.0.key``.
         output: name of the model's output, ``None`` if it has no such output.
         difference: largest absolute difference; infinite where there is an error.
-        error: reason why the two cannot be compared, ``None`` if they can.
+        error: reason why the outputs cannot be compared; ``None`` if they were compared.
         nan: the share of expected elements that are NaN; ``None`` where there are no elements.
     """
 
@@ -49,7 +49,7 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class CaseReport(Report):
-    """The result of :func:`replay_case`. ``print(report)`` shows it as a table.
+    """The result of :func:`replay_case`. ``print(report)`` shows a table.
 
     Attributes:
         case: name of the case.

@@ -1,7 +1,7 @@
 """Read ``dynamic_shapes``, and adapt a specification that was written for a different registration of a cache.
 
 ``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
-Inside the context manager the registration differs from that outside. Recognized forms, for a cache with n layers::
+The registration inside the context manager is different. Recognized forms, for a cache with n layers::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer

@@ -10,7 +10,7 @@
   class; torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in
   the example.
 
-The replacements are active only during a trace and in its thread; eager models inside a block are unchanged.
+The replacements are active only in a thread that runs a trace; eager models inside a block are unchanged.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ def _with_own_memory(tree: PyTree) -> PyTree:
     """Return example inputs with copies of slices and of repeated tensors.
 
     A program traced with a slice such as ``ids[:, 5:]`` refuses contiguous tensors ("Guard failed:
-    input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor
-    is passed twice, torch makes one input of it, and the program would read this input for both.
+    input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor is
+    passed twice, torch makes one input of it, and the program would read this input for both arguments.
     """
     leaves, spec = pytree.tree_flatten(tree)
     made = []

@@ -221,7 +221,7 @@ def _known() -> tuple[Any, ...]:
 
 
 class TraceSupport:
-    """Helpers for a model library, used while its models are traced and its programs loaded; this one does nothing."""
+    """Helpers for a model library, used while its models are traced and its programs loaded; the base has none."""
 
     def __init__(self, modules: str) -> None:
         self.modules = modules

@@ -76,8 +76,8 @@ def string_type(
         with_min_max: Show minimum, maximum and average of tensors, and values of numbers; not of tensors without data
             (FakeTensor, meta), nor during a trace, which would record the read.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
-        ignore: Has no effect. Functions of this name in other libraries raise an error on unknown classes unless
-            ``ignore`` is set; this function never raises an error.
+        ignore: Has no effect, since this function never raises an error. Other libraries have a function of this name
+            that raises an error on unknown classes unless ``ignore`` is set.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.
         caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as

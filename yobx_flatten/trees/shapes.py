@@ -32,7 +32,7 @@ def dynamic_shapes(
     Args:
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
-        overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
+        overrides: entries that replace the generated entries, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
             ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (a cache may have any name that transformers uses for caches); the
             entry ``None`` fixes all sizes below the path. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
@@ -46,7 +46,7 @@ def dynamic_shapes(
     Raises:
         DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit; when the
             example is larger than a bound.
-        InvalidArgumentError: when an object contains itself, or a bound is not a size or has another name.
+        InvalidArgumentError: when an object contains itself, or a bound is not a size or has an unknown name.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
     >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}

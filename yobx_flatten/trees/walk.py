@@ -204,7 +204,7 @@ def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterato
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """Return a class's recipe: the registered one, or the one ``register_flattening_functions`` would register."""
+    """Return the flatten functions of a class: registered, or known to ``register_flattening_functions``."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes

@@ -1,4 +1,4 @@
-"""Find the call of a model that a file implements, and make cases in the sizes that the file accepts."""
+"""Find the call of a model that a file implements, and make test inputs in the sizes that the file accepts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
 
 
 def _tried(make: Any, *args: Any) -> list[Piece]:
-    """Return the pieces of a model; none if this package cannot export it."""
+    """Return the parts of a model that are exported separately; none if this package cannot export the model."""
     try:
         found = make(*args)
     except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
@@ -149,7 +149,7 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _whole_texts(model: TransformersModel) -> list[Case]:
-    """Return cases without a cache, in the sizes of the cases with a cache."""
+    """Return test cases without a cache, in the sizes of the test cases with a cache."""
     takes = inspect.signature(model.forward).parameters
     like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
     found: list[Case] = []

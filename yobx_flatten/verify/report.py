@@ -19,7 +19,7 @@ class VerifiedFile:
         call: the call of the model that the file implements; ``""`` if no such call was found.
         report: the results of all cases, as in an export; ``None`` if no call was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
-        names: the names of inputs and outputs in our files, by their names in the file.
+        names: for each name in the file, the name of this input or output in files of this package.
         not_compared: outputs of the file that the model does not return.
         first: the first node of an ONNX file whose value differs; ``None`` if unknown.
     """

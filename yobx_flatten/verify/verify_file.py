@@ -132,7 +132,7 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
     below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a component may have its own folder
     found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
     if not found:
-        raise ForeignFileError(f"{place} has no file with the suffix {', '.join(_SUFFIXES)}. Name the right folder.")
+        raise ForeignFileError(f"{place} has no file with the suffix {', '.join(_SUFFIXES)}. Pass another folder.")
     return found
 
 

@@ -1,11 +1,11 @@
 """Replacements that let one trace of a transformers model serve all lengths.
 
 A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
-and on whether a mask can be omitted. Each branch would fix the case of the example in the program. The replacements
+and on whether a mask can be omitted. The program would then contain only the branch of the example. The replacements
 compute the same values without a branch: for layers (:mod:`.layers`), for some models (:mod:`.models`), and here for
 masks, positions and attention.
 
-The replacements are active only during a trace and in its thread, and call the originals for other cases.
+The replacements are active only in a thread that runs a trace; they call the originals for unsupported arguments.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ def upstream_replacements() -> Iterator[Replacement]:
 
 @functools.cache
 def _modules_named() -> frozenset[str]:
-    """Return the model modules that transformers' exporters patch, from their source: their import takes 2 seconds."""
+    """Return the model modules that transformers' exporters patch, by reading the exporters' source code."""
     package, _, file = _MODULE.rpartition(".")
     spec = importlib.util.find_spec(package)  # the package only: finding its module would import the package
     folders = [] if spec is None else list(spec.submodule_search_locations or ())  # 4.56 to 5.16 lack the package

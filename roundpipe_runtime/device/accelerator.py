@@ -1,4 +1,4 @@
-"""Parse ``devices=``, and accelerators of ``torch.accelerator``: five streams, so that copies overlap with compute.
+"""Parse the argument ``devices=``, and run work of an accelerator in five streams, so that copies overlap compute.
 
 ::
 
@@ -47,7 +47,7 @@ _OWN_REFERENCES = 2
 
 
 class _StreamEvent:
-    """An event of an accelerator, with the two methods of a future."""
+    """An event of an accelerator with the methods ``done`` and ``result``, like a future."""
 
     __slots__ = ("computed_after", "event")
 
@@ -63,7 +63,7 @@ class _StreamEvent:
 
 
 class _Visit(NamedTuple):
-    """A stage on the device: its bytes, and the events that end its computation and its copies."""
+    """A stage on the device: the stage's bytes, and the events that end the stage's computation and copies."""
 
     nbytes: int
     computed: torch.Event
@@ -243,9 +243,9 @@ class AcceleratorDevice:
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
         """Wait until the device has memory for one more stage, and run the with block on the compute stream.
 
-        There is room for two stages of the size of the largest, and for a small stage between them, such as a head.
-        Without this room, the next upload would wait for the end of the stage before the small stage. Gradients of an
-        ended stage may still be copied: the new stage needs their memory only when it has gradients.
+        The device has memory for two stages of the largest size, and for a small stage between them, such as a head.
+        Without memory for the small stage, the next upload would wait for the end of the stage before the small stage.
+        Gradients of an ended stage may still be copied: the new stage needs their memory only when it has gradients.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now
@@ -272,7 +272,7 @@ class AcceleratorDevice:
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return, without waiting, whether the stage after the current stage has room."""
+        """Return, without waiting, whether the device has memory for the stage after the current stage."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -312,7 +312,7 @@ def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor shares this tensor's memory, for example in a layer that keeps its output."""
+    """Return whether another tensor shares this tensor's memory, for example in a layer that stores its output."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 

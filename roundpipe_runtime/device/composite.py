@@ -1,4 +1,4 @@
-"""Find the tensors in weights that contain several, such as 4-bit values and their scales; rebuild them from copies.
+"""Find the tensors in weights that contain several, such as 4-bit values and their scales; rebuild the weights from copies.
 
 ::
 
@@ -49,7 +49,7 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Report whether a frozen parameter contains tensors in addition to its data, or instead of it."""
+    """Report whether a frozen parameter contains other tensors, such as scales, or wraps tensors without own data."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
@@ -104,7 +104,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Rebuilding:
-    """Rebuilds quantized weights and their modules' states from copies of their tensors; shared parts stay shared."""
+    """Rebuilds quantized weights and their modules' states from copies of the tensors; shared tensors stay shared."""
 
     # place: function that returns the copy of a plain tensor
 
@@ -137,7 +137,7 @@ class Rebuilding:
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """Return an equal value made of copies; a value without tensors is returned unchanged."""
+        """Return an equal value that contains copies of the tensors; a value without tensors is returned unchanged."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -178,7 +178,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Return whether a module may keep tensors for this parameter: integer weights need a scale."""
+    """Return whether a module may store tensors for this parameter, such as the scale of an integer weight."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
@@ -224,7 +224,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Return the parts of a value, and a function that rebuilds it; ``None`` for values without parts."""
+    """Return the values inside a container, and a function that rebuilds the container; ``None`` for other values."""
     kind = type(value)
     if kind is dict:
         keys = list(value)

@@ -51,7 +51,7 @@ _GROUP = 32 * 2**20  # bytes of tensors that are read ahead together, without gr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A mapped part of the file."""
+    """A range of the scratch file that is mapped into memory."""
 
     memory: mmap.mmap
     address: int
@@ -61,7 +61,7 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """The memory of one tensor in a part of the file."""
+    """The memory of one tensor in a mapped range of the scratch file."""
 
     part: _Part
     offset: int
@@ -74,7 +74,7 @@ class _Place:
 
 
 class DiskMemory:
-    """Stores tensors in a memory-mapped scratch file, by key; the place of a deleted tensor is used again."""
+    """Stores tensors in a memory-mapped scratch file, by key; the memory of a deleted tensor is reused."""
 
     # folder: folder on a disk
     # together: bytes that are written together; as many stay in the page cache
@@ -114,7 +114,7 @@ class DiskMemory:
     def empty(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Return an uninitialised tensor on the disk, in the place of a key; ``None`` if a tensor is stored there."""
+        """Return an uninitialised tensor on the disk for a key; ``None`` if the key already has a tensor."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -130,13 +130,13 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy, on the disk, of a dense host tensor, in the first free place of a key."""
+        """Copy a dense host tensor to the disk, into the first free memory range of a key, and return the copy."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor on the disk, with the layout of ``like``, in the first free place of a key."""
+        """Return an uninitialised tensor with the layout of ``like``, in the first free memory range of a key on the disk."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
@@ -196,7 +196,7 @@ class DiskMemory:
     # -- pages in memory ---------------------------------------------------------------------------------------------
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
-        """Start to read tensors from the disk into memory in the background, and return the future of the reading."""
+        """Start to read tensors from the disk into memory in the background; the returned future is done at the end."""
         return self._reader.submit(self._read_ranges, self._ranges(tensors))
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -209,13 +209,13 @@ class DiskMemory:
                 self._read_into_cache(part.offset + start - part.address, end - start)
 
     def _read_into_cache(self, offset: int, nbytes: int) -> None:
-        """Read a part of the file into the page cache, for kernels without `MADV_POPULATE_READ`."""
+        """Read a range of the file into the page cache, for kernels without `MADV_POPULATE_READ`."""
         buffer = bytearray(min(nbytes, _LEAST))
         for at in range(offset, offset + nbytes, len(buffer)):
             os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        """Release the memory of tensors: of this process at once, of the page cache after the disk has the tensors."""
+        """Remove tensors from this process's memory at once, and from the page cache after they are written to the disk."""
         # written: whether the tensors may have changed since the last `leave`. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
@@ -244,7 +244,7 @@ class DiskMemory:
         self._wait(-1)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most ``most`` bytes are still to be written (-1: none); raise errors of the writer."""
+        """Wait until at most ``most`` bytes are not written yet (-1: all are written); raise the errors of writes."""
         while True:
             with self._lock:
                 waiting = sum(nbytes for _, nbytes in self._writing)
@@ -262,7 +262,7 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Return the pages of the tensors that live in this memory, with their parts of the file."""
+        """Return the memory pages of tensors that are stored here, with the file range of each page range."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):
@@ -274,12 +274,12 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Add a user of this memory, who must call :meth:`close` later."""
+        """Count one more user of this memory; each user must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """Remove a user of this memory; the last user ends the threads. The tensors stay valid."""
+        """Count one user of this memory less; the last user ends the threads. The tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -431,7 +431,7 @@ def full_disk(folder: pathlib.Path, nbytes: int, error: OSError) -> ConfigError:
 
 
 def _file_system(folder: pathlib.Path) -> str:
-    """Return the type of a folder's file system; empty if the system does not state it."""
+    """Return the type of a folder's file system; an empty string if the type is not known."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -492,7 +492,7 @@ def page_out(tensor: torch.Tensor) -> None:
 
 
 def write_out(file: int, offset: int, nbytes: int) -> None:
-    """Write the changed pages in a part of a file to the disk, and wait until they are written."""
+    """Write the changed pages in a range of a file to the disk, and wait until they are written."""
     library = _libc()
     if not hasattr(library, "sync_file_range"):
         os.fdatasync(file)

@@ -1,4 +1,4 @@
-"""Lock torch's default CPU generator, which all threads share, and restore its state."""
+"""Lock torch's default CPU random generator, which all threads share, and restore the generator's state."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class PinnedModel:
 
 @contextlib.contextmanager
 def _together(composites: Sequence[Any]) -> Iterator[None]:
-    """Restore after the block that tensors of quantized weights share memory, if they did before."""
+    """Tensors of quantized weights that share memory before the with block share memory again after the block."""
     sharing: dict[Any, list[torch.Tensor]] = {}
     for value in composites:
         held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]
@@ -212,7 +212,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with a place for each tensor. Memory is allocated in slabs, at the first use of each slab."""
+    """Pinned memory with an address range for each tensor. Memory is allocated in slabs, at the first use of each slab."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -231,7 +231,7 @@ class PinnedMemory:
 
     @property
     def keys(self) -> list[Hashable]:
-        """The keys of the tensors' places, in the order of the slabs that contain the places."""
+        """The keys of the tensors' address ranges, in the order of the slabs that contain the ranges."""
         return list(self._places)
 
     @property
@@ -245,7 +245,7 @@ class PinnedMemory:
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the place of a key; the place is free again when the tensor is deleted."""
+        """Return an uninitialised tensor in the address range of a key, which is free again when the tensor is deleted."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
@@ -266,7 +266,7 @@ class PinnedMemory:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's strides leave no gaps in memory: torch's copies keep only such strides."""
+    """Return whether a tensor's strides leave no gaps in memory: torch preserves only such strides in copies."""
     if tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

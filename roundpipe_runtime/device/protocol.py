@@ -1,9 +1,9 @@
 """The interface between the scheduler and a device: memory, copies, a thread and events, which are like futures.
 
-Two classes have it, so that one scheduler drives both:
+Two classes implement this interface, and the same scheduler runs either class:
 
-- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
-  *check* that no code reads memory after its release, on another device, or before its event.
+- :class:`VirtualDevice` simulates a device on the CPU with copied tensors, its own thread, and events that are complete
+  at once. The class can *check* that no code reads memory after its release, on another device, or before its event.
 - :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
   compute and downloads.
 """
@@ -40,14 +40,14 @@ class Device(Protocol):
         """Bytes of memory of the device; ``None`` if no limit is known."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory of the device with this shape, dtype and layout."""
+        """Return uninitialised memory of the device with the shape, dtype and layout of ``like``."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         """Return a copy of a host tensor in device memory; copying starts after the event ``ready``.
 
         Args:
             tensor: host tensor.
-            ready: event after which the host tensor is complete. Default: it is complete.
+            ready: event after which the host tensor is complete (default: already complete).
             parameter: whether the copy is large and not urgent, so that it must not delay activations.
 
         Returns:
@@ -71,8 +71,8 @@ class Device(Protocol):
             target: memory of the device.
             source: host tensor with the same rows.
             runs: rows to copy, as pairs of a start and a stop.
-            after_compute: whether the computation so far has to end first, because it wrote these rows. Default:
-                nothing did.
+            after_compute: whether the copy waits for the computation submitted so far, because that computation wrote
+                these rows (default: ``False``).
         """
 
     def copy_rows_out(
@@ -83,7 +83,7 @@ class Device(Protocol):
         Args:
             tensor: tensor of the device.
             runs: rows to copy, as pairs of a start and a stop.
-            target: host tensor to copy to, which a device may use or not. Default: a new one.
+            target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
         Returns:
             The copy and the event after which it is complete.
@@ -99,9 +99,9 @@ class Device(Protocol):
 
         Args:
             tensor: tensor of the device.
-            last: whether the caller writes the tensor no more, so that nothing has to wait for the copy.
+            last: whether the tensor is not written any more, so that no later computation has to wait for the copy.
             parameter: whether the copy is large and not urgent, so that it must not delay activations.
-            target: host tensor to copy to, which a device may use or not. Default: a new one.
+            target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
         Returns:
             The copy and the event.
@@ -111,17 +111,17 @@ class Device(Protocol):
         """Make this device current while a layer runs, after all earlier copies to the device are complete.
 
         Args:
-            after: event at which the copies of parameters are complete. Default: all copies.
+            after: event at which the copies of parameters are complete (default: all copies).
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
         """Run one stage on the device, from copying its parameters to releasing them, once there is enough memory.
 
         Args:
-            nbytes: bytes of the parameters and gradients of the stage. Default: the bytes of any other stage.
+            nbytes: bytes of the parameters and gradients of the stage (default: the bytes of any other stage).
 
         Returns:
-            The context. Its value is a function that reports whether the device now has room for a number of bytes of
+            The context. Its value is a function that reports whether the device now has memory for a number of bytes of
             the next stage; or ``None`` if the next stage is not uploaded ahead.
         """
 
@@ -180,7 +180,7 @@ class Clock(Protocol):
         """Whether times are known only after the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the present moment in the work of the device: a time, or an event of which the time is known later."""
+        """Return the present moment in the work of the device: a time, or an event whose time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:

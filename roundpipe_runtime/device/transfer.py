@@ -255,7 +255,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch would not."""
+    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch does not flatten it."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
@@ -316,7 +316,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append the tensors of a function to ``tensors``; return a function that rebuilds it with other tensors."""
+    """Append the tensors in a function's closure to ``tensors``; return a function that rebuilds it with others."""
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:

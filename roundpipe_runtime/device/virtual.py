@@ -24,7 +24,7 @@ _ALWAYS = contextlib.nullcontext()  # without state, so threads can share it
 
 
 class _Ledger:
-    """A record of the virtual device that owns each memory, and of whether the memory may be read."""
+    """Records which virtual device owns the memory of each tensor, and whether the memory may be read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,8 +56,8 @@ class VirtualDevice:
 
     Args:
         name: name in errors and timelines.
-        check: whether to poison memory on release, and to refuse reads of memory that is not written yet, released, or
-            of another device.
+        check: whether to fill memory with NaN on release, and to refuse reads of memory that is not written yet,
+            released, or of another device.
         memory_limit: largest number of bytes of copies; ``None`` for no limit.
 
     Attributes:
@@ -97,7 +97,7 @@ class VirtualDevice:
             return sum(size for size, _ in list(self._held.values()))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory with this shape, dtype and layout; in check mode the memory is filled with NaN."""
+        """Return memory with the shape, dtype and layout of ``like``; in check mode the memory is filled with NaN."""
         size = like.element_size() * like.numel()
         if self.memory_limit is not None:
             before = self.allocated
@@ -123,7 +123,7 @@ class VirtualDevice:
 
         Args:
             tensor: host tensor.
-            ready: event after which the host tensor is complete. Default: it is complete.
+            ready: event after which the host tensor is complete (default: already complete).
             parameter: without effect on the CPU.
 
         Returns:

@@ -1,6 +1,6 @@
 """Worker threads, one per device, their mailbox, and their behaviour on an error, on Ctrl-C and after a fork.
 
-A result is a future. The first error stops the run, every other thread leaves at its next wait, and the caller
+A result is a future. The first error stops the run, every other thread ends its work at its next wait, and the caller
 raises the error with notes that state where the error happened.
 """
 
@@ -34,7 +34,8 @@ class StoppedRun(BaseException):
 class Worker:
     """A thread that runs submitted functions in order; the thread starts when the first one is submitted.
 
-    The thread ends with :meth:`close`, when the worker is collected, or with the interpreter, which waits for it.
+    The thread ends with :meth:`close`, when the worker is garbage-collected, or with the interpreter, which waits for
+    it.
 
     >>> worker = Worker("example")
     >>> worker.submit(pow, 2, 10).result()
@@ -72,7 +73,7 @@ class Worker:
         return context.run(work)
 
     def close(self) -> None:
-        """Wait for the submitted work and end the thread. Later work is refused."""
+        """Wait for the submitted work and end the thread. Work that is submitted later raises an error."""
         self.is_closed = True
         self._threads.shutdown(wait=True)
 
@@ -229,8 +230,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises it from its handler of SIGINT, between any two lines of the main thread. During the block
-    another handler is installed. In other threads, and where Python has no handler, the block does nothing.
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. During the
+    block another handler is installed. In other threads, and where Python has no handler, the block does nothing.
 
     ::
 

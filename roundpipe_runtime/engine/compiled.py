@@ -88,10 +88,9 @@ class PipelineProgress:
 
     Attributes:
         runs: Number of completed runs, from which the seeds of random layers are derived.
-        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name.
-            Default: none.
-        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name. Default: none.
-        replicas: Number of groups that batches were split into. Default: not known.
+        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
+        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
+        replicas: Number of groups that batches were split into (default: not known).
     """
 
     runs: int

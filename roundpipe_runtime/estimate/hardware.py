@@ -45,10 +45,10 @@ class Hardware:
         host_rate: bytes per second that the host reads and writes.
         origin: source of ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or
             ``"unknown"``.
-        down: bytes per second from one device to the host. Default: ``link``.
-        call: seconds of the host for a layer and microbatch of a step, whatever it computes. Default: 0.
-        disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads. Default: not known.
-        disk_write: bytes per second that this disk writes. Default: not known.
+        down: bytes per second from one device to the host (default: ``link``).
+        call: seconds of the host for a layer and microbatch of a step, whatever it computes (default: 0).
+        disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads (default: not known).
+        disk_write: bytes per second that this disk writes (default: not known).
     """
 
     names: tuple[str, ...]
@@ -81,8 +81,8 @@ def describe_hardware(
     """Describe devices by given values, and measure missing values if the devices are present.
 
     Args:
-        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which this machine may lack. Default: all
-            accelerators of the machine, else ``"virtual:2"``.
+        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which this machine may lack (default: all
+            accelerators of the machine, else ``"virtual:2"``).
         memory: bytes of one device.
         link: bytes per second between host and device.
         flops: operations per second of one device.

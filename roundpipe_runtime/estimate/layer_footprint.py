@@ -42,18 +42,18 @@ class LayerFootprint:
             the sums of its own gradients; what its forward left is part of it.
         forward_flops: operations of a forward.
         backward_flops: operations of a backward, without the forward that is computed again.
-        frozen_bytes: parameters that do not train; part of ``param_bytes``. Default: 0.
-        trained_bytes: parameters that train; part of ``param_bytes``. Default: 0.
+        frozen_bytes: parameters that do not train; part of ``param_bytes`` (default: 0).
+        trained_bytes: parameters that train; part of ``param_bytes`` (default: 0).
         slice_bytes: slices of tables that a device holds at one time; part of ``param_bytes``, like buffers.
-        parts_forward: rows and slices of tables that are copied in for a forward. Default: 0.
-        parts_backward: rows and slices that are also copied in for a backward. Default: 0.
-        parts_down: gradients of rows and slices, which are copied back. Default: 0.
-        table_grad_bytes: gradients of whole tables, which only the host has. Default: 0.
-        expert_bytes: parameters with one matrix per expert; part of ``param_bytes``. Default: 0.
-        experts: number of experts. Default: 0.
+        parts_forward: rows and slices of tables that are copied in for a forward (default: 0).
+        parts_backward: rows and slices that are also copied in for a backward (default: 0).
+        parts_down: gradients of rows and slices, which are copied back (default: 0).
+        table_grad_bytes: gradients of whole tables, which only the host has (default: 0).
+        expert_bytes: parameters with one matrix per expert; part of ``param_bytes`` (default: 0).
+        experts: number of experts (default: 0).
         routed_rows: rows that are multiplied with the matrix of one expert each: tokens, by the experts that each is
-            routed to. Default: 0.
-        experts_train: whether the experts train. Default: ``False``.
+            routed to (default: 0).
+        experts_train: whether the experts train (default: ``False``).
     """
 
     name: str
@@ -104,12 +104,12 @@ def measure_layers(
         layers: the layers of a pipeline, in order, in the mode in which they are trained.
         args: positional arguments of the first layer; each other layer gets the previous output.
         kwargs: keyword arguments of the first layer.
-        names: the names of the layers. Default: their numbers and classes.
+        names: the names of the layers (default: their numbers and classes).
         gradient_dtype: the dtype in which gradients of a parameter are summed.
-        last_call: calls the last layer. Default: ``layer(value)``.
+        last_call: calls the last layer (default: ``layer(value)``).
         kind: the kind of the devices that are planned for, ``"cpu"`` for virtual devices.
-        start: index of the first layer that is measured; earlier layers are only called. Default: 0, all layers.
-        rule: which tables are copied in parts. Default: none.
+        start: index of the first layer that is measured; earlier layers are only called (default: 0, all layers).
+        rule: which tables are copied in parts (default: none).
 
     Returns:
         The memory and operations of each layer that is measured.

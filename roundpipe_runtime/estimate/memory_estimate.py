@@ -44,7 +44,7 @@ class DeviceMemory:
         staying: layers of earlier stages, which stay on the device for their backward.
         arriving: parameters of the next stage.
         copies: tensors of other microbatches that may be in transit.
-        kept: parameters that stay from step to step (``keep_parameters``). Default: 0.
+        kept: parameters that stay from step to step (``keep_parameters``) (default: 0).
     """
 
     stage: int
@@ -75,7 +75,7 @@ class HostMemory:
         optimizer: state of Adam, two numbers per parameter.
         activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
             the last stage send each other.
-        reference: weights of a frozen model that the training compares with. Default: 0.
+        reference: weights of a frozen model that the training compares with (default: 0).
     """
 
     parameters: int

@@ -33,10 +33,10 @@ class StepPlan:
         tokens: number of tokens in a step, over all microbatches; number of samples if the inputs are not text.
         host_memory: host memory that the training needs.
         optimizer_bytes: bytes that AdamW reads and writes in a step.
-        measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself. Default:
-            ``None``, seconds follow from operations.
-        update: what the optimizer updates, and when, as in ``RoundPipe``. Default: ``"masters"``.
-        least_host: bytes of the host with ``update="in_backward"``. Default: 0.
+        measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself (default:
+            ``None``, seconds follow from operations).
+        update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
+        least_host: bytes of the host with ``update="in_backward"`` (default: 0).
     """
 
     plan: ModelExecutePlan
@@ -134,10 +134,10 @@ def step_plan(
         model: model whose parameters the host holds; they can be on ``meta``.
         num_microbatch: number of microbatches.
         tokens: number of tokens of a step, all microbatches.
-        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps. Default: seconds
-            follow from operations.
-        update: what the optimizer updates, and when, as in ``RoundPipe``. Default: ``"masters"``.
+        optim_dtype: dtype in which the optimizer works (default: the dtype of each parameter).
+        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps (default: seconds
+            follow from operations).
+        update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
 
     Returns:
         The description.

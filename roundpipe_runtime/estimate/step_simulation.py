@@ -103,11 +103,11 @@ def simulate(
         machine: devices and host: :func:`describe_hardware`, or :func:`load_machine` for a file.
         is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
             layer next to the next run; ``True``, next to it with weights one step old.
-        stays: whether layers stay on a device from their forward to their backward. Default: if there is room.
-        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. The step is one of
-            those in which parameters that do not train are there already. Default: 0.
+        stays: whether layers stay on a device from their forward to their backward (default: if there is room).
+        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig` (default: 0). The
+            step is one of those in which parameters that do not train are there already.
         host: ``"disk"``: the state is on a disk with the rates of the machine, as with ``RoundPipe(host="disk:DIR")``,
-            and gradients are clipped to a norm. Default: ``"memory"``.
+            and gradients are clipped to a norm (default: ``"memory"``).
 
     Returns:
         The simulated step.

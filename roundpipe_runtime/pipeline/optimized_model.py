@@ -125,9 +125,9 @@ class OptimizedModel(EngineHandle):
 
         Args:
             step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: ``"exact"``: the step runs in the background, layer by layer. The next run waits for the update of
-                each layer, so results are unchanged. ``True``: the step runs in the background, and the next run reads
-                the parameters from before the step. Default: the step runs before this method returns.
+            is_async: ``"exact"``: the step runs in the background, layer by layer (default: the step runs before this
+                method returns). The next run waits for the update of each layer, so results are unchanged. ``True``:
+                the step runs in the background, and the next run reads the parameters from before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 

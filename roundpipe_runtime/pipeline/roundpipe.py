@@ -50,35 +50,35 @@ class RoundPipe(OptimizedModel, SavedModel):
     Args:
         model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
             layer.
-        optim_dtype: dtype of the optimizer's parameters and of gradients. Default: the dtype of each parameter.
+        optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
         name: name in errors and timelines; if given, also part of the seeds of random layers. Default: ``"file:line"``.
         model_run_config: defaults for every call.
         pin_model: ``"alloc"`` or ``"register"``: parameters are in pinned memory if there is an accelerator; ``"off"``:
             they are not.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
-        mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))``. Each process has
-            the optimizer state for a part of the rows of every matrix, and passes its part of the batch to
-            ``forward_backward``. With two axes, the first axis has copies, so with ``(N, 1)`` each process has
-            everything. Default: this process alone.
-        replicas: number of groups that a batch is split into; group g runs on rank g modulo N. Results are the same
-            for every number of ranks. Default: number of ranks.
-        reduce_dtype: dtype in which gradients are sent between ranks. Default: the dtype in which they are summed.
+        mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
+            process alone). Each process has the optimizer state for a part of the rows of every matrix, and passes its
+            part of the batch to ``forward_backward``. With two axes, the first axis has copies, so with ``(N, 1)`` each
+            process has everything.
+        replicas: number of groups that a batch is split into; group g runs on rank g modulo N (default: number of
+            ranks). Results are the same for every number of ranks.
+        reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype in which they are summed).
         gradient_dtype: dtype of the gradients of master weights between a run and the step; a run still sums gradients
-            in ``optim_dtype``. Default: ``optim_dtype``.
-        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once. Unless stated
-            otherwise, ``dynamic=True``. Default: layers are not compiled.
+            in ``optim_dtype`` (default: ``optim_dtype``).
+        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once (default:
+            layers are not compiled). Unless stated otherwise, ``dynamic=True``.
         large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: only the embedding rows that a
             microbatch needs; the head of a transformers model in slices, if it does not fit into a stage.
             ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``: tables are
             copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
-            this folder, and only a few layers are in memory at a time. Results are the same. Default: ``"memory"``.
-        update: what the optimizer updates. ``"masters"``: master weights of dtype ``optim_dtype``, which a step rounds
-            into the parameters. ``"in_place"``: the parameters themselves, which get the dtype ``optim_dtype``, and are
-            rounded to their original dtype during the upload. ``"in_backward"``: as ``"in_place"``, but
-            ``forward_backward`` updates each layer when the gradients of the layer are complete, see :meth:`step_with`.
-            Results are the same. Default: ``"masters"``.
+            this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are the same.
+        update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
+            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters themselves, which
+            get the dtype ``optim_dtype``, and are rounded to their original dtype during the upload. ``"in_backward"``:
+            as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
+            see :meth:`step_with`. Results are the same.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -212,8 +212,8 @@ class RoundPipe(OptimizedModel, SavedModel):
             input_kwargs: keyword arguments of the model.
             label: labels, split like the inputs.
             loss_fn: ``loss_fn(outputs, labels)`` returns the loss of a microbatch: a tensor, a sequence of tensors, or
-                a pair ``(sum, weight)``. The loss of the batch equals the loss without a pipeline, unless the setting
-                ``loss_reduction`` states otherwise. Default: the outputs are the loss.
+                a pair ``(sum, weight)`` (default: the outputs are the loss). The loss of the batch equals the loss
+                without a pipeline, unless the setting ``loss_reduction`` states otherwise.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override those of the model.
 

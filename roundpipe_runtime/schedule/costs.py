@@ -95,7 +95,7 @@ def analytic_cost(
 
     Args:
         layer: layer.
-        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed (default: its own).
 
     Returns:
         The cost, in multiplications and bytes.

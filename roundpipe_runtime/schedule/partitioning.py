@@ -57,7 +57,7 @@ def partition(
         min_stages: smallest number of stages of an iteration, for all models together; also the number of devices that
             plans are compared for. A model with fewer layers gets fewer stages.
         upper_threshold: largest ratio of the time of a stage to the time of the slowest layer; at least 1.
-        bytes_per_stage: largest number of bytes of parameters and gradients in a stage. Default: no limit.
+        bytes_per_stage: largest number of bytes of parameters and gradients in a stage (default: no limit).
         previous: stages in use, which are kept unless the new stages are faster by more than 3 %.
 
     Returns:

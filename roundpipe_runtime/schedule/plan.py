@@ -37,7 +37,7 @@ class ModelExecutePlan:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage.
         last_stage_copies: number of devices that run the fused stage of a fused run, each for every n-th microbatch;
-            limited to the number of devices and of microbatches. Default: 1.
+            limited to the number of devices and of microbatches (default: 1).
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -100,8 +100,8 @@ class ModelExecutePlan:
         Args:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.
             num_layers: number of layers of the model.
-            most_copies: largest number of copies of the fused stage, because of the number of devices or microbatches.
-                Default: no limit.
+            most_copies: largest number of copies of the fused stage, because of the number of devices or microbatches
+                (default: no limit).
 
         Returns:
             The stages, in the order of dispatch.
@@ -131,15 +131,15 @@ class ModelExecutePlan:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``. If several models run one after the other, the last model
                 gets a fused plan, and the others get plans for ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
-            min_stages: smallest number of stages. Default: the number of devices.
+            min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
-            model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of the limit,
-                because the next stage is loaded at the same time. Default: the memory of the devices, if known.
+            model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device (default: the memory of the
+                devices, if known). A stage gets half of the limit, because the next stage is loaded at the same time.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
-            last_stage_copies: number of devices that have a copy of the last layer. Each device runs forward and
-                backward of this layer for every n-th microbatch. With more than one copy, the last stage is this layer
-                only. ``"auto"``: the number with which the simulated run is clearly faster. Default: 1.
-            num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
+            last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each device runs
+                forward and backward of this layer for every n-th microbatch. With more than one copy, the last stage is
+                this layer only. ``"auto"``: the number with which the simulated run is clearly faster.
+            num_microbatch: number of microbatches that plans are compared for (default: ``min_stages`` + 1).
 
         Returns:
             One plan, or a list of plans for several models.

@@ -37,8 +37,8 @@ class Stage:
         kind: ``"forward"``, ``"fused"`` (forward, loss and backward without recomputation) or ``"backward"`` (a
             recomputed forward and its backward).
         layers: indices of the layers, ascending.
-        copy: index of this copy of the stage, from 0. Default: 0.
-        copies: number of copies, each on its own device; each runs every ``copies``-th microbatch. Default: 1.
+        copy: index of this copy of the stage, from 0 (default: 0).
+        copies: number of copies, each on its own device; each runs every ``copies``-th microbatch (default: 1).
     """
 
     index: int
@@ -149,7 +149,7 @@ def steps_in_order(
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies share the microbatches. Default: each stage takes all microbatches.
+        stages: the stages; copies share the microbatches (default: each stage takes all microbatches).
 
     Returns:
         An iterator over the steps.
@@ -169,7 +169,7 @@ def clock_cycles(
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies share the microbatches. Default: each stage takes all microbatches.
+        stages: the stages; copies share the microbatches (default: each stage takes all microbatches).
 
     Returns:
         An iterator over the clock cycles: the steps of each.

@@ -21,8 +21,8 @@ class Machine:
         num_devices: number of devices, each with its own link.
         link: bytes per second from CPU memory to a device.
         memory: bytes of memory of a device.
-        down: bytes per second from a device to CPU memory. Default: ``link``.
-        overlaps: whether a device computes while data is copied, which virtual devices do not. Default: ``True``.
+        down: bytes per second from a device to CPU memory (default: ``link``).
+        overlaps: whether a device computes while data is copied, which virtual devices do not (default: ``True``).
     """
 
     num_devices: int
@@ -43,10 +43,10 @@ class StageLoad:
         inputs: bytes of activations that are copied to the device per microbatch.
         outputs: bytes of activations that are copied back per microbatch.
         working: bytes that exist on the device during the computation of one microbatch.
-        copies: number of devices that run the stage, each for every ``copies``-th microbatch. Default: 1.
-        copy: index of the copy that this load describes. Default: all copies, each on the next device.
+        copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
+        copy: index of the copy that this load describes (default: all copies, each on the next device).
         share: bytes of the gradients of one microbatch, which each copy sends to the last copy; the last copy adds the
-            gradients, and copies the sum back. Default: 0, each copy downloads its own gradients.
+            gradients, and copies the sum back (default: 0, each copy downloads its own gradients).
     """
 
     compute: float

@@ -120,7 +120,7 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return for how many seconds a rank was stopped before it was given up; 0 if that was not just now."""
+        """Return for how many seconds a rank was stopped before its process was ended; 0 if the end is long ago."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
@@ -194,7 +194,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """End a call if the process that held the store has ended, which the kernel shows after a moment."""
+        """End a call if the process that held the store has ended; the kernel reports the end with a delay."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
@@ -218,7 +218,7 @@ class Alarm:
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
 
     def _take(self, number: int) -> bool:
-        """Handle a message of another rank; return whether there was one."""
+        """Handle a message of another rank; return whether there was a message."""
         key = f"{self._prefix}/news/{number}"
         if not self._store.check([key]):
             return False
@@ -338,7 +338,7 @@ def cut_connections() -> None:
 
 
 class _CallNews:
-    """The run of one call, and the reason why it stops."""
+    """The run of one call, and the reason why the call stops."""
 
     def __init__(self) -> None:
         self.run: Run | None = None

@@ -175,7 +175,7 @@ class MeshRanks(Ranks):
         return self._groups[channel]
 
     def _close(self, channel: Channel) -> None:
-        """Close a group, so that waiting ranks get an error."""
+        """Close a process group, so that waiting ranks get an error."""
         group = self._groups.pop(channel, None)
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -183,7 +183,7 @@ class MeshRanks(Ranks):
 
 
 def meet(mesh: DeviceMesh) -> None:
-    """Wait until all ranks of a mesh call this function; raise an error if one is gone, without a long timeout."""
+    """Wait until all ranks of a mesh call this function; raise an error soon if a process has ended."""
     try:
         for group in reversed(mesh.get_all_groups()):
             if dist.get_world_size(group) > 1:

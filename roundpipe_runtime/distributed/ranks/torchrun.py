@@ -33,9 +33,9 @@ def is_one_of_many() -> bool:
 
 
 def join_job(backend: str = "gloo") -> bool:
-    """Make the default process group of the processes that torchrun has started, unless there is one.
+    """Make the default process group of the processes that torchrun has started, unless the group exists.
 
-    The group also works after a restart by ``torchrun --max-restarts``, with every rendezvous.
+    The group also works after a restart by ``torchrun --max-restarts``, with every rendezvous backend.
     """
     # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` if other code needs nccl
     if dist.is_initialized() or not is_one_of_many():

@@ -83,8 +83,8 @@ class RankCall(Call):
 class GroupLosses(LossContract):
     """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
 
-    Seeds follow from the rows of all groups. The scale, which is not known before all ranks have their losses, is left
-    to the sum over the groups.
+    The first gradients of a backward depend on the rows of all groups. The summed gradients are scaled after the groups
+    are added, because the scale is known only when all ranks have their losses.
     """
 
     def __init__(self, whole: LossContract, first: int, count: int) -> None:
@@ -128,7 +128,7 @@ def report_losses(contract: LossContract) -> list[LossReport]:
 
 
 def total_contract(contract: LossContract, reports: Sequence[LossReport]) -> LossContract:
-    """Return a contract with the losses of all ranks, whose results are bitwise identical on every rank."""
+    """Return a :class:`LossContract` with the losses of all ranks, whose results are bitwise identical on every rank."""
     found = LossContract(contract.reduction, contract.rows)
     for report in sorted(reports, key=lambda one: one.index):
         found.add_value(report.index, report.value)

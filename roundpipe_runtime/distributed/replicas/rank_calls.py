@@ -89,7 +89,7 @@ class RankCalls(OneGroup[Engine]):
         return RankSteps(self.store, table, scan)
 
     def begin(self, engine: Engine, model: nn.Module) -> None:
-        """Check that all ranks have the same model and settings, and take over the weights of rank 0."""
+        """Check that all ranks have the same model and settings, and copy the weights of rank 0 to all ranks."""
         stated = describe_model(
             model,
             replicas=self.replicas,
@@ -223,7 +223,7 @@ class RankCalls(OneGroup[Engine]):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
-        """Return the verdicts of all ranks if all succeeded; otherwise raise an error."""
+        """Return the :class:`Verdict` of each rank if all ranks succeeded; otherwise raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.
@@ -299,7 +299,7 @@ class RankCalls(OneGroup[Engine]):
         return total
 
     def _feed(self, call: RankCall, scale: float) -> None:
-        """Continue the backward from the inputs; raise an error on all ranks if it fails on one."""
+        """Continue the backward through the graph of the inputs; if one rank fails, raise an error on all ranks."""
         with Outcome() as outcome:
             for run, host_values in call.runs:
                 feed_inputs(run, host_values, scale)

@@ -141,7 +141,7 @@ class RankGroups(RankCalls):
             run.collected.buffers.check()
 
     def _count_forward(self, now: int) -> int:
-        """Count the forwards since the last collective call, since each draws different random numbers."""
+        """Count the forwards since the last collective call, because each forward draws different random numbers."""
         step, number = self._forwarded
         number = number if step == now else 0
         self._forwarded = now, number + 1

@@ -80,14 +80,14 @@ class Reduction:
     # -- what the runs of groups give --------------------------------------------------------------------------------
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Accept the gradients of a layer in one group; each is removed from the mapping when it is sent."""
+        """Accept the gradients of a layer in one group; each gradient is removed from the mapping when it is sent."""
         with self._changed:
             # setdefault: an empty mapping for a layer must not replace gradients that have arrived
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Stop beginning exchanges until :meth:`finish` is called; return how many this rank has begun."""
+        """Stop beginning exchanges until :meth:`finish` is called; return how many exchanges this rank has begun."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -183,7 +183,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums for the rows of the targets; copies of a shard exchange their sums."""
+        """Return the sums for the rows that the optimizer updates; ranks with copies of a shard exchange sums."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -263,7 +263,7 @@ def num_turns(size: int, replicas: int) -> int:
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     """Return the indices of the rows of a global batch that one rank trains, group after group.
 
-    A rank that splits them with ``torch.tensor_split`` into its number of groups gets these groups.
+    A rank that splits these rows with ``torch.tensor_split`` into as many parts as it runs groups gets its groups.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

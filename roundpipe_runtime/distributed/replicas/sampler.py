@@ -26,21 +26,21 @@ from .reduction import rows_of_rank
 class ReplicaBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
-    A global batch is cut into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g`` is a
-    part of rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes, do
-    not depend on the number of ranks. A last batch may be smaller; a rank for which no row is left gets an empty list,
-    see :func:`collate_with_empty`.
+    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g``
+    belongs to rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes,
+    do not depend on the number of ranks. A last batch may be smaller; a rank for which no row is left gets an empty
+    list, see :func:`collate_with_empty`.
 
     Args:
         batches: global batches, lists of row numbers, in the same order on all ranks: a ``BatchSampler``, or any
             iterable that can be iterated again.
-        model: pipeline with a mesh, which has the other three.
+        model: pipeline with a mesh, from which ``replicas``, ``rank`` and ``size`` are read.
         replicas: number of groups.
         rank: rank of this process.
         size: number of ranks.
 
     Raises:
-        ConfigError: neither a pipeline nor the three numbers are given, or they cannot be.
+        ConfigError: neither a pipeline nor the three numbers are given, or a number is out of range.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(8)), batch_size=5, drop_last=False)

@@ -1,1 +1,1 @@
-"""Model state in parts, each held by one rank."""
+"""Model state in shards; each shard is stored on one rank."""

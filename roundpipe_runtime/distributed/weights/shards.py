@@ -179,7 +179,7 @@ class ShardedStore(RankStore):
             self._published.add(id(parameter))
 
     def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
-        """Copy the values that all ranks have stepped to the parameters of a layer."""
+        """Copy the values that the steps of all ranks have computed to the parameters of a layer."""
         for parameter, shard in held.items():
             shard.write(parameter)
         self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])
@@ -218,7 +218,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Make the tensor trainable if the parameter is; copy the parameter's values when it is first trainable."""
+        """Make the tensor trainable if the parameter is trainable; copy the parameter's values the first time."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self._rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -283,7 +283,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[torch.Tensor]:
-    """Return views of the parts of a gradient, one part for each rank, which sums this part over all groups.
+    """Split a gradient into views, one for each rank; a rank sums its view over all groups.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
@@ -331,7 +331,7 @@ def clip_grad_norm(
 
 
 def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
-    """Yield the gradients, each while it is in memory."""
+    """Yield the gradients one by one, each while it is in memory."""
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
@@ -342,7 +342,7 @@ def _finite(sums: list[torch.Tensor]) -> bool:
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the sums of all rows of each gradient, of which this rank has a part."""
+    """Return, for each gradient, the sum of the powers of each row; ranks gather the sums of the rows of shards."""
     found, parts = [], []
     for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)

@@ -180,8 +180,8 @@ class CutError(VersionDependentError, RoundPipeError, ValueError):
 
     Attributes:
         reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
-            ``"structure"`` (a value between layers cannot pass between pieces), or ``"values"`` (the cut model computes
-            something else).
+            ``"structure"`` (a value cannot be passed from layer to layer), or ``"values"`` (the split model computes
+            other values).
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Find the tensors in weights that contain several, such as 4-bit values and their scales; rebuild the weights from copies.
+"""Find the tensors in quantized weights, such as 4-bit values and their scales, and rebuild weights from copies.
 
 ::
 
@@ -49,7 +49,7 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Report whether a frozen parameter contains other tensors, such as scales, or wraps tensors without own data."""
+    """Report whether a frozen parameter contains other tensors, in addition to its data or instead of data."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None

@@ -136,7 +136,7 @@ class DiskMemory:
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor with the layout of ``like``, in the first free memory range of a key on the disk."""
+        """Return an uninitialised tensor with the layout of ``like``, in the first free range of a key on the disk."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
@@ -215,7 +215,7 @@ class DiskMemory:
             os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        """Remove tensors from this process's memory at once, and from the page cache after they are written to the disk."""
+        """Release the pages of tensors: in this process at once, in the page cache after the disk has the data."""
         # written: whether the tensors may have changed since the last `leave`. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:

@@ -212,7 +212,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with an address range for each tensor. Memory is allocated in slabs, at the first use of each slab."""
+    """Pinned memory with an address range for each tensor; memory is allocated in slabs, each at its first use."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -245,7 +245,7 @@ class PinnedMemory:
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the address range of a key, which is free again when the tensor is deleted."""
+        """Return an uninitialised tensor in the range of a key, which is free again when the tensor is deleted."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):

@@ -255,7 +255,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch does not flatten it."""
+    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch never does."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 

@@ -1,8 +1,7 @@
 """Autograd integration: a run is one node of the caller's graph, and the node's backward runs the backward stages.
 
-The inputs of the node are the model's inputs and parameters. So torch sums their gradients in ``grad``, runs their
-hooks, and passes them to ``torch.autograd.grad``. The engine itself adds only gradients whose dtype differs from that
-of the parameter.
+The inputs of the node are the model's inputs and parameters. So torch sums the gradients in ``grad``, runs hooks, and
+returns gradients from ``torch.autograd.grad``. The engine adds only gradients of a dtype other than the parameter's.
 """
 
 from __future__ import annotations

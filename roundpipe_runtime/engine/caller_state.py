@@ -1,6 +1,6 @@
 """Copy settings of the caller's thread to the threads that run layers: autocast, torch modes, thread locals.
 
-Context variables are copied with the work of a thread. These settings are not context variables.
+Python's context variables are copied with the work of a thread, but these settings are not context variables.
 """
 
 from __future__ import annotations

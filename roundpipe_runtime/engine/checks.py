@@ -152,7 +152,7 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Make a later backward to these leaves raise an error: a tensor then left the layer other than as an output."""
+    """Make a later backward to these leaves raise an error, because a tensor has left the layer as a non-output."""
     # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:

@@ -14,7 +14,7 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run. For a field that is ``None``, the model's setting is used, or else the default.
+    """Configuration of a pipeline run. A field that is ``None`` gets the model's setting, or the default.
 
     Attributes:
         requires_grad: whether gradients are computed (default: ``torch.is_grad_enabled()`` at the call).
@@ -30,18 +30,19 @@ class RoundPipeRunConfig:
             :class:`RoundPipePackedData`.
         execute_plan: layers of each stage (default: planned automatically from measured times).
         loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``).
-            ``"auto"``: loss and gradients equal those without a pipeline. This is checked on a few rows; if no weights
-            match, the loss is computed from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over
-            rows, and the loss of the batch is the mean over all rows. ``"sum"``: losses are added, for a script that
-            divides by the number of microbatches. ``"joined"``: the loss is computed once, from the joined outputs of
-            all microbatches.
+            ``"auto"``: loss and gradients equal those without a pipeline. The equality is checked on a few rows; if no
+            weights of microbatches give it, the loss is computed as for ``"joined"``. ``"mean"``: the loss of a
+            microbatch is a mean over rows, and the loss of the batch is the mean over all rows. ``"sum"``: losses are
+            added, for a script that divides by the number of microbatches. ``"joined"``: the loss is computed once,
+            from the joined outputs of all microbatches.
         last_stage_copies: number of devices that compute the last layer, the loss and their backward in
             ``forward_backward``, each for every n-th microbatch, if ``execute_plan`` is automatic (default: 1).
-            ``"auto"``: as many as make the simulated run clearly faster. Results are bitwise identical.
+            ``"auto"``: as many devices as make the simulated run clearly faster. Results are bitwise identical.
         keep_parameters: GB of each device for parameters that stay on the device after a stage, frozen parameters
             first, so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters if
-            parameters and gradients fit, else as many as the stages leave room for. Writes through ``parameter.data``
-            are only detected by sampling, so call :meth:`RoundPipe.drop_kept_parameters` after such a write.
+            parameters and gradients fit, else as many as fit in addition to the stages. Call
+            :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only detected by
+            sampling.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
             ``"routed"``: after the router has run, only the experts that tokens were routed to, unless runs of this
             size need most experts anyway. ``"all"``: all experts, before the layer runs. Results are bitwise identical.

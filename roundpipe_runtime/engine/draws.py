@@ -214,7 +214,7 @@ def moving() -> Iterator[None]:
 
 
 def _mark(state: torch.Tensor) -> bytes:
-    """Return those of the 5,056 bytes of a state that show whether the generator was used."""
+    """Return the bytes of a generator's state that show whether the generator was used; a state has 5,056 bytes."""
     # The first bytes contain the seed, the number of used words, and some of the words, which all change together. The
     # last bytes contain the normal number that is stored for the next call.
     start = state.data_ptr()
@@ -254,7 +254,7 @@ _BITS, _WORD = 56, 32
 
 
 class _Python:
-    """``random.Random``, including the global one of the module's functions."""
+    """A generator of the class ``random.Random``, such as the global generator of the module ``random``."""
 
     def __init__(self, generator: random.Random) -> None:
         self._generator, self.key = generator, id(generator)
@@ -313,7 +313,7 @@ class _NumPy:
 
 
 class _OldNumPy:
-    """``numpy.random.RandomState``, including the global one of the module's functions."""
+    """A generator of the class ``numpy.random.RandomState``, such as NumPy's global generator."""
 
     def __init__(self, generator: numpy.random.RandomState) -> None:
         self._generator, self.key = generator, id(generator)

@@ -1,7 +1,7 @@
 """Check on a few rows how the losses of microbatches add up, before a call computes its first gradient.
 
-The layers run on some rows of the batch, whole and in parts, or on a microbatch. `batch/loss_proof` calls the loss
-function with these outputs, and all effects of the calls are undone::
+The layers run on some rows of the batch, first together and then in parts, or on a microbatch. `batch/loss_proof` calls
+the loss function with these outputs, and all effects of the calls are undone::
 
     loss_reduction="auto"    the weights that match; if none do, the loss is computed from the joined outputs
     loss_reduction="mean"    an error, unless the loss is a mean over rows
@@ -86,7 +86,7 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Outputs and labels of a few rows, whole and in parts, with which the loss function is called."""
+    """Outputs and labels of a few rows, as one batch and split in parts, with which the loss function is called."""
 
     leaves: Sequence[Sequence[Any]]  # leaves for all rows, then for each part
     rows: Sequence[int]  # number of all rows, then of each part
@@ -182,7 +182,7 @@ def _cut_axis(whole: Any, *parts: Any) -> int | None:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo what calls in the with block change in ``called`` and generators; yield a function to start each call."""
+    """Undo changes of ``called`` and random generators in the with block; yield a function that starts each call."""
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (
@@ -255,7 +255,7 @@ class LossChecks:
         return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
     def forget(self, failed: LossProof) -> None:
-        """Forget a check result after its way of computing the loss has failed, so that the next call checks again."""
+        """Delete a check result that the computation of the loss has disproved, so that the next call checks again."""
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:

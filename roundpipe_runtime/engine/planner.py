@@ -81,7 +81,7 @@ class Planner:
         return (own if own.is_measured or not other.is_measured else other).costs()
 
     def memory_limit(self) -> float | None:
-        """Return the GB that parameters and gradients may use on the smallest device, if known."""
+        """Return how many GB parameters and gradients may use on the smallest device; ``None`` if not known."""
         return self._limit([device.memory for device in self._devices])
 
     def _limit(self, memory: Sequence[int | None]) -> float | None:
@@ -140,7 +140,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that one stage may take, given GB: half, as the next stage is loaded at the same time."""
+    """Return the bytes that one stage may use: half of a limit in GB, as the next stage is loaded meanwhile."""
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 

@@ -328,5 +328,5 @@ def get_recompute_data() -> tuple[Any, ...]:
             "        (mask,) = get_recompute_data()"
         )
     if call.data is None:
-        raise StageError("get_recompute_data: the first forward of this layer kept nothing with save_for_recompute.")
+        raise StageError("get_recompute_data: the first forward of this layer saved nothing with save_for_recompute.")
     return call.data

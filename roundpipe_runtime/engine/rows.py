@@ -1,7 +1,7 @@
 """Check that layers treat rows independently, before a batch is split between rows.
 
 A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
-different values for each split. So three rows run whole and in two uneven parts::
+different values for each split. So three rows run together, and again in two uneven parts::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
@@ -70,7 +70,7 @@ class CannotTryError(Exception):
 
 @dataclasses.dataclass
 class RowTrial:
-    """A few rows of a batch, whole and in two parts, on which layers run to compare the results."""
+    """A few rows of a batch, once together and once in two parts, on which layers run to compare the results."""
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
@@ -336,7 +336,7 @@ def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
 
 
 class _Comparison:
-    """Runs layers on a few rows whole, in parts, and combined with different rows, and compares the outputs."""
+    """Runs layers on a few rows together, in parts, and combined with different rows, and compares the outputs."""
 
     def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
         self._engine, self._leaves_of = engine, leaves_of

@@ -186,7 +186,7 @@ class RunSpec:
 
     @functools.cached_property
     def restarts(self) -> set[int]:
-        """Indices of the layers whose inputs are kept, because a backward stage starts a recomputation there."""
+        """Indices of the layers whose inputs are stored, because a backward stage starts a recomputation there."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
         if self.recompute_grain == "layer":
             return {layer for layers in backward for layer in layers}

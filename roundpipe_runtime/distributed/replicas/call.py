@@ -128,7 +128,7 @@ def report_losses(contract: LossContract) -> list[LossReport]:
 
 
 def total_contract(contract: LossContract, reports: Sequence[LossReport]) -> LossContract:
-    """Return a :class:`LossContract` with the losses of all ranks, whose results are bitwise identical on every rank."""
+    """Return a :class:`LossContract` with the losses of all ranks; results are bitwise identical on every rank."""
     found = LossContract(contract.reduction, contract.rows)
     for report in sorted(reports, key=lambda one: one.index):
         found.add_value(report.index, report.value)

@@ -70,7 +70,7 @@ class HostTable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, access: TableAccess, *, requires_grad: bool) -> HostTable:
-        """Create one without memory."""
+        """Create a placeholder without memory."""
         source = access.source
         made: HostTable = make_wrapper_subclass(
             cls, source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad

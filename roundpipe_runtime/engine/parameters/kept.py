@@ -1,9 +1,9 @@
 """Parameters whose copies stay on a device, from stage to stage and from step to step.
 
 Every visit of a stage copies its parameters to the device. A copy can be reused while its parameter does not change, so
-some copies stay on a device with room. Copies of frozen parameters stay first, since a step changes trained parameters.
-The copies are chosen before a run and stay fixed: a device visits all layers in turn, so LRU would always evict the
-copy that is needed next.
+some copies stay on a device with free memory. Frozen parameters are preferred, because an optimizer step changes
+trained parameters. The copies are chosen before a run and stay fixed: a device visits all layers in turn, so LRU would
+always evict the copy that is needed next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParameterTraffic:
     Attributes:
         uploaded: bytes that were copied.
         reused: bytes that were not copied, because the device still had the copy.
-        kept: bytes of copies that stay on each device now, by its name.
+        kept: bytes of copies that stay on each device now, by device name.
         skipped: bytes that were not copied, because no layer read them: experts without tokens.
 
     >>> before, after = ParameterTraffic(100, 0, {}), ParameterTraffic(130, 70, {"virtual:0": 70})
@@ -176,10 +176,10 @@ class KeptParameters:
 
 
 class GradientMemory:
-    """Pinned memory with a place for the gradient of each parameter of each layer.
+    """Pinned memory with an address range for the gradient of each parameter of each layer.
 
-    A gradient becomes the parameter's ``grad``, so its place is taken until the gradient is cleared. When gradients
-    accumulate over several runs, the next run gets a second set of places.
+    A gradient becomes the parameter's ``grad``, so its address range is in use until the gradient is cleared. When
+    gradients accumulate over several runs, the next run gets a second set of address ranges.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class GradientMemory:
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Set the size of the place for each gradient of a run, and free places that no gradient uses any more."""
+        """Set the size of the address range of each gradient of a run, and free ranges that no gradient uses."""
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
             for layer in contents
@@ -206,7 +206,7 @@ class GradientMemory:
             self._sets = [places for number, places in enumerate(self._sets) if number == 0 or places.is_held]
 
     def take(self, layer: int, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return pinned memory for a gradient; ``None`` if no place fits, for example if the gradient is sparse."""
+        """Return pinned memory for a gradient; ``None`` if no range fits, for example for a sparse gradient."""
         key = layer, id(parameter)
         if gradient.layout != torch.strided or self._sizes.get(key) != gradient.nbytes:
             return None

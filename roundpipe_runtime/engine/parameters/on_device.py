@@ -49,7 +49,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
 
 
 def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
-    """Whether a copy, or the placeholder for its rows, is still in its place."""
+    """Whether the tensor found in a module is the copy of its parameter, or the placeholder for the copy's rows."""
     return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
 
 
@@ -256,7 +256,8 @@ class LayerOnDevice:
     def take_gradients(self) -> None:
         """Add the gradients of the last backward to the sums over the microbatches of this stage, in microbatch order.
 
-        Autograd sums in the copy's ``grad``, in the same order. Gradients with another sum dtype leave ``grad``.
+        Autograd sums in the copy's ``grad``, in the same order. Gradients that are summed in another dtype are moved
+        out of ``grad``.
         """
         if self._apart is not None:
             return
@@ -353,7 +354,7 @@ class LayerOnDevice:
         return list(self._buffers)
 
     def changed_buffers(self) -> Buffers:
-        """Return host copies of the buffers that changed since the last time this was called."""
+        """Return host copies of the buffers that changed since the last call of this method."""
         changed = self._find_changed()
         return {number: self.device.copy_out(self._buffers[number]) for number in changed}
 
@@ -402,7 +403,7 @@ class LayerOnDevice:
 
 
 def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:
-    """Move the gradient of a copy to a list."""
+    """Move the gradient of a copy from ``grad`` to a list."""
     if copy.grad is not None:
         found.append(copy.grad)
         copy.grad = None
@@ -420,13 +421,13 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a gradient for a sum of this dtype; a narrower gradient is returned as is, to save memory."""
+    """Convert a gradient for a sum of this dtype; a narrower gradient is returned unchanged, to save memory."""
     is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
     return gradient if is_wider else gradient.to(dtype)
 
 
 def _tracks_statistics(module: nn.Module) -> bool:
-    """Whether a norm updates its running statistics: torch's kernels do so without counting a version."""
+    """Whether a norm layer updates running statistics, which torch's kernels write without counting a version."""
     return isinstance(module, NormBase) and module.training and module.track_running_stats
 
 

@@ -229,13 +229,13 @@ class RoutedParameters:
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
 
     def _ways(self, layer: int, name: str, members: Members) -> Group | None:
-        """How a group is read in part; ``None`` if it cannot be."""
+        """How parts of a parameter group are copied on demand; ``None`` if the group is only copied whole."""
         if members[0].dim() == 3 and (layer, name, True) not in self._refused:
             return layer, name, True
         return (layer, name, False) if len(members) > 1 else None
 
     def _groups(self, layer: LayerContents) -> dict[str, Members]:
-        """The groups of a layer; they are found again if its parameters have changed."""
+        """The parameter groups of a layer, which are searched again if the layer's parameters have changed."""
         held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
         known = self._found.get(layer.index)
         if known is None or known[0] != held:

@@ -64,7 +64,7 @@ class KnownRows:
         return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
-        """Return the indices of groups that are not empty, given the end of each; the host waits for the device."""
+        """Return the indices of non-empty groups, given the end of each group; the host waits for the device."""
         return self._remembered(ends, lambda: _not_empty(ends.tolist()))
 
     def _remembered(self, of: torch.Tensor, find: Callable[[], list[int]]) -> list[int]:
@@ -205,7 +205,7 @@ def _not_empty(ends: Sequence[int]) -> list[int]:
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
-    """Whether a product and its backward are bitwise equal with NaN in all unused rows, which are copied then."""
+    """Whether a product and its backward stay bitwise equal when unused rows, afterwards copied, are NaN."""
     table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()

@@ -181,7 +181,7 @@ class Visit:
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
-        """Release the graph of a call; an escaped tensor may still hold it, so a backward through it is refused."""
+        """Release the graph of a layer call; a backward through a tensor that escaped the layer raises an error."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
@@ -200,7 +200,7 @@ class Visit:
         return results
 
     def _back_alone(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-        """Run a backward that may repeat forward code, and so draw; no other thread draws meanwhile."""
+        """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
 
         def steadily() -> Any:  # within the lock: steady draws take a draw of another thread for one of the layer
             with steady_draws(self.spec, self.generator):
@@ -209,7 +209,7 @@ class Visit:
         return run_backward(steadily, module, self.device.torch_device)
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
-        """Compute the loss of a microbatch and its backward, up to the outputs of the last layer."""
+        """Compute the loss of a microbatch, and run the loss's backward to the outputs of the last layer."""
         place = self.place
         place.layer, place.doing, place.tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
@@ -254,7 +254,7 @@ class Visit:
     def _attributes(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind
     ) -> contextlib.AbstractContextManager[None]:
-        """In a recomputation, set the layer's attributes from before its forward; afterwards, the current ones."""
+        """Give the layer its attributes from before its forward during a recomputation, then the current attributes."""
         module, known = resident.contents.module, resident.traits.changes_attributes
         if self.spec.trial or not (self.spec.looks or known.get(module.training)):
             return _NO_MODES
@@ -286,7 +286,7 @@ class Visit:
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
-        """Check that the layer's recomputation repeats, and that its gradients end in inputs and own parameters."""
+        """Check that a recomputation gives the same outputs, and that gradients end in inputs and own parameters."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             self._check_leaves(resident, result, exits)
@@ -383,7 +383,7 @@ class Visit:
 
 
 def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:
-    """Wait for copies on the host."""
+    """Wait until copies of device tensors on the host are complete."""
     for _, complete in copies:
         complete.result()
     return [copy for copy, _ in copies]
@@ -433,7 +433,7 @@ class CopyVisit(Visit):
     # -- gradients of one microbatch ---------------------------------------------------------------------------------
 
     def _send_shares(self) -> None:
-        """Send what was computed here to the last copy, over the host."""
+        """Send the gradients that were computed here to the last copy of the stage, by way of the host."""
         self.place.doing = "the download of the gradients of one microbatch"
         while self._own:
             (layer, microbatch), gradients = self._own.popitem()
@@ -471,8 +471,8 @@ class CopyVisit(Visit):
             if written:
                 names = [resident.contents.buffers[number].name for number in sorted(written)]
                 raise StageError(
-                    f"{resident.title} wrote its buffer {names[0]!r}, and {self.stage.copies} devices run it without "
-                    "seeing each other's writes. Run it on one device:\n    RoundPipeRunConfig(last_stage_copies=1)"
+                    f"{resident.title} wrote its buffer {names[0]!r}, but {self.stage.copies} devices run own copies "
+                    "of the layer, so writes would differ. Run the layer on one device:\n    RoundPipeRunConfig(last_stage_copies=1)"
                 )
         if self.stage.is_last_copy:
             self._add_until(self.spec.num_microbatch)

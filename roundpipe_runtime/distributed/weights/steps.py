@@ -55,7 +55,7 @@ class RankSteps(StepRunner):
         self._publish_next()
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step in the background. The next run uses the old parameters, later runs the new ones."""
+        """Run an optimizer step in the background; the new parameters are used after the next run."""
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:

@@ -258,7 +258,7 @@ class RoutedParameters:
 def find_groups(layer: LayerContents) -> dict[str, Members]:
     """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
 
-    Names of parameters in a list have a ``*`` instead of the index.
+    Names of parameters in a list have a ``*`` instead of the index. If an expert is a ModuleDict, its keys are names.
     """
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
@@ -280,9 +280,9 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
 
 
 def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
-    """Prefixes of parameter names, by module identity, with ``*`` for list indices."""
+    """Prefixes of parameter names, by module identity: ``*`` for indices, and for keys of a dict of experts."""
     yield id(module), prefix
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and not prefix.endswith("*."))
     for name, child in module._modules.items():
         if child is not None:
             yield from _names(child, f"{prefix}{'*' if is_list else name}.")

@@ -147,6 +147,17 @@ def test_a_mask_of_other_rows_is_refused():
         split((mask_of(by_row), torch.zeros(6)), {}, torch.zeros(6), 2, split_input={"args[1]": TensorChunkSpec(0)})
 
 
+def test_a_part_has_the_blocks_and_the_places_of_its_rows():
+    """The dense mask of rows 1 and 2, block by block and place by place."""
+    mask = mask_of(by_document)
+    part = cut_mask(mask, 1, 3)
+    assert torch.equal(part.to_dense(), mask.to_dense()[1:3])
+    at = torch.arange(LENGTH)
+    for row in range(2):
+        found = part.mask_mod(torch.tensor(row), torch.tensor(0), at[:, None], at[None, :])
+        assert torch.equal(found, DOCUMENTS[row + 1][:, None] == DOCUMENTS[row + 1][None, :])
+
+
 @pytest.mark.parametrize("name", ["a closure", "a partial"])
 def test_tensors_of_a_closure_travel_with_the_mask(name):
     """On another device the function needs them there; the user's function keeps its own."""

@@ -270,6 +270,16 @@ def test_join_undoes_split(data, batch, count):
     assert all(map(same, found, expected))
 
 
+@given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
+@settings(max_examples=examples(40))
+def test_every_row_goes_to_one_microbatch(data, batch, count):
+    """Tensors of the parts, put side by side by hand, are the rows in order; the sizes are as even as possible."""
+    parts = split(([torch.arange(batch)],), {"tree": data.draw(tensors(batch))}, torch.arange(batch), count)
+    for pick in (lambda part: part.args[0][0], lambda part: part.label):
+        assert [row for part in parts for row in pick(part).tolist()] == list(range(batch))
+    assert max(part.rows for part in parts) - min(part.rows for part in parts) <= 1
+
+
 def test_a_reducer_of_torch_is_taken_whatever_its_class():
     """`sum_reducer`, which torch and RoundPipe's scripts import, is of a class below `_CustomReducer`."""
     joined = join([torch.tensor(2.0), torch.tensor(3.0)], [1, 3], merge=sum_reducer)

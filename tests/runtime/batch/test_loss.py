@@ -102,6 +102,13 @@ def test_a_microbatch_without_weight_contributes_nothing_even_if_it_is_nan():
     assert term.seed.item() * contract.gradient_scale() == pytest.approx(1 / 3)
 
 
+def test_no_weight_at_all_is_zero():
+    contract = LossContract("sum", [1, 1])
+    assert [contract.add(i, (learning(math.nan), 0)) for i in range(2)] == [[], []]
+    assert contract.total().item() == 0.0
+    assert contract.gradient_scale() == 0.0
+
+
 def test_the_seed_of_a_pair_is_a_power_of_two():
     """Multiplying with it does not round, so the order of scaling does not show in the gradient."""
     contract = LossContract("sum", [5, 5, 3])

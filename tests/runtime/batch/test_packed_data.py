@@ -32,6 +32,11 @@ def test_labels_that_do_not_fit_packed_data_are_refused():
         split((packed,), {}, rows(5), 2)
 
 
+def test_packed_data_whose_rows_are_not_told_is_counted():
+    packed = RoundPipePackedData([rows(2), rows(1)])
+    assert [part.label.tolist() for part in split((packed,), {}, rows(3), 8)] == [[0, 1], [2]]
+
+
 def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut():
     """As even as possible would be wrong without a word where a function had cut it otherwise."""
     with pytest.raises(SplitError, match=r"args\[0\]: the number of rows in each of the 2 microbatches is unknown"):

@@ -42,6 +42,11 @@ def test_parts_without_tensors_have_no_rows():
     assert rows_of_parts([{"args": (1,)}, {"args": (2,)}], {"args": ((1, 2),)}) == [None, None]
 
 
+def test_packed_data_in_the_parts_tells_their_rows():
+    packed = RoundPipePackedData(["a", "b"], rows=[3, 1])
+    assert rows_of_parts([{"args": (packed, torch.zeros(9))}] * 2, {}) == [3, 1]
+
+
 def test_a_split_function_weights_a_mean_by_the_rows_of_its_parts():
     """With the table in each part; five for each would have been a mean of equals."""
 

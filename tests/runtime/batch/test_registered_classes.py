@@ -9,6 +9,7 @@ from roundpipe_runtime.batch.joining import join
 from roundpipe_runtime.batch.spec import Replicate
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import UnregisteredObjectError
+from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.batch.rows import rows
 from tests.runtime.documents import BatchResult, FlexibleOutput, ModelOutput, TransformerOutput
 from yobx_flatten import (
@@ -37,6 +38,17 @@ def test_registered_classes_of_the_document_are_cut():
     assert [t.shape[0] for t in second.args[3].outputs] == [2, 2]
     assert second.args[3].metadata["x"].tolist() == [3, 4]
     assert second.args[3].metadata["name"] == "first"
+
+
+def test_classes_written_as_for_jax_are_cut():
+    state = TrainState({"w": rows(4, 2)}, {"m": [rows(4)]}, step=7)
+    dense = Dense(rows(4, 2), rows(4), activation="tanh")
+    first, second = split((state, dense), {}, None, 2)
+    assert first.args[0].params["w"][:, 0].tolist() == [0, 1]
+    assert second.args[0].opt_state["m"][0].tolist() == [2, 3]
+    assert second.args[0].step == 7
+    assert second.args[1].bias.tolist() == [2, 3]
+    assert second.args[1].activation == "tanh"
 
 
 def test_an_unregistered_object_with_tensors_is_refused_with_the_line_to_type():

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate, sum_reducer
 
-from roundpipe_runtime.batch.spec import Replicate, Rule, TensorChunkSpec, is_below, read_rules
+from roundpipe_runtime.batch.spec import Replicate, Rule, TensorChunkSpec, is_below, read_rules, rule_for
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import JoinError, SplitError
 from tests.runtime.batch.rows import firsts, rows
@@ -146,6 +146,14 @@ def test_the_error_is_of_the_class_that_fits_the_place():
     for error in (SplitError, JoinError):
         with pytest.raises(error, match=r"x: expected TensorChunkSpec\(dim\), Replicate or None, found 'batch'"):
             read_rules("batch", "x", error)
+
+
+def test_the_longest_path_above_a_leaf_counts():
+    rules = {"args": Rule(0), "args[0]": Rule(None), "args[0].x": Rule(2)}
+    assert rule_for("args[0].x[3]", rules) == Rule(2)
+    assert rule_for("args[0].y", rules) == Rule(None)
+    assert rule_for("args[1]", rules) == Rule(0)
+    assert rule_for("kwargs['args']", rules) is None
 
 
 @pytest.mark.parametrize(

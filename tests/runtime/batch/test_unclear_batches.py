@@ -44,6 +44,12 @@ def test_one_row_is_one_microbatch_whatever_stands_beside_it(inputs, label):
     assert part.label is label or part.label[1] is label[1]
 
 
+def test_one_row_of_positions_does_not_tell_the_batch():
+    """`position_ids` of `(1, S)` broadcasts, as a mask of `(1, S)` does."""
+    parts = split((), {"input_ids": rows(8, 4), "position_ids": torch.zeros(1, 4)}, None, 2)
+    assert [part.rows for part in parts] == [4, 4]
+
+
 def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5), torch.zeros(3, 8, 5)), {}, rows(8), 2)

@@ -24,7 +24,13 @@ def round_trip(value):
 @pytest.mark.parametrize(
     "value",
     [
+        2**70,
+        0.1,
+        5e-324,
         math.inf,
+        -math.inf,
+        b"\x00\xff",
+        (0.9, (0.99,)),
         1 + 2j,
         {"a": 1, "$tensor": 2},
         {0: "zero", (1, 2): "pair", None: "none"},

@@ -146,6 +146,7 @@ SCHEDULERS = {
     "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
     "cyclic": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
     "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,
@@ -183,6 +184,19 @@ def test_schedulers_go_on_where_they_were(tmp_path, name):
     again, optimizer, scheduler = make()
     load_checkpoint(tmp_path, again, optimizer=optimizer, scheduler=scheduler)
     assert rates(optimizer, scheduler, 5) == expected[3:]
+
+
+def test_a_plateau_remembers_its_best(tmp_path):
+    """It starts with infinity, which JSON has no word for."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    save_checkpoint(tmp_path, model, scheduler=plateau)
+    plateau.step(2.0)
+    save_checkpoint(tmp_path, model, scheduler=plateau)
+    again = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    load_checkpoint(tmp_path, model, scheduler=again)
+    assert again.best == 2.0
 
 
 def test_a_scaler_knows_its_scale_and_how_long_it_was_good(tmp_path):
@@ -252,6 +266,19 @@ def test_generators_go_on_where_they_were(tmp_path):
     load_checkpoint(tmp_path, model)
     assert torch.initial_seed() == seed
     assert draw() == expected
+
+
+def test_the_place_in_the_data_may_be_anything_that_is_data(tmp_path):
+    """Nested, with tensors: the state of a sampler, say."""
+    generator = torch.Generator().manual_seed(3)
+    data = {"epoch": 2, "sampler": {"order": torch.randperm(5), "generator": generator.get_state()}, "files": ("a", 1)}
+    save_checkpoint(tmp_path, small_model(), data=data)
+    found = load_checkpoint(tmp_path, small_model())
+    assert found["files"] == ("a", 1)
+    assert torch.equal(found["sampler"]["order"], data["sampler"]["order"])
+    other = torch.Generator()
+    other.set_state(found["sampler"]["generator"])
+    assert torch.equal(torch.randn(2, generator=other), torch.randn(2, generator=generator))
 
 
 def changed_by_its_author(path, name, content):

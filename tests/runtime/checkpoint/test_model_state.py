@@ -76,6 +76,18 @@ def test_a_tied_weight_is_stored_once(tmp_path):
     assert untied[3].weight is not untied[2].weight
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_dropout_goes_on_where_it_was(tmp_path, devices):
+    """The second run after loading draws what the second run drew, on any number of devices."""
+    pipe = pipeline(dropout=0.5)
+    first = run(pipe)
+    save_checkpoint(tmp_path, pipe)
+    second = run(pipe)
+    again = pipeline(devices, dropout=0.5, seed=3)
+    load_checkpoint(tmp_path, again)
+    assert run(again) == second != first
+
+
 def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
     """Of float32 masters, bfloat16 parameters hold 8 of 24 bits."""
     pipe = pipeline(dtype=torch.float32)

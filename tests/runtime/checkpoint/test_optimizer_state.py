@@ -28,7 +28,10 @@ OPTIMIZERS = {
     "adam": lambda params: optim.Adam(params, lr=0.01),
     "adamw, amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True, foreach=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.05),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
     "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), capturable=False, foreach=False),
     "two groups": lambda params: torch.optim.AdamW(

@@ -198,6 +198,16 @@ def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeyp
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
+def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
+    """`wait` has raised it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
+        saved = save_checkpoint(tmp_path, small_model(), is_async=True)
+        with pytest.raises(ZeroDivisionError):
+            saved.wait()
+    save_checkpoint(tmp_path, small_model())
+
+
 def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
     """Errors belong to their folder."""
     with monkeypatch.context() as patch:

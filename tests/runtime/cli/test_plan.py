@@ -292,6 +292,13 @@ def test_a_profile_stands_for_a_machine_that_is_not_here(small, tmp_path, capsys
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_profile_that_is_none_is_one_line(small, tmp_path, capsys):
+    """And nothing is planned."""
+    (tmp_path / "shop.json").write_text("{}")
+    assert run(["plan", str(small), "--machine", str(tmp_path / "shop.json")]) == 2
+    assert "names is missing" in capsys.readouterr().err
+
+
 def test_float32_states_of_8_billion_parameters_fit_into_128_gb(tmp_path, capsys, monkeypatch):
     """12 bytes per parameter and activations; the verdict on master weights names the option, with the same number."""
     from transformers import LlamaConfig

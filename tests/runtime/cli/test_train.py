@@ -125,6 +125,17 @@ def test_an_update_that_cannot_be_is_refused(here, options, advice, capsys):
     assert sorted(path.name for path in here.iterdir()) == ["conf", "texts"]
 
 
+def test_adapters_are_saved_alone(here, capsys):
+    """PEFT loads them into the folder that they name."""
+    peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
+    tiny.weights_folder(here / "model")
+    assert main(["train", "--model", "model", "--text", "texts", "-o", "out", "--lora", "2,8,q_proj", *FEW]) == 0
+    assert "of which 384 are trainable" in capsys.readouterr().out  # two matrices of 2 x 32 in each of three layers
+    named = json.loads((here / "out" / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["r"], named["lora_alpha"]) == ("model", 2, 8)
+    assert peft.AutoPeftModelForCausalLM.from_pretrained("out").get_base_model().config.vocab_size == 40
+
+
 def test_a_shell_may_spread_a_pattern(here):
     """`--text texts/*.txt` arrives as one option and further arguments."""
     names = [f"texts/{number}.txt" for number in range(3)]
@@ -210,12 +221,16 @@ MISTAKES = {
     "short": (["--text", "short.txt"], "has 6 tokens, which do not fill one row of 16. Give more text"),
     "long": (["--length", "65"], "conf accepts rows of at most 64 tokens: --length 64"),
     "device": (["--devices", "virtual:x"], "--devices virtual:x: it names no device. Write auto, virtual:2, or cuda:0"),
+    "device word": (["--devices", "gpu7"], "--devices gpu7: it names no device"),
+    "cpu": (["--devices", "cpu"], "--devices cpu: it names no device"),
     "memory": (["--memory", "much"], "--memory 'much' is not a size of memory"),
     "too little memory": (["--devices", "virtual:1", "--memory", "1KB"], "memory_limit"),
     "microbatches": (["--microbatches", "5"], "4 rows cannot be split into 5 microbatches. Use a larger batch"),
     "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, but bytes with their special tokens need 259"),
     "output": (["-o", "short.txt/out"], "short.txt/out: it cannot be written: short.txt is not a folder. Name another"),
     "checkpoint": (["--checkpoint", "short.txt/c"], "it cannot be written: short.txt is not a folder"),
+    "checkpoint that is a file": (["--checkpoint", "short.txt"], "Name another place: --checkpoint DIR"),
+    "checkpoint far below a file": (["--checkpoint", "short.txt/a/b/c"], "short.txt/a/b/c: it cannot be written"),
     "checkpoint beside the output": (["-o", "/proc/out", "--checkpoint", "c"], "/proc/out: it cannot be written"),
     "checkpoint that nothing can be made in": (["--checkpoint", "/proc/self"], "/proc/self: it cannot be written"),
     "metrics in a folder": (["--metrics", "/proc/m.jsonl"], "Name another place: --metrics FILE"),
@@ -227,6 +242,7 @@ MISTAKES = {
     "lora": (["--lora", "8"], "conf has random weights, so adapters would be useless"),
     "stay": (["--keep-parameters", "-1"], "--keep-parameters must be a number of GB (0 or more) or auto, found '-1'"),
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
+    "rate": (["--lr", "-1"], "lr must be a number above 0"),
     "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),
     "tokenizer": (["--tokenizer", "texts"], "texts contains no tokenizer"),
 }
@@ -247,6 +263,13 @@ def test_a_mistake_is_one_line_and_status_2(here, name, capsys):
     assert shown.err.count("\n") == 1
     assert words in shown.err
     assert sorted(here.rglob("*")) == before
+
+
+def test_an_accelerator_that_is_not_there_is_refused(here, capsys):
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert main(["train", "--model", "conf", "texts", "-o", "out", *FEW, "--devices", "cuda:0,cuda:1"]) == 2
+    assert "--devices cuda:0,cuda:1: torch finds no accelerator here" in capsys.readouterr().err
 
 
 def test_options_may_come_from_a_file(here, capsys):

@@ -2,21 +2,40 @@
 
 import threading
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime.device.protocol import NOW
+from roundpipe_runtime.distributed.ranks.ranks import Ranks
 from roundpipe_runtime.distributed.replicas.reduction import (
     Reduction,
     ReductionPlan,
+    group_sizes,
     groups_of,
+    num_turns,
+    rows_of_rank,
 )
-from roundpipe_runtime.distributed.weights.shards import RankStore, pieces, shards
+from roundpipe_runtime.distributed.weights.shards import RankStore, clip_grad_norm, pieces, shards
 from roundpipe_runtime.optim.parameters import scan
 from tests.cases import examples
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
+
+
+@given(rows=st.integers(0, 40), replicas=st.integers(1, 9), size=st.integers(1, 9))
+def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
+    """Each row is in one group; a rank that cuts its rows with tensor_split has its groups again."""
+    size = min(size, replicas)
+    groups = [part.tolist() for part in torch.arange(rows).tensor_split(replicas)]
+    assert [len(group) for group in groups] == group_sizes(rows, replicas)
+    for rank in range(size):
+        own = list(groups_of(rank, size, replicas))
+        assert len(own) <= num_turns(size, replicas)
+        given_rows = rows_of_rank(rows, rank, size, replicas)
+        cut = [part.tolist() for part in torch.tensor(given_rows, dtype=torch.int64).tensor_split(len(own))]
+        assert cut == [groups[group] for group in own]
 
 
 @given(rows=st.integers(1, 20), shard_count=st.integers(1, 5), copies=st.integers(1, 4))
@@ -74,6 +93,23 @@ def test_the_fold_has_the_bits_of_a_loop_over_groups(replicas, num_shards, num_c
         for name, total in expected.items():
             rows = total if total.dim() < 2 else shards(total, num_shards)[rank % num_shards]
             assert torch.equal(found[name], rows.detach())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_is_that_of_torch(norm_type):
+    """On one process, where torch has all gradients."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in [(7, 3), (4,), (2, 3, 2), ()]]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+    for copy, parameter in zip(copies, parameters, strict=True):
+        copy.grad = parameter.grad.clone()
+    expected = nn.utils.clip_grad_norm_(copies, 1.0, norm_type)
+    found = clip_grad_norm(parameters, Ranks(), 1.0, norm_type)
+    torch.testing.assert_close(found, expected)
+    for copy, parameter in zip(copies, parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, copy.grad)
 
 
 @given(stops=st.lists(st.integers(0, 4), min_size=3, max_size=3))

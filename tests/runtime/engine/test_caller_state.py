@@ -30,6 +30,13 @@ def factor():
     return getattr(STATE, "scale", 1.0)
 
 
+class Reads(nn.Linear):
+    """Reads the switch itself."""
+
+    def forward(self, x):
+        return super().forward(x) * getattr(STATE, "scale", 1.0)
+
+
 class Asks(nn.Linear):
     """Asks a function for it, in a method of its own."""
 
@@ -67,7 +74,7 @@ class Holds(nn.Linear):
 
 
 @pytest.mark.parametrize("devices", ["virtual:1", "virtual:2"])
-@pytest.mark.parametrize("kind", [Asks, OfObject, OfClass, Holds])
+@pytest.mark.parametrize("kind", [Reads, Asks, OfObject, OfClass, Holds])
 def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
     """In forward, recomputation and loss; and not after the block."""
     model = nn.Sequential(nn.Linear(8, 8), kind(8, 8), nn.Tanh(), nn.Linear(8, 4))

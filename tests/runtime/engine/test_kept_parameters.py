@@ -176,6 +176,14 @@ def test_frozen_parameters_are_uploaded_once_per_device(limited):
     assert run_wide(pipe) == (model[-1].weight.nbytes, 2 * frozen + model[-1].bias.nbytes)
 
 
+def test_without_it_each_stage_uploads_what_it_has(limited):
+    model = wide()
+    pipe = without_row_check(pipe_of(model, limited, 0, execute_plan=layer_by_layer(model)))
+    expected = 2 * nbytes(model, False) + nbytes(model, True)
+    assert [run_wide(pipe), run_wide(pipe)] == [(expected, 0)] * 2
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
+
+
 WRITES = {
     "in place": lambda layer: layer.weight.mul_(2),
     "by .data": lambda layer: layer.weight.data.mul_(2),

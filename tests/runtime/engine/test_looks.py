@@ -192,6 +192,16 @@ def test_features_of_a_fused_run_are_refused_afterwards(pipe):
             feature.sum().backward()
 
 
+def test_features_may_be_read(pipe):
+    """Without a gradient there is nothing to refuse: values are those of the plain layers."""
+    model = pipe(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), devices="virtual:2")
+    features = []
+    model[1].register_forward_hook(lambda module, args, output: features.append(output.detach().cpu()))
+    model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).sum().backward()
+    expected = torch.tanh(F.linear(INPUTS, model[0].weight, model[0].bias))
+    assert torch.allclose(features[0], expected, atol=1e-6)
+
+
 # -- tensors that come into a layer in another way than its input ----------------------------------------------------
 
 

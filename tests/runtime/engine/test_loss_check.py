@@ -37,6 +37,16 @@ def states():
     return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
 
 
+class Curriculum:
+    """A mean over rows that becomes a loss of pairs."""
+
+    def __init__(self):
+        self.step = 0
+
+    def __call__(self, outputs, labels):
+        return contrast(outputs, labels) if self.step else F.cross_entropy(outputs, labels)
+
+
 def test_nobody_draws_while_a_loss_is_checked():
     """A layer of another thread that draws nothing would be taken for one that does, and one that draws for another."""
     taken = queue.SimpleQueue()  # what a call adds to a list is undone
@@ -146,6 +156,7 @@ def focal(outputs, labels):
 
 LOSSES = {
     "mean": (lambda: F.cross_entropy, "items"),
+    "module": (nn.CrossEntropyLoss, "items"),
     "smoothed": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "items"),
     "class weights": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0])), "items"),
     "halved": (lambda: lambda outputs, labels: F.cross_entropy(outputs, labels) / 2, "items"),
@@ -305,6 +316,21 @@ def with_modules_of_torch(outputs, labels):
 def test_attributes_of_libraries_are_not_noted():
     """Torch has thousands of numbers and texts among its attributes, which no training changes."""
     assert len(state_of(with_modules_of_torch)) < 10
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_loss_whose_attribute_changes_is_shown_again(after):
+    """At the call in which it has changed, which need not be call 2, 4 or 8."""
+    loss_fn = Curriculum()
+    layers, x, y = made(6)
+    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
+    for call in range(after + 1):
+        loss_fn.step = call // after
+        layers.zero_grad()
+        pipeline.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
 
 
 MIXES = False

@@ -42,6 +42,13 @@ class SequenceFirst(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).transpose(0, 1)
 
 
+class Attends(nn.MultiheadAttention):
+    """torch's attention, which has the sequence first."""
+
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
 class Noisy(nn.Module):
     """Draws with NumPy, and takes the mean of the batch away."""
 
@@ -70,13 +77,21 @@ class Average(nn.Module):
         return x - average
 
 
+def largest(layer, x):
+    return x * (x >= x.topk(2, 0).values[-1])
+
+
 MIXES = {
     "batch on axis 1": SequenceFirst,
+    "attention of torch": lambda: Attends(8, 2, 0.1),
     "encoder of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "mean of the batch": lambda: Layer(lambda layer, x: x - x.mean(0)),
     "mean of the batch in training": lambda: Layer(lambda layer, x: x - x.mean(0) if layer.training else x),
     "norm of the batch": lambda: Layer(lambda layer, x: F.batch_norm(x.flatten(1), None, None, training=True)),
+    "sorted": lambda: Layer(lambda layer, x: x.sort(0).values),
+    "rolled": lambda: Layer(lambda layer, x: x.roll(1, 0)),
     "added up": lambda: Layer(lambda layer, x: x.cumsum(0)),
+    "largest rows": lambda: Layer(largest),
     "permuted": lambda: Layer(lambda layer, x: x + x[torch.randperm(len(x))]),
     "by the number of rows": lambda: Layer(lambda layer, x: x / len(x)),
     "by the place of a row": lambda: Layer(lambda layer, x: x + torch.arange(len(x)).to(x)[:, None, None]),
@@ -121,7 +136,7 @@ def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
     assert states[1:] == (random.getstate(), str(np.random.get_state()))
 
 
-@pytest.mark.parametrize("kind", ["added up", "encoder of torch"])
+@pytest.mark.parametrize("kind", ["mean of the batch", "rolled", "added up", "encoder of torch"])
 def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
     """As the error says: nothing is cut."""
     plain = nn.Sequential(nn.Linear(8, 8), MIXES[kind]()).eval()
@@ -242,15 +257,19 @@ def by_the_largest(layer, x):
 
 MIXES_BACK = {
     "by the number of ids": lambda: Looks(nn.Embedding(2, 8, scale_grad_by_freq=True)),
+    "by the number of ids, summed": lambda: Looks(nn.EmbeddingBag(2, 8, mode="sum", scale_grad_by_freq=True)),
     "by the norm": backward(lambda gradient: gradient / gradient.norm()),
     "by the number of rows": backward(lambda gradient: gradient / len(gradient)),
+    "less the mean": backward(lambda gradient: gradient - gradient.mean(0)),
     "by the norm, in a hook": hooked(lambda gradient: gradient / gradient.norm()),
     "by the largest number": lambda: Layer(by_the_largest),
     "of all but the first row": lambda: Layer(lambda layer, x: torch.cat([x[:1].detach(), x[1:]])),
 }
 APART_BACK = {
+    "a table": lambda: Looks(nn.Embedding(2, 8)),
     "a table with padding": lambda: Looks(nn.Embedding(2, 8, padding_idx=1)),
     "a bag": lambda: Looks(nn.EmbeddingBag(2, 8, mode="mean")),
+    "turned": backward(lambda gradient: -gradient),
     "by the norm of each row": backward(lambda gradient: F.normalize(gradient, dim=(1, 2))),
     "half, in a hook": hooked(lambda gradient: gradient / 2),
     "straight through": lambda: Layer(lambda layer, x: x + (x.round() - x).detach()),

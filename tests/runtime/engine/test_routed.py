@@ -72,6 +72,24 @@ class Listed(nn.Module):
         return x + found
 
 
+class Keyed(Listed):
+    """Experts in a list, of which each has its two matrices by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x):
+        found, ids = x * 0, self.gate(x)
+        for expert in ids.unique().tolist():
+            rows, layers = (ids == expert).any(1).nonzero()[:, 0], self.experts[expert]
+            found = found.index_add(0, rows, layers["down"](torch.tanh(layers["up"](x[rows]))))
+        return x + found
+
+
 class Named(Listed):
     """Experts in a list of parameters."""
 
@@ -96,7 +114,7 @@ class Dense(ByRow):
         return x + torch.tanh(torch.where(is_hit[..., None], every, 0).sum(1))
 
 
-KINDS = [ByRow, Gathered, Grouped, Listed, Named]
+KINDS = [ByRow, Gathered, Grouped, Listed, Keyed, Named]
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +223,17 @@ def test_a_training_has_the_same_bits_and_uploads_less(kind, is_async):
 def test_gradients_are_those_of_the_plain_model(kind):
     """Of experts without tokens they are zeros in one parameter, and none of modules that were not called."""
     assert like_the_plain_model(kind, rows_to(2, 6, rows=4))[-1] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_add_up_over_runs_with_other_experts(kind):
+    """Two runs without a step between them."""
+
+    def run(pipe):
+        for x in (*BATCHES[:3], rows_to(0, 7), rows_to(2)):
+            pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
+
+    both_ways(lambda: model_of(kind), run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -380,12 +409,14 @@ def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_o
 
 
 def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_none():
-    """Experts of two layers in a list; one parameter with a matrix per expert; a shared parameter is in no group."""
+    """Experts of two layers, and by name; one parameter with a matrix per expert; a shared parameter is in no group."""
 
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.listed = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in "ab")
+            self.keyed = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in "ab")
+            self.named = nn.ModuleDict({"expert_0": nn.Linear(4, 8), "expert_1": nn.Linear(4, 8)})
             self.rows = nn.Parameter(torch.ones(3, 2, 2))
             self.others = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(3, 3, bias=False)])
             self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -393,7 +424,8 @@ def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_non
 
     found = {name: len(members) for name, members in find_groups(scan([Layer()])[0]).items()}
     listed = {f"listed.*.{place}.{name}": 2 for place in (0, 1) for name in ("weight", "bias")}
-    assert found == {"rows": 1, **listed}
+    keyed = {f"keyed.*.{key}.{name}": 2 for key in ("up", "down") for name in ("weight", "bias")}
+    assert found == {"rows": 1, "named.*.weight": 2, "named.*.bias": 2, **listed, **keyed}
 
 
 def test_a_timeline_states_the_bytes():

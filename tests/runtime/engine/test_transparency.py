@@ -287,3 +287,33 @@ def test_a_mean_over_something_else_than_rows_is_refused(name):
     with pytest.raises(LossError, match=r"mean over [^$]*\n    return WeightedLoss\("):
         pipe.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=mean)
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_means_over_rows_and_what_goes_with_them_are_taken():
+    """Uneven microbatches, several tokens in each row, a metric without a gradient, and one microbatch."""
+    x, target = batch(7)
+    labels = torch.tensor([-100, 1, 2, 0, -100, 1, 2])
+
+    def with_metric(out, y):
+        with torch.no_grad():
+            F.cross_entropy(out, y)
+        return F.cross_entropy(out, y.clamp(min=0))
+
+    cases = [
+        (F.mse_loss, target, 3),
+        (with_metric, labels, 3),
+        (nn.CrossEntropyLoss(), labels, 1),
+        (lambda out, y: F.cross_entropy(out[:, None].expand(-1, 4, -1).flatten(0, 1), y.flatten()),
+         torch.randint(0, 3, (7, 4)), 3),
+    ]  # fmt: skip
+    for loss_fn, label, microbatches in cases:
+        plain = small_model()
+        model = copy.deepcopy(plain)
+        expected = loss_fn(plain(x), label)
+        expected.backward()
+        with contextlib.closing(RoundPipe(model, devices="virtual:2")) as pipe:
+            config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
+            found = pipe.forward_backward((x,), label=label, loss_fn=loss_fn, run_config=config)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert relative_error(one.grad, other.grad) < TOLERANCE

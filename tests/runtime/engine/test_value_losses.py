@@ -22,6 +22,11 @@ def of_one_class(outputs, labels):
     return each(outputs, labels)[labels == 1].mean()
 
 
+def of_one_class_or_zero(outputs, labels):
+    chosen = labels == 2
+    return each(outputs, labels)[chosen].sum() / chosen.sum().clamp(min=1)
+
+
 def by_product(outputs, labels):
     weights = (labels == 1).float()
     return (each(outputs, labels) * weights).sum() / weights.sum().clamp(min=1e-6)
@@ -54,12 +59,17 @@ def counted(outputs, labels):
     return F.cross_entropy(outputs, labels, reduction="sum") / (labels != -100).sum().item()
 
 
+def by_a_limit(outputs, labels):
+    loss = each(outputs, labels).mean()
+    return loss * 2 if labels.max().item() > 2 else loss
+
+
 def of_exchanged_rows(outputs, labels):
     return F.mse_loss(outputs, outputs[torch.randperm(len(outputs))].detach())
 
 
-WRONG = [of_one_class, by_product, with_a_term_of_one_class, of_confident_rows, balanced,
-         in_a_loop, counted, of_exchanged_rows]  # fmt: skip
+WRONG = [of_one_class, of_one_class_or_zero, by_product, with_a_term_of_one_class, of_confident_rows, balanced,
+         in_a_loop, counted, by_a_limit, of_exchanged_rows]  # fmt: skip
 
 
 def made(labels):
@@ -175,7 +185,9 @@ def noted(outputs, labels):
     ("loss_fn", "reduction", "count"),
     [
         *itertools.product(
-            [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, with_metric], ["mean"], [4]
+            [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, with_metric, F.cross_entropy],
+            ["mean"],
+            [4],
         ),
         *itertools.product([of_one_class, by_product, with_a_term_of_one_class, in_a_loop], ["joined"], [3]),
     ],

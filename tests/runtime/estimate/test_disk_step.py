@@ -1,5 +1,6 @@
 """Steps with their state on a disk: bytes and seconds by hand, and next to a pipeline on a disk of known rates."""
 
+import dataclasses
 import threading
 import time
 
@@ -134,3 +135,11 @@ def test_a_step_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
     simulated = simulate(planned(plan=plan), machine(disk_read=read_rate, disk_write=write_rate), host="disk")
     last_layer = 3 * MATRIX / write_rate  # whose write this test waits for
     assert min(seconds) == pytest.approx(simulated.seconds + last_layer, rel=0.15)
+
+
+def test_the_machine_of_a_simulation_may_have_a_disk():
+    """Half the rate of a disk, twice its seconds."""
+    step = planned()
+    one = simulate(step, machine(disk_read=1e6, disk_write=1e6), host="disk")
+    half = simulate(step, dataclasses.replace(machine(disk_read=5e5, disk_write=5e5)), host="disk")
+    assert half.seconds == pytest.approx(2 * one.seconds, rel=1e-3)

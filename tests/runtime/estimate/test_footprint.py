@@ -53,6 +53,16 @@ def test_a_new_peak_begins_at_what_is_alive():
     del kept
 
 
+def test_the_backward_counts_too():
+    """Operations of autograd are operations: of a product, two more in the backward."""
+    a, b = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+    with Footprint() as found:
+        product = a @ b
+        assert found.flops == 2 * 3 * 4 * 5
+        product.sum().backward()
+    assert found.flops == 3 * 2 * 3 * 4 * 5
+
+
 def test_operations_are_those_of_torchs_counter():
     """A convolution and a transformer layer have the count of torch's own flop counter."""
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3), torch.nn.Conv1d(8, 4, 3))

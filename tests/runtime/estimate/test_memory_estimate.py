@@ -10,7 +10,7 @@ from matrix.models import make_config
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe_runtime.estimate.hardware import Hardware
 from roundpipe_runtime.estimate.layer_footprint import measure_layers
-from roundpipe_runtime.estimate.memory_estimate import device_memory, host_memory
+from roundpipe_runtime.estimate.memory_estimate import device_memory, host_memory, visit_bytes
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
 from roundpipe_runtime.schedule.round_robin import RoundRobin
 from tests.runtime.device.measuring_device import MeasuringDevice
@@ -50,6 +50,8 @@ def fused_plan(count: int, style: str) -> ModelExecutePlan:
         ("llama", torch.bfloat16, torch.float32),
         ("gpt2", torch.float32, None),
         ("mixtral", torch.float32, None),
+        ("gemma3_text", torch.float32, None),
+        ("falcon", torch.float32, None),
         ("bart", torch.float32, None),
     ],
 )
@@ -233,3 +235,13 @@ def test_an_accelerator_also_holds_what_arrives():
     assert card.arriving == found[0].param_bytes == 288
     assert card.copies == 2 * (found[1].inputs + found[1].grads_in + found[2].grads_out)
     assert card.total == virtual.total + card.arriving + card.copies
+
+
+def test_a_forward_stage_holds_the_graph_of_one_layer():
+    """However many layers it has; a backward stage holds those of all."""
+    layers = [nn.Linear(8, 8, device="meta") for _ in range(5)]
+    found = measure_layers(layers, (torch.empty(4, 8, device="meta"),))
+    forward, _, *rest = ModelExecutePlan([range(4)], [range(4, 5), range(4)]).stages("fused", 5)
+    single = ModelExecutePlan([range(1)], [range(1, 5), range(1)]).stages("fused", 5)[0]
+    assert visit_bytes(forward, found) == visit_bytes(single, found) == 2 * 4 * 8 * 4
+    assert visit_bytes(rest[0], found) > 4 * 4 * 8 * 4

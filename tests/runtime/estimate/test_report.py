@@ -61,6 +61,15 @@ def test_transfers_add_time_below_those_tokens_and_none_far_above():
     assert quick.simulation.time == pytest.approx(quick.simulated.unhindered.time, rel=0.01)
 
 
+def test_layers_that_stay_are_copied_once():
+    """Where all fits, the backward finds on its device what the forward left there."""
+    staying, moving = report(hardware(count=1)), report(hardware(count=1, memory=10**5))
+    weights = 6 * 4 * WIDTH * WIDTH
+    assert (staying.simulated.stays, moving.simulated.stays) == (True, False)
+    # activations aside: gradients have the same size in both
+    assert moving.simulation.bytes_up - staying.simulation.bytes_up >= 0.8 * weights
+
+
 def test_it_fits_or_it_does_not():
     """Devices and host, each by what they have; unknown where nobody knows."""
     unknown = report(hardware())

@@ -199,3 +199,19 @@ def test_what_a_call_costs_the_host_counts(step):
     called = simulate(step, card)
     assert called.run.busy == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
     assert called.bottleneck == "interpreter"
+
+
+def test_measured_seconds_take_the_place_of_operations(step):
+    """A backward that was measured has the forward in it that is computed again."""
+    measured = [LayerCost(0.5, 2.0), LayerCost(0.25, 1.0), LayerCost(0.125, 0.5)]
+    found = simulate(dataclasses.replace(step, measured=measured), machine())
+    assert found.run.busy == MICROBATCHES * (0.5 + 0.25 + 0.5 + 1.0 + 2.0)
+
+
+def test_peaks_are_those_of_the_estimate_of_memory(step):
+    """A layer on its own, with its gradient; a card has the next one too."""
+    (virtual,) = simulate(step, dataclasses.replace(machine(), kind="cpu"), stays=False).device_memory
+    (card,) = simulate(step, machine(), stays=False).device_memory
+    assert virtual.parameters + virtual.gradients >= 2 * 4 * PARAMETERS
+    assert card.arriving >= virtual.arriving == 0
+    assert simulate(step, machine()).host_memory.optimizer == 2 * 4 * 3 * PARAMETERS

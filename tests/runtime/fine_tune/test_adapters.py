@@ -45,6 +45,15 @@ def test_the_named_modules_get_adapters():
     assert not torch.equal(one, other)
 
 
+def test_without_names_all_linear_layers_get_one():
+    """But the head: seven in each of three layers."""
+    pytest.importorskip("peft", reason="LoRA is PEFT's")
+    model = add_lora(tiny.source().load(), Lora.parse("2"))
+    names = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert len(names) == 21
+    assert not any("lm_head" in name for name in names)
+
+
 def test_a_target_that_is_not_there_is_refused():
     """With those that are."""
     pytest.importorskip("peft", reason="LoRA is PEFT's")

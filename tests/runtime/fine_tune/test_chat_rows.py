@@ -70,6 +70,12 @@ def test_what_has_no_template_is_refused():
         Encoder(ByteTokenizer())
 
 
+def test_what_a_template_does_not_take_is_one_line():
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(FineTuneError, match="a:1: the chat template of words rejects it: roles must alternate"):
+        encoder(strict)(conversation_of({"messages": TURNS}, "a:1"))
+
+
 GREETED = [{"role": "assistant", "content": "the pipe"}, *TURNS[:2]]
 STARTS = {
     "messages": {"messages": GREETED},

@@ -133,6 +133,21 @@ def test_held_out_conversations_are_weighed_by_their_answers():
     assert found.eval_tokens == made.tokens_in(made.held_out.tolist())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_resumed_training_goes_on_to_the_same_bits(tmp_path, packed):
+    """On other devices, in the middle of an epoch."""
+    made = rows(packed=packed, count=60)
+    expected = losses(made, settings())
+    with Training(model(), made, settings()) as first:
+        seen = tiny.records_of(first, stop=3, checkpoints=tmp_path)
+    learner = model()
+    with Training(learner, made, settings(devices="virtual:1")) as second:
+        assert second.restore(tmp_path)
+        seen += tiny.records_of(second)
+    assert [record.loss for record in seen] == expected[0]
+    assert all(torch.equal(tensor, expected[1][name]) for name, tensor in learner.state_dict().items())
+
+
 def test_groups_of_rows_learn_what_the_batch_learns():
     """All rows are padded alike, so that the numbers of a group do not depend on the other groups."""
     expected, _ = losses(rows(), settings())

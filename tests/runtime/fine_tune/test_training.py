@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from roundpipe_runtime import CheckpointError
 from roundpipe_runtime.fine_tune import (
     EvalRecord,
     FineTuneError,
@@ -299,6 +300,15 @@ class TestCheckpoints:
             with pytest.raises(FineTuneError, match="start in another folder"):
                 training.restore(tmp_path)
 
+    def test_another_model_is_refused(self, tmp_path):
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            training.save(tmp_path)
+        with (
+            Training(tiny.source(num_hidden_layers=2).load(), tiny.blocks(), settings()) as other,
+            pytest.raises(CheckpointError, match=r"The checkpoint is for a different model\. Names or shapes"),
+        ):
+            other.restore(tmp_path)
+
 
 def test_without_accelerate_the_line_to_type_is_named(monkeypatch):
     """Before the model is cut."""
@@ -306,6 +316,17 @@ def test_without_accelerate_the_line_to_type_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
     with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*pip install .*\[transformers,train\]'"):
         Training(model, tiny.blocks(), settings())
+
+
+def test_a_checkpoint_is_a_model_of_transformers(tmp_path):
+    """``from_pretrained`` loads it with the weights of its step."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny.source().load()
+    with Training(model, tiny.blocks(), settings(steps=1)) as training:
+        training.train()
+        saved = training.save(tmp_path)
+    assert same_bits(AutoModelForCausalLM.from_pretrained(saved).state_dict(), model.state_dict())
 
 
 def test_a_training_may_end_before_its_last_step():

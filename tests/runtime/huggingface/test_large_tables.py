@@ -57,6 +57,11 @@ def gemma2():
     return transformers.Gemma2ForCausalLM(config).double()
 
 
+def cohere():
+    torch.manual_seed(0)
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.3)).double()
+
+
 def biased():
     torch.manual_seed(0)
     config = transformers.PhiConfig(**{**SIZES, "num_key_value_heads": 4})
@@ -70,6 +75,7 @@ MODELS = {
     "tied": lambda: llama(tied=True),
     "encoder-decoder, one table for both": t5,
     "soft cap, scaled embedding": gemma2,
+    "logit scale": cohere,
     "bias": biased,
 }
 

@@ -53,6 +53,17 @@ def assert_alike(change, model, batch, **options):
 # -- layers ----------------------------------------------------------------------------------------------------------
 
 
+class Skip(nn.Module):
+    """A layer of another class."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states * self.scale
+
+
 def small_llama(kind=transformers.LlamaForCausalLM):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -74,6 +85,10 @@ def _replace(layers, model):
     layers[1] = copy.deepcopy(layers[0])
 
 
+def _replace_class(layers, model):
+    layers[1] = Skip()
+
+
 def _slice(layers, model):
     model.model.layers = layers[:2]
 
@@ -91,6 +106,7 @@ def _append(layers, model):
             _replace,
             r"model\.layers\.1 \(LlamaDecoderLayer\) was removed, model\.layers\.1 \(LlamaDecoderLayer\) was added",
         ),
+        (_replace_class, r"model\.layers\.1 \(LlamaDecoderLayer\) was removed, model\.layers\.1 \(Skip\) was added"),
         (_slice, r"model\.layers\.2 \(LlamaDecoderLayer\) was removed"),
         (_append, r"model\.layers\.\d+ \(LlamaDecoderLayer\) was added"),
     ],

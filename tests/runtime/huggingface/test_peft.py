@@ -1,6 +1,7 @@
 """Adapters of PEFT on models behind a pipeline: trained, saved, loaded and merged as on the plain model."""
 
 import copy
+import gc
 import pathlib
 import re
 import sys
@@ -9,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from roundpipe_runtime import optim
+from roundpipe_runtime import RoundPipeRunConfig, optim
 from roundpipe_runtime.errors import ConfigError
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from roundpipe_runtime.optim.parameters import ParameterStore
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, without_dropout, worst_gradient, wrapped
@@ -46,6 +48,13 @@ def assert_the_same(pipeline, plain, batch, rel=1e-6):
     assert (found.logits - expected.logits).norm() <= rel * expected.logits.norm()
     assert worst_gradient(pipeline.cut.model, plain) < rel
     return found
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    held = [one.untyped_storage() for one in found if one.layout == torch.strided]  # other tests may leave sparse ones
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -213,6 +222,20 @@ def test_frozen_parameters_cost_the_optimizer_nothing():
     assert pipeline._rp_engine.store.masters().keys() == learning
 
 
+def test_host_memory_of_a_step_is_that_of_the_adapters():
+    """One step of Adam with masters adds to the host less than a tenth of what the frozen weights take."""
+    model = adapted().to(torch.bfloat16)
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    before = _bytes_of_tensors()
+    optimizer = optim.Adam(pipeline.optim_parameters(), lr=0.01)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(optimizer.step)
+    added = _bytes_of_tensors() - before
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert added <= 4 * 4 * learning + 0.1 * frozen  # master, gradient, two moments
+
+
 def test_a_master_is_filled_when_its_parameter_learns():
     """An optimizer that was made while a parameter was frozen trains it, in its own dtype, from its present value."""
     layer = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
@@ -251,6 +274,16 @@ def test_rows_with_different_adapters_are_refused():
     pipeline = wrapped(adapted())
     with pytest.raises(ConfigError, match="set_adapter"):
         pipeline(**hf_batch(2), adapter_names=["default", "__base__"])
+
+
+def test_a_small_model_in_one_piece_has_adapters_too():
+    """Uncut, the model is wrapped all the same."""
+    model = adapted()
+    plain = copy.deepcopy(model)
+    pipeline = wrap_model_to_roundpipe(
+        model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=2), devices="virtual:1"
+    )
+    assert_the_same(pipeline, plain, hf_batch())
 
 
 PROMPTS = {

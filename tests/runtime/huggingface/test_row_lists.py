@@ -120,12 +120,22 @@ SMALL_DETR = {
 }  # fmt: skip
 
 
-def detr():
-    backbone = transformers.ResNetConfig(
+def resnet():
+    return transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
-    config = transformers.DetrConfig(**SMALL_DETR, backbone_config=backbone, auxiliary_loss=True)
-    return transformers.DetrForObjectDetection(config)
+
+
+def detr():
+    return transformers.DetrForObjectDetection(
+        transformers.DetrConfig(**SMALL_DETR, backbone_config=resnet(), auxiliary_loss=True)
+    )
+
+
+def conditional_detr():
+    return transformers.ConditionalDetrForObjectDetection(
+        transformers.ConditionalDetrConfig(**SMALL_DETR, backbone_config=resnet())
+    )
 
 
 def maskformer():
@@ -140,7 +150,7 @@ def maskformer():
     return transformers.MaskFormerForInstanceSegmentation(config)
 
 
-MODELS = {make.__name__: make for make in (yolos, detr, maskformer)}
+MODELS = {make.__name__: make for make in (yolos, detr, conditional_detr, maskformer)}
 
 
 def pictures(name, counts):

@@ -36,6 +36,12 @@ class Normed(Toy):
         return self.norms[number](x.transpose(1, 2)).transpose(1, 2)
 
 
+def accumulated(plain, batches, loss):
+    """Gradients and statistics of a loop over microbatches."""
+    for rows in batches:
+        loss(plain, rows).backward()
+
+
 def assert_same_buffers(model, plain):
     for (name, found), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
@@ -51,8 +57,7 @@ def test_each_norm_counts_a_microbatch_once(kind, microbatches):
     pipeline = wrapped(model, example={"input_ids": tokens(2)}, microbatches=microbatches)
     for step in range(2):
         ids = tokens(7, seed=step)
-        for rows in ids.tensor_split(microbatches):
-            (plain(rows).square().sum() / 7).backward()
+        accumulated(plain, ids.tensor_split(microbatches), lambda one, rows: one(rows).square().sum() / 7)
         pipeline.forward_backward((ids,), loss_fn=lambda out, _: WeightedLoss(out.square().sum(), len(out)))
         assert_same_buffers(model, plain)
         assert worst_gradient(model, plain) < 1e-9
@@ -105,8 +110,20 @@ MODELS = {
     "resnet": lambda: transformers.ResNetForImageClassification(
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
     ),
+    "regnet": lambda: transformers.RegNetForImageClassification(
+        transformers.RegNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], groups_width=4)
+    ),
     "mobilenet_v1": lambda: transformers.MobileNetV1ForImageClassification(
         transformers.MobileNetV1Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)
+    ),
+    "mobilenet_v2": lambda: transformers.MobileNetV2ForImageClassification(
+        transformers.MobileNetV2Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)
+    ),
+    "mobilevit": lambda: transformers.MobileViTForImageClassification(
+        transformers.MobileViTConfig(
+            image_size=32, hidden_sizes=[16] * 3, neck_hidden_sizes=[8] * 4 + [16] * 3, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+        )
     ),
     "segformer": lambda: transformers.SegformerForSemanticSegmentation(
         transformers.SegformerConfig(

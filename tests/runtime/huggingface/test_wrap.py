@@ -177,6 +177,18 @@ def test_it_is_the_model_in_all_else(tmp_path):
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_parameters_that_are_replaced_are_seen():
+    """A larger vocabulary and loaded weights reach the next run."""
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    model.resize_token_embeddings(160, mean_resizing=False)
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    batch = hf_batch()
+    with torch.no_grad():
+        assert torch.allclose(pipeline(**batch).logits, model(**batch).logits, rtol=1e-9)
+    pipeline.close()
+
+
 def test_pickle_and_deepcopy_keep_the_cut():
     """A copy runs without being cut again."""
     pipeline = wrapped(hf_model("mixtral"))
@@ -188,6 +200,20 @@ def test_pickle_and_deepcopy_keep_the_cut():
             assert torch.equal(other(**batch).logits, expected)
             other.close()
     pipeline.close()
+
+
+def test_half_precision_with_masters():
+    """`optim_dtype` gives the optimizer float32 copies, and a step reaches the model."""
+    model = make_model("llama").bfloat16()
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    optimizer = torch.optim.Adam(pipeline.optim_parameters(), lr=0.1)
+    before = model.lm_head.weight.clone()
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    pipeline.synchronize()
+    pipeline.close()
+    assert {p.dtype for p in pipeline.optim_parameters()} == {torch.float32}
+    assert not torch.equal(model.lm_head.weight, before)
 
 
 def test_an_exception_in_a_layer_comes_out_and_changes_nothing():

@@ -147,6 +147,23 @@ def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_
     pipeline.close()
 
 
+def test_hooks_count_whenever_they_are_registered():
+    """On a module around the layers, after the cut: it sees each microbatch; taken away, nothing."""
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    batch = hf_batch()
+    rows = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    with torch.no_grad():
+        pipeline(**batch)
+        assert set(rows) == {2, 1}
+        rows.clear()
+        handle.remove()
+        pipeline(**batch)
+    assert not rows
+    pipeline.close()
+
+
 def test_texts_behind_each_other_are_one_row():
     """``DataCollatorWithFlattening``: where texts begin is not cut like rows; several rows of that kind are refused."""
     model = hf_model("llama")

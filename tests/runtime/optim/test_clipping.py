@@ -130,6 +130,24 @@ def test_pipelines_that_share_layers_keep_their_gradients_apart():
             torch.testing.assert_close(other.grad.float(), one.grad)
 
 
+def test_the_copies_are_clipped_as_ever(trained):
+    """What the error says to clip has the norm of the plain model's gradient, within its precision."""
+    plain, _, pipe = trained
+    expected = clip_grad_norm_(plain.parameters(), 0.01)
+    assert clip_grad_norm_(pipe.optim_parameters(), 0.01).item() == pytest.approx(expected.item(), rel=0.05)
+    found = torch.stack([parameter.grad.norm() for parameter in pipe.optim_parameters()]).norm()
+    assert found.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_other_models_are_clipped_as_ever(trained):
+    """A model without a pipeline, with gradients and without, and one tensor alone."""
+    plain, _, _ = trained
+    assert clip_grad_norm_(plain.parameters(), 1e9).item() > 0
+    clip_grad_value_(plain.parameters(), 1e-3)
+    assert max(parameter.grad.abs().max() for parameter in plain.parameters()) <= 1e-3
+    assert clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0).item() == 0.0
+
+
 @pytest.mark.parametrize("caller", ["script", False, True, "exact"])
 @pytest.mark.parametrize("groups", ["one", "each", "with another model"])
 def test_an_optimizer_of_parameters_without_gradients_is_refused(trained, caller, groups):

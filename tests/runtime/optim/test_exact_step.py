@@ -130,6 +130,22 @@ def test_all_steps_have_the_bits_of_synchronous_ones(wrap, case):
     assert same_bits(*found)
 
 
+def test_the_training_is_that_of_plain_pytorch(wrap):
+    """Ten steps of AdamW lead to the parameters of a loop without a pipeline."""
+    trained = Trained(wrap, "exact", adamw, model=lambda: small_model(tied=True))
+    trained.steps(10)
+    plain = small_model(tied=True).double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    inputs, labels = (tensor.double() for tensor in batch(6))
+    for _ in range(10):
+        F.mse_loss(plain(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.pipe.synchronize()
+    for found, expected in zip(trained.pipe.parameters(), plain.parameters(), strict=True):
+        assert relative_error(found, expected.detach()) < 1e-4
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("updates_inside", [False, True])
@@ -417,6 +433,24 @@ def test_an_error_before_the_optimizer_is_raised_by_the_call(wrap):
     with pytest.raises(ArithmeticError, match="clipping"):
         trained.pipe.step(broken, "exact")
     trained.step()
+    trained.run()
+
+
+def test_calling_the_pipeline_after_the_optimizer_is_refused(wrap):
+    """The function would wait for a run that waits for the function."""
+    trained = Trained(wrap, "exact", adamw)
+
+    def step():
+        trained.whole_step()
+        with torch.no_grad():
+            trained.pipe(batch(6)[0])
+
+    trained.run()
+    trained.pipe.step(step, "exact")
+    trained.run()
+    trained.pipe.step(step, "exact")
+    with pytest.raises(StageError, match="called the pipeline, which waits"):
+        trained.run()
     trained.run()
 
 

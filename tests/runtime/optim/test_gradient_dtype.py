@@ -18,6 +18,7 @@ HALF = {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16}
 
 OPTIMIZERS = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "one that clips": lambda params: Clips(params, lr=0.1),
 }

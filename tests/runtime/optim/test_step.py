@@ -386,3 +386,28 @@ def test_a_last_step_that_fails_is_reported_at_the_end_of_the_process():
     found = fresh_process.run("-c", code)
     assert "the last step(..., is_async=True) failed" in found.stderr
     assert "ZeroDivisionError" in found.stderr
+
+
+@pytest.mark.parametrize("is_async", [False, True, "exact"])
+def test_an_optimizer_of_parameters_that_get_no_gradient_is_refused(is_async):
+    """With `optim_dtype` the gradients are in copies: AdamW of the model's own would change nothing."""
+    model = small_model()
+    pipeline = RoundPipe(model, devices="virtual:2", optim_dtype=torch.float64)
+    x, y = batch(6)
+    wrong, right = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(pipeline.optim_parameters())
+    pipeline.forward_backward((x,), label=y, loss_fn=F.mse_loss)
+
+    def step():
+        pipeline.step(wrong.step, is_async=is_async)
+        pipeline.synchronize()
+
+    with pytest.raises(ConfigError, match=r"AdamW has \d+ parameters .* in torch\.float64 .*\n.*optim_parameters"):
+        step()
+    before = model[0].weight.detach().clone()
+    pipeline.step(right.step)
+    assert not torch.equal(model[0].weight, before)
+    for parameter, target in zip(model.parameters(), pipeline.optim_parameters(), strict=True):
+        parameter.grad = target.grad.to(parameter.dtype)  # by a script of its own
+    before = model[0].weight.detach().clone()
+    pipeline.step(wrong.step)
+    assert not torch.equal(model[0].weight, before)

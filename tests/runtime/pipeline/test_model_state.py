@@ -5,10 +5,35 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipeRunConfig, StageError
-from tests.runtime.small import batch, gradients, near, same_bits, state
+from tests.runtime.small import batch, gradients, near, same_bits, small_model, state
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
+
+def test_frozen_parameters_get_no_gradient(wrap):
+    """requires_grad is asked anew for every run."""
+    model, inputs, labels = small_model(), *batch(6)
+    pipe = wrap(model)
+    model[0].requires_grad_(False)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+    assert [p.grad is None for p in model[0].parameters()] == [True, True]
+    assert model[2].weight.grad is not None
+
+
+def test_a_parameter_that_no_microbatch_uses_has_no_gradient(wrap):
+    """None, as in PyTorch, and not zeros: an optimizer skips it."""
+
+    class Spare(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.spare = nn.Parameter(torch.ones(2))
+
+    model = nn.Sequential(Spare(), nn.Linear(4, 3))
+    inputs, labels = batch(6)
+    wrap(model).forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+    assert model[0].spare.grad is None
+    assert model[0].weight.grad is not None
 
 
 def test_one_module_in_two_places(wrap):

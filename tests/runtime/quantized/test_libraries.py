@@ -222,6 +222,20 @@ def test_the_weights_are_those_of_a_model_that_was_loaded_first(folder):
     assert count_weights(read) == sum(p.numel() for p in model_source(folder / "llama").load().parameters())
 
 
+@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.3), ("fp4", 0.3), ("int8", 0.53)])
+def test_the_plan_counts_payload_and_scales(kind, most):
+    """A Llama of 1.1 billion parameters on meta: bytes of its layers on the link and on the host, next to bfloat16."""
+    config = transformers.LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4
+    )
+    sizes = {}
+    for how in (kind, None):
+        model = model_on_meta(config, dtype=torch.bfloat16)
+        model = model if how is None else quantize_frozen(model, how)
+        sizes[how] = sum(stored_bytes(p) for layer in model.model.layers for p in layer.parameters())
+    assert sizes[kind] <= most * sizes[None]
+
+
 def test_plan_prints_what_train_moves(folder, capsys):
     """`roundpipe plan --quantize`: fewer bytes on the host and on the link, the same number of parameters."""
     found = {}

@@ -70,6 +70,12 @@ def test_measurements_are_averaged_with_the_newest_counting_a_fifth():
     assert costs.costs()[0].forward == pytest.approx(2.0)
 
 
+def test_nothing_is_allocated_for_a_guess():
+    """Parameters on `meta` have a cost, too."""
+    with torch.device("meta"):
+        assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
+
+
 def test_the_share_of_quick_layers_is_known_once_measured():
     """By the least of the last 8 forwards: not by what has not run, by backwards, or by a small batch long ago."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)

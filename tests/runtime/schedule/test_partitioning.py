@@ -198,6 +198,15 @@ def test_a_plan_is_for_one_of_three_runs():
         partition("backward", [[LayerCost(1.0, 3.0)]])
 
 
+def test_a_plan_in_use_of_other_models_is_not_kept():
+    """Neither with another number of models, nor with stages that hold other layers."""
+    costs = [LayerCost(1.0, 3.0)] * 4
+    (one,) = partition("fused", [costs])
+    two = partition("fused", [costs, costs])
+    assert partition("fused", [costs, costs], previous=[one]) == two
+    assert partition("fused", [costs], previous=two) == [one]
+
+
 @pytest.mark.parametrize(
     "previous",
     [

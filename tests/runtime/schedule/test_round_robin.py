@@ -20,6 +20,18 @@ def expect(text):
     return textwrap.dedent(text).strip("\n")
 
 
+def test_one_device_runs_stage_after_stage():
+    assert diagram(FUSED[:3], 1, 2) == expect("""
+        clock  device 0
+          0    F0 m0
+          1    F0 m1
+          2    F1 m0
+          3    F1 m1
+          4    L  m0
+          5    L  m1
+    """)
+
+
 def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
     """As many microbatches as devices and one more: each device goes on without a gap."""
     assert diagram(FUSED, 2, 3) == expect("""
@@ -33,6 +45,18 @@ def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
           6    B1 m0     B0 m2
           7    B1 m1     .
           8    B1 m2     .
+    """)
+
+
+def test_fewer_microbatches_than_devices_leave_bubbles():
+    assert diagram(FUSED, 3, 2) == expect("""
+        clock  device 0  device 1  device 2
+          0    F0 m0     .         .
+          1    F0 m1     F1 m0     .
+          2    .         F1 m1     L  m0
+          3    B0 m0     .         L  m1
+          4    B0 m1     B1 m0     .
+          5    .         B1 m1     .
     """)
 
 

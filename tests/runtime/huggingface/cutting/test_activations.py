@@ -127,6 +127,15 @@ def test_weights_are_not_needed():
     assert shapes[0] == shapes[1]
 
 
+def test_the_model_is_as_before():
+    """Its mode, and no gradient."""
+    model = Toy().train()
+    passed_tensors(cut(model, {"input_ids": tokens(2)}, check=False), {"input_ids": tokens(2)})
+    assert model.training
+    assert model.layers[0].training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_nothing_passes_in_a_model_of_one_piece():
     assert passed_tensors(whole(nn.Linear(2, 2))) == []
 

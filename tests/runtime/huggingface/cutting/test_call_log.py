@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe_runtime.huggingface import cut
 from roundpipe_runtime.huggingface.cutting import cut_plan
 from roundpipe_runtime.huggingface.cutting.call_log import (
     CallLog,
@@ -23,6 +24,8 @@ from roundpipe_runtime.huggingface.cutting.cut_plan import begin, device_of
 from roundpipe_runtime.huggingface.cutting.stub import Key
 from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from tests.runtime.huggingface.hf_small import Block, Toy, hf_model, tokens
+
+from ..hf_small import hf_batch
 
 A, B, C = Key(-1, 0), Key(0, 0), Key(-1, 1)
 
@@ -75,6 +78,24 @@ def test_the_outermost_lists_are_found_the_largest_first():
     assert list(candidates(model)[0].layers) == ["layers.0", "layers.1"]
 
 
+def test_calls_are_observed_in_order():
+    """The order of the forward counts, not that of the list; a layer may be called twice."""
+
+    class Backward(Toy):
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for number in (2, 0, 0):
+                x = self.layers[number](x)
+            return x
+
+    model = Backward()
+    layers = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    calls, result = observe(layers, lambda: model(tokens()))
+    assert [call.layer for call in calls] == ["layers.2", "layers.0", "layers.0"]
+    assert result.shape == (5, 6, 8)
+    assert not any(layer._forward_hooks for layer in model.layers)
+
+
 def test_a_form_says_which_outputs_are_like_an_input():
     """A tensor of the shape of an argument can be told before the layer runs; others, and `None`, are noted as such."""
 
@@ -101,6 +122,33 @@ def test_a_state_begins_with_the_arguments_of_the_model():
     state = begin((), {"input_ids": tokens(), "output_attentions": True, CALL_OPTIONS: options}, model)
     assert state.call[1].keys() == {"input_ids", "output_attentions"}
     assert (state.options, state.seed, state.call_log.keep) == (options, 11, "extras")
+
+
+def test_noise_starts_again():
+    """Code that runs again in a later phase draws the numbers of the first phase."""
+    model = Toy()
+    torch.manual_seed(3)
+    state = begin((tokens(),), {}, model)
+    first = torch.rand(4)
+    state.restart_noise()
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_a_piece_leaves_its_state_alone():
+    """The engine calls a piece with the same state again to recompute it, and gets the same result."""
+    made = cut(hf_model("llama"))
+    batch = hf_batch()
+    with torch.no_grad():
+        state = made.pieces[0](**batch, use_cache=False)
+        before = pytree.tree_flatten(state)
+        calls = dict(state.call_log.results)
+        results = [made.pieces[1](state) for _ in range(2)]
+    after = pytree.tree_flatten(state)
+    assert (after[1], state.call_log.results) == (before[1], calls)
+    assert all(one is other for one, other in zip(after[0], before[0], strict=True))
+    one, other = (result.values[Key(0, 0)] for result in results)
+    assert one is not other
+    assert torch.equal(one, other)
 
 
 def test_the_device_of_a_call_is_that_of_its_tensors():

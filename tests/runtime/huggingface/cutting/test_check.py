@@ -38,6 +38,18 @@ def pieces_of(model):
     return [first, *layers, Piece(model.head, lambda head, x: head(x))]
 
 
+class Wide(nn.Module):
+    """A layer of another kind: it mixes positions, and has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixing = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x + self.mixing(x.mT).mT * self.scale
+
+
 def test_equal_pieces_have_no_error():
     """Outputs and all gradients are compared, and their number is reported."""
     model = Toy().double()
@@ -174,6 +186,25 @@ def test_a_layer_that_leaks_state_is_found(leaking, place):
     assert report.refused[-1][0] in ("values", "structure")
 
 
+def test_layers_of_every_kind_take_part():
+    """A model whose last layer is unlike the others: it is cut, each of its gradients is compared."""
+    model = Toy(nn.ModuleList([Block(), Block(), Block(), Wide()])).double()
+    report = cut(model, {"input_ids": tokens(2)}).report
+    assert report.equivalence.parameters == len(list(model.parameters()))
+    assert report.equivalence.gradients < 1e-12
+    pieces = cut(model, {"input_ids": tokens(2)}, check=False).pieces
+    right = pieces[-2].layer
+
+    class Wrong(Wide):
+        def forward(self, x):
+            return super().forward(x) + 1e-3 * (self.scale - self.scale.detach())
+
+    pieces[-2].layer = Wrong()
+    pieces[-2].layer.mixing, pieces[-2].layer.scale = right.mixing, right.scale
+    with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 .*layers.3.scale"):
+        check_equivalence(model, pieces, (), {"input_ids": tokens(2)})
+
+
 class Tied(Toy):
     """The head is the embedding, and one block is called twice."""
 
@@ -218,3 +249,19 @@ def test_nothing_of_the_check_stays_behind():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.bias"]
     assert (model.head.bias.grad == 1).all()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_no_two_large_gradients_are_there_at_once(size, monkeypatch):
+    """Each is forgotten before the next layer goes back, and no parameter is copied."""
+    model = Toy().double()
+    held = []
+    plain = check.digest
+
+    def watched(gradient, **options):
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        return plain(gradient, **options)
+
+    monkeypatch.setattr(check, "digest", watched)
+    check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert len(held) == 18 + 4  # gradients, and outputs, of model and pieces
+    assert max(held) == 1

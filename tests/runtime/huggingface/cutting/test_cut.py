@@ -8,7 +8,7 @@ from torch import nn
 
 from matrix.models import make_config
 from roundpipe_runtime.huggingface import BatchStructureError, CutError, cut
-from tests.runtime.huggingface.hf_small import Opaque, TakesOpaque, Toy, hf_batch, hf_model, tokens, wrapped
+from tests.runtime.huggingface.hf_small import Block, Opaque, TakesOpaque, Toy, hf_batch, hf_model, tokens, wrapped
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +138,25 @@ def test_a_model_without_layers_stays_whole_with_a_reason():
     assert report.refused == (("layers", "The model has no list of two or more modules with parameters."),)
 
 
+def test_layers_that_talk_behind_the_models_back_are_refused():
+    """What passes by an attribute instead of an argument does not reach the other device: the check finds it."""
+
+    class Secret(Toy):
+        def forward(self, input_ids):
+            self.layers[0].seen = x = self.embed(input_ids) * 2
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x + self.layers[0].seen)
+
+    class Reading(Block):
+        def forward(self, x):
+            return super().forward(x) + self.__dict__.get("seen", 0)
+
+    report = cut(Secret(nn.ModuleList([Reading(), Block()])), {"input_ids": tokens(2)}).report
+    assert report.is_whole
+    assert report.refused[-1][0] in ("structure", "values")
+
+
 def test_fewer_lists_are_cut_where_all_do_not_go():
     """If one list of layers makes trouble, the largest is cut alone."""
 
@@ -172,3 +191,13 @@ def test_skipped_modules_are_not_cut():
     model = hf_model("seq2seq:bart")
     report = cut(model, skip_modules=[model.model.encoder]).report
     assert report.lists == ("model.decoder.layers",)
+
+
+def test_pictures_are_part_of_an_example():
+    """A vision-language model is cut with pictures, its vision tower as well as its language model."""
+    from matrix.cut_cases import batch_of
+
+    model = hf_model("image:llava")
+    report = cut(model, batch_of("image:llava", model, 2, 0)).report
+    assert "model.language_model.layers" in report.lists
+    assert report.equivalence.gradients < 1e-9

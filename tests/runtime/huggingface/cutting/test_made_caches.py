@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from roundpipe_runtime.errors import BatchStructureError
+from roundpipe_runtime.errors import BatchStructureError, CutError, RoundPipeError
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.caches import MadeCache, entries_read, without_caches
+from roundpipe_runtime.huggingface.cutting.caches import MadeCache, check_apart, entries_read, without_caches
 from roundpipe_runtime.huggingface.cutting.stub import Key
 from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, compare_toy, tokens
 
@@ -80,6 +80,14 @@ def test_a_layer_gets_the_entries_that_it_read_before():
     assert entries_read(((built,), {})) == {(0, 1)}
     with pytest.raises(BatchStructureError, match="reads entry 0 of the cache"):
         built.get_seq_length(0)
+
+
+def test_entries_of_two_calls_must_be_apart():
+    """The error names both layers, and is one of the package."""
+    check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 1), (1, 0)})})
+    with pytest.raises(CutError, match="b and a use the same entry of a cache") as caught:
+        check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 0)})})
+    assert isinstance(caught.value, RoundPipeError)
 
 
 def test_outputs_lose_caches_and_nothing_else():

@@ -29,6 +29,16 @@ def test_plain_layers_are_two_phases():
     assert made.report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
 
 
+def test_code_between_layers_is_a_phase():
+    """A model that computes with what a layer returned runs its own code there, with true values."""
+
+    class Glue(Toy):
+        def between(self, number, layer, x):
+            return layer(x) * 2 if number == 1 else layer(x)
+
+    assert compare_toy(Glue()).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
+
+
 def test_code_between_all_layers_may_have_parameters():
     """Every phase has the parameters that it reads; gradients of all of them are added."""
 
@@ -96,6 +106,19 @@ class Sharing(Block):
         if len(shared) < 2:
             shared[f"key {len(shared)}"] = torch.sigmoid(self.linear(x))
         return x + self.linear(shared["key 0"]) * sum(shared.values())
+
+
+def test_a_dictionary_that_layers_write_is_shared():
+    """Later layers see what earlier ones wrote, on whatever device, and gradients go back to these."""
+
+    class Boxed(Toy):
+        def forward(self, input_ids):
+            x, shared = self.embed(input_ids), {}
+            for layer in self.layers:
+                x = layer(x, shared)
+            return self.head(x)
+
+    compare_toy(Boxed(nn.ModuleList([Sharing() for _ in range(4)])))
 
 
 def test_the_model_may_read_the_shared_dictionary_between_layers():

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from roundpipe_runtime.huggingface import CutError
 from roundpipe_runtime.huggingface.cutting.stub import copy_with_stubs, running, sync
@@ -57,6 +58,21 @@ def test_stubs_answer_to_the_session_of_their_thread():
         thread.join()
     assert torch.equal(found, copied.head(copied.embed(tokens()) * 8))
     assert errors == ["The placeholder of layers.0 was called outside of a run."]
+
+
+def test_sync_follows_the_model():
+    """Mode, replaced parameters and simple attributes reach the copy; parameters that are not used are left out."""
+    model, copied = made()
+    model.eval()
+    model.embed.weight = nn.Parameter(torch.zeros(20, 8))
+    model.note = 7
+    sync(copied, model, {"embed.weight"})
+    assert not copied.embed.training
+    assert copied.note == 7
+    assert copied.embed.weight is model.embed.weight
+    assert [name for name, _ in copied.named_parameters()] == ["embed.weight"]
+    with pytest.raises(AttributeError, match="weight"):
+        copied.head(torch.zeros(1, 8))
 
 
 def test_what_cannot_be_copied_is_refused():

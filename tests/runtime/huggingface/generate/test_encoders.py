@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from matrix.models import make_model
 from roundpipe_runtime.huggingface import generation
+from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
 from tests.runtime.huggingface.generate.test_generation import prompt
-from tests.runtime.huggingface.hf_small import hf_batch, wrapped
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 from yobx_flatten.huggingface.cache_names import argument_of, cache_of
 
 pytestmark = pytest.mark.slow
@@ -163,3 +164,20 @@ def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
     assert torch.allclose(found, expected, rtol=1e-9)
     assert type(ours) is type(theirs)
     assert ours.get_seq_length() == theirs.get_seq_length() == 5
+
+
+def test_the_sides_of_a_held_cache_are_apart():
+    """A layer that writes both sides, and says so, leaves the cache itself alone until the parts are joined."""
+    cache = home(hf_model("seq2seq:t5"))
+    ones = torch.ones(1, 4, 2, 16)
+    held = HeldCache(cache)
+    with held.opened(torch.device("cpu")) as view:
+        view.self_attention_cache.update(ones, ones, 0)
+        view.cross_attention_cache.update(2 * ones, 2 * ones, 0)
+        view.is_updated[0] = True
+    after = held.after()
+    assert after.is_updated == {0: True}
+    assert after.self_attention_cache.layers[0].keys.unique().tolist() == [1.0]
+    assert after.cross_attention_cache.layers[0].keys.unique().tolist() == [2.0]
+    assert not cache.is_updated
+    assert held.before().get_seq_length() == 0

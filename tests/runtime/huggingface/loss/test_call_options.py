@@ -4,9 +4,22 @@ import pytest
 import torch
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, split_options
+from roundpipe_runtime.batch.splitting import split
+from roundpipe_runtime.huggingface import SmoothedLoss
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, split_options
 
 from ..hf_small import Toy, tokens, wrapped
+
+
+def test_options_are_split_like_the_rows():
+    """Each microbatch has the labels of its rows, and the rest of the options."""
+    labels = torch.arange(10).reshape(5, 2)
+    options = CallOptions(smoothed_loss=SmoothedLoss(0.2), labels=labels)
+    parts = split((), {"input_ids": tokens(), CALL_OPTIONS: options}, None, 2)
+    found = [part.kwargs[CALL_OPTIONS] for part in parts]
+    assert torch.equal(torch.cat([one.labels for one in found]), labels)
+    assert [len(one.labels) for one in found] == [len(part.kwargs["input_ids"]) for part in parts]
+    assert all(one.smoothed_loss is options.smoothed_loss for one in found)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

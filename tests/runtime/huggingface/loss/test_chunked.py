@@ -65,6 +65,23 @@ def cap(values):
     return 3 * torch.tanh(values / 3)
 
 
+def chunked_and_plain(tokens: int, device: str):
+    """Peak memory, loss and gradients of both, with a vocabulary of 256 k."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 16, device=device).requires_grad_()
+    weight = (torch.randn(256_000, 16, device=device) * 0.1).requires_grad_()
+    labels = torch.randint(0, 256_000, (tokens,), device=device)
+    peaks, losses, slopes = [], [], []
+    for loss_of in (chunked_cross_entropy, lambda *args: functional.cross_entropy(args[0] @ args[1].T, args[2])):
+        with Memory() as memory:
+            loss = loss_of(hidden, weight, labels)
+            slopes.append(gradients(loss, hidden, weight))
+        peaks.append(memory.peak)
+        losses.append(loss.detach())
+        del loss
+    return peaks, losses, slopes
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("transform", [None, cap])
@@ -159,6 +176,13 @@ def test_what_it_averages_over_is_counted():
     assert items.sums == 1
 
 
+def test_a_quarter_of_the_memory():
+    """2 k tokens: at most a quarter of the plain peak. Tensors on `meta` have sizes, and no memory."""
+    (chunked, plain), _, _ = chunked_and_plain(2048, "meta")
+    assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
+    assert chunked <= 0.25 * plain
+
+
 def test_the_gradient_of_the_weight_is_there_once():
     """Memory holds the gradient of a head of a real model's size once, and chunks of logits; `meta` has sizes only."""
     hidden = torch.randn(2048, 2048, device="meta").requires_grad_()
@@ -168,6 +192,14 @@ def test_the_gradient_of_the_weight_is_there_once():
         torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), (hidden, weight))
     assert memory.peak >= weight.nbytes + hidden.nbytes  # gradients: the measure sees them
     assert memory.peak <= weight.nbytes + 2 * hidden.nbytes + 4 * 2**26 * 4  # and not the logits of all tokens
+
+
+def test_a_large_vocabulary_gives_the_same_numbers():
+    """In two chunks: loss and gradients within 1e-6."""
+    _, losses, slopes = chunked_and_plain(300, "cpu")
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for one, other in zip(*slopes, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
 
 
 # -- within models ---------------------------------------------------------------------------------------------------
@@ -190,6 +222,11 @@ def test_a_microbatch_of_ignored_labels(everything_is_large):
     batch = hf_batch(3)
     batch["labels"][1] = -100
     assert_like_plain(hf_model("llama"), batch)
+
+
+def test_a_count_of_the_script(everything_is_large):
+    """`num_items_in_batch` makes the loss a sum over it, in chunks, too."""
+    assert_like_plain(hf_model("llama"), {**hf_batch(), "num_items_in_batch": 17})
 
 
 def test_whoever_looks_at_logits_gets_them(everything_is_large):

@@ -11,6 +11,7 @@ from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
+from tests.runtime.huggingface.loss.test_chunked import Memory
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
 
 # A plain head; tied weights and a soft cap; experts; an encoder and a decoder, which shifts nothing
@@ -128,6 +129,24 @@ def test_16_bits_are_summed_wide(everything_is_large):
     assert found.dtype == torch.float32
     assert not late.computed
     assert found.item() == pytest.approx(LabelSmoother(0.1)((logits,), labels, shift_labels=True).item(), rel=1e-5)
+
+
+def test_a_quarter_of_the_memory():
+    """2 k tokens, 256 k words: at most a quarter of what the Trainer's smoother holds. Tensors on `meta` have sizes."""
+    peaks = []
+    for loss_of in (
+        lambda h, w, y: SmoothedLoss(0.1, shift_labels=False).of_logits(LazyLogits(h, (w, None)), y),
+        lambda h, w, y: LabelSmoother(0.1)((h @ w.T,), y),
+    ):
+        hidden = torch.randn(2048, 16, device="meta").requires_grad_()
+        weight = torch.randn(256_000, 16, device="meta").requires_grad_()
+        labels = torch.zeros(2048, dtype=torch.int64, device="meta")
+        with Memory() as memory:
+            torch.autograd.grad(loss_of(hidden, weight, labels), (hidden, weight))
+        peaks.append(memory.peak)
+    smoothed, plain = peaks
+    assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
+    assert smoothed <= 0.25 * plain
 
 
 def test_wrong_arguments_are_errors():

@@ -319,6 +319,22 @@ def test_a_mask_that_some_rows_do_not_need_is_proven_on_rows_alike(padded):
     assert ways(assert_like_plain(model, batch, rel=1e-5, call=THREE, pipeline=wrapped(model))) == ["items"]
 
 
+def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
+    """With ``optim_dtype``, copies hold what the plain model's gradients are, those of the last piece included."""
+    plain, batch = made(spread)
+    model = copy.deepcopy(plain).float()
+    plain(**batch).loss.backward()
+    pipeline = wrapped(model, optim_dtype=torch.float64)
+    named = dict(pipeline.optim_named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        pipeline.forward_backward(input_kwargs=batch)
+    expected = dict(plain.named_parameters())
+    for name, target in named.items():
+        assert target.dtype == torch.float64
+        assert (target.grad - expected[name].grad).norm() < 1e-4 * expected[name].grad.norm(), name
+
+
 @joined_warnings
 def test_a_penalty_without_labels_in_the_example_is_seen():
     """A term that appears with labels only is part of the check, so such a model runs in one piece, and is exact."""

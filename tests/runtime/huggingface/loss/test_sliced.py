@@ -9,6 +9,7 @@ from torch.nn import functional
 from roundpipe_runtime import VirtualDevice
 from roundpipe_runtime.engine.parameters.host_table import HostSum, HostTable, TableAccess
 from roundpipe_runtime.huggingface.loss import sliced
+from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
 from roundpipe_runtime.optim.parameters import Table
 
@@ -85,6 +86,18 @@ def test_labels_that_are_all_ignored_give_no_gradient(device):
     assert not table.access.pop_sum().total.any()
 
 
+def test_a_frozen_head_has_no_sum(device):
+    """Only the gradient of the hidden states is computed."""
+    hidden, weight, bias, labels = case()
+    expected = hidden.clone().requires_grad_()
+    functional.cross_entropy(functional.linear(expected, weight, bias), labels).backward()
+    hidden.requires_grad_()
+    table = table_of(weight, device, 5, trained=False)
+    chunked_cross_entropy(hidden, table, labels, bias=bias).backward()
+    torch.testing.assert_close(hidden.grad, expected.grad)
+    assert table.access.pop_sum() is None
+
+
 def test_one_slice_is_on_the_device_at_a_time(device):
     """What the device holds is a slice, of a table that is many times as large."""
     device.memory_limit = 10**9
@@ -92,3 +105,11 @@ def test_one_slice_is_on_the_device_at_a_time(device):
     hidden.requires_grad_()
     chunked_cross_entropy(hidden, table_of(weight, device, 4), labels).backward()
     assert device.peak <= 2 * weight[:4].nbytes
+
+
+def test_lazy_logits_of_a_table_have_its_form(device):
+    """Logits that are not computed have the shape and dtype of the product, and are its numbers if asked for."""
+    hidden, weight, bias, _ = case()
+    lazy = LazyLogits(hidden, (table_of(weight, device, 5), bias))
+    assert lazy.shape == (11, VOCABULARY)
+    torch.testing.assert_close(lazy + 0.0, functional.linear(hidden, weight, bias))

@@ -31,13 +31,12 @@ def speech():
     return transformers.Wav2Vec2ForCTC(config), batch
 
 
-def pairs():
+def pairs(kind=transformers.CLIPModel, config=transformers.CLIPConfig):
     """Each picture is compared with every text of the batch."""
     text = {**SIZES, "vocab_size": 100, "eos_token_id": 99, "bos_token_id": 98, "pad_token_id": 1}
     vision = {**SIZES, "image_size": 16, "patch_size": 8}
     batch = {"input_ids": torch.randint(5, 98, (ROWS, 8)), "pixel_values": torch.randn(ROWS, 3, 16, 16)}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision)
-    return transformers.CLIPModel(config), {**batch, "return_loss": True}
+    return kind(config(text_config=text, vision_config=vision)), {**batch, "return_loss": True}
 
 
 def masked_pictures():
@@ -57,11 +56,22 @@ def answers():
     return model, {"input_ids": torch.randint(5, 95, (ROWS, 8)), **places}
 
 
+def pretraining():
+    """A mean over masked tokens and one over rows."""
+    model = transformers.BertForPreTraining(transformers.BertConfig(**SIZES, **QUIET, vocab_size=100))
+    ids = torch.randint(5, 95, (ROWS, 8))
+    masked = torch.arange(8) < torch.tensor([1, 2, 3, 5, 8])[:, None]
+    labels = {"labels": torch.where(masked, ids, -100), "next_sentence_label": torch.tensor([0, 1, 0, 1, 1])}
+    return model, {"input_ids": ids, **labels}
+
+
 KINDS = {
     "sum over rows": (speech, "sum"),
     "pairs": (pairs, "joined"),
+    "pairs with sigmoid": (lambda: pairs(transformers.SiglipModel, transformers.SiglipConfig), "joined"),
     "no labels": (masked_pictures, "rows"),
     "two means": (answers, "joined"),
+    "two means of two kinds": (pretraining, "joined"),
 }
 
 
@@ -102,7 +112,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
                 loss.backward()
             else:
                 own = {} if way == "forward_backward" else {"loss_fn": lambda outputs, _: outputs.loss * 1.0}
-                if own and name in ("pairs", "no labels"):
+                if own and name in ("pairs", "pairs with sigmoid", "no labels"):
                     own = {}  # without labels, a function's value is a loss of its microbatch
                 loss = pipeline.forward_backward(input_kwargs=batch, run_config=config, **own)
             limit = 1e-6 if name == "sum over rows" else 1e-9  # transformers computes CTC in float32
@@ -139,7 +149,7 @@ def test_a_batch_does_not_change_how_the_next_one_is_computed():
 
 def test_groups_of_rows_refuse_it():
     """Each group has a microbatch of its own: the numbers would be others, and nothing is changed."""
-    model, batch = made("two means")
+    model, batch = made("two means of two kinds")
     pipeline = wrap_model_to_roundpipe(
         model, devices="virtual:2", example=first_rows(batch), lower_threshold=0, replicas=2
     )

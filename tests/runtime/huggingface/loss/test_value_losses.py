@@ -34,6 +34,11 @@ def by_product(logits, labels):
     return (each(logits, labels) * weights).sum() / weights.sum().clamp(min=1)
 
 
+def with_a_term_of_one_class(logits, labels):
+    loss = F.cross_entropy(logits, labels)
+    return loss + logits.square().mean() if (labels == 2).any() else loss
+
+
 def of_confident_rows(logits, labels):
     return each(logits, labels)[logits.softmax(-1).amax(-1) > 0.276].mean()
 
@@ -45,6 +50,10 @@ def by_a_limit(logits, labels):
 
 def of_rows(logits, labels):
     return torch.where(logits.argmax(-1) == labels, each(logits, labels), 2 * each(logits, labels)).mean()
+
+
+def of_labels(logits, labels):
+    return F.cross_entropy(logits, labels)
 
 
 class Classifier(transformers.LlamaForSequenceClassification):
@@ -62,9 +71,11 @@ class Classifier(transformers.LlamaForSequenceClassification):
 WAYS = {
     of_one_class: "joined",
     by_product: "joined",
+    with_a_term_of_one_class: "joined",
     of_confident_rows: "joined",
     by_a_limit: "joined",
     of_rows: "rows",
+    of_labels: "items",
 }
 
 

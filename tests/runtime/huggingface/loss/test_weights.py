@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface.loss.weights import counting, with_loss_weight
+from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, with_loss_weight
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,14 @@ def test_a_loss_over_nothing_is_zero():
     assert not logits.grad.any()
 
 
+def test_the_loss_is_found_in_any_output():
+    """In an output object, a dictionary or a tuple; a tensor with axes is none."""
+    loss = torch.tensor(1.0)
+    assert loss_of({"loss": loss}) is loss
+    assert loss_of((loss, torch.ones(2))) is loss
+    assert loss_of((torch.ones(2),)) is None
+
+
 @pytest.mark.parametrize("ignored", [0, 2, 5])
 def test_rows_without_labels_count_nothing(ignored):
     """Whole rows, whole microbatches, or the whole batch may be ignored."""
@@ -77,6 +85,19 @@ def test_num_items_in_batch_is_the_models_own_weight():
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     pipeline.close()
+
+
+def test_a_scaled_loss_has_a_scaled_gradient():
+    """`loss_fn` may return a multiple of the model's loss, as a gradient scaler does."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    (plain(**batch).loss * 8).backward()
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss * 8)
+    pipeline.close()
+    assert loss.item() == pytest.approx(plain(**batch).loss.item() * 8, rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(

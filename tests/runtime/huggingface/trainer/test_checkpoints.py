@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
+import warnings
+
 from transformers import Trainer, TrainerCallback
 
 from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpointError, load_checkpoint
@@ -36,6 +38,14 @@ def make(run, *steps, manifest=True):
 
 def names(run):
     return sorted(path.name for path in run.iterdir())
+
+
+def test_newest_is_that_of_most_steps(tmp_path):
+    """12 and not 9, and no warning."""
+    make(tmp_path, 9, 12, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert newest_whole(tmp_path) == tmp_path / "checkpoint-12"
 
 
 # -- which one a run goes on from ------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ def adapters():
         pytest.param("SFT", {"gradient_accumulation_steps": 2, "loss_type": "dft"}, id="accumulation"),
         pytest.param("DPO", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, id="two losses"),
         pytest.param("DPO", {"of_trainer": adapters}, id="adapters"),
+        pytest.param("DPO", {"precompute_ref_log_probs": True}, id="reference computed before"),
         pytest.param("KTO", {"loss_type": "apo_zero_unpaired"}, id="without KL"),
         pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="two iterations"),
     ],

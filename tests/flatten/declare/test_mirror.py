@@ -211,6 +211,27 @@ def test_mirroring_twice_changes_nothing():
     unregister_class_flattening(cls)
 
 
+def test_a_class_whose_fields_say_it_all_can_be_read_instead():
+    """What is read off the class is Python, and a strict export looks into it."""
+    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
+
+    class Scale(equinox.Module):
+        weight: Any
+        power: int = equinox.field(static=True)
+
+    class Power(torch.nn.Module):
+        def forward(self, scale):
+            return scale.weight**scale.power
+
+    example = Scale(torch.tensor([2.0, 3.0]), 2)
+    register(Scale)
+    try:
+        program = torch.export.export(Power(), (example,), strict=True)
+        assert program.module()(example).tolist() == [4, 9]
+    finally:
+        unregister_class_flattening(Scale)
+
+
 def test_functions_of_your_own_are_not_replaced():
     """Who registered the class with torch already keeps it that way."""
     cls = with_jax(pair_class())

@@ -37,6 +37,35 @@ def test_blocks_may_be_left_in_any_order(cache_of_others, left_as_found, order):
     assert seen == [flatten_dynamic_cache, flatten_dynamic_cache, other_libraries.their_flatten]
 
 
+OVERLAPS = ["A+ B+ A- B-", "A+ B+ B- A-", "A+ A- B+ B-", "A+ B+ A- A+ B- A-"]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_blocks_of_two_threads_may_overlap(cache_of_others, left_as_found, overlap):
+    """Each thread finds ours in force inside its block; theirs are back when the last one left."""
+    with SteppingThread() as a, SteppingThread() as b:
+        threads, blocks, seen = {"A": a, "B": b}, {}, []
+        for thread, way in overlap.split():
+            if way == "+":
+                blocks[thread] = block()
+                threads[thread].do(blocks[thread].__enter__)
+            else:
+                seen.append(threads[thread].do(in_force))
+                threads[thread].do(blocks[thread].__exit__, None, None, None)
+    assert set(seen) == {flatten_dynamic_cache}
+    assert in_force() is other_libraries.their_flatten
+
+
+def test_a_block_may_be_undone_in_another_thread(left_as_found):
+    """What one thread registered another may undo."""
+    with SteppingThread() as a, SteppingThread() as b:
+        undo = a.do(enter)
+        inside = in_force()
+        b.do(unregister_cache_flattening, undo)
+    assert inside is flatten_dynamic_cache
+    assert in_force() is None
+
+
 def test_many_threads_at_once_leave_what_they_found(cache_of_others, left_as_found):
     """Eight threads enter and leave as fast as they can; inside, each finds ours in force."""
 

@@ -118,6 +118,16 @@ def test_other_functions_are_refused(registered, before, functions):
     assert changes_since(before) == []
 
 
+def test_children_without_keys_are_numbered():
+    """`None` in place of the function with keys gives key paths by position."""
+    register_class_flattening(Pair, flatten, unflatten, None)
+    try:
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(Pair(1, 2))]
+    finally:
+        unregister_class_flattening(Pair)
+    assert paths == ["[0]", "[1]"]
+
+
 def test_a_registered_class_survives_storage():
     """Tuples and integer keys in the static part come back from a stored spec as they were."""
     register_class_flattening(Pair, lambda pair: ([pair.a], (1, {2: pair.b})), lambda c, s: Pair(c[0], s[1][2]), None)

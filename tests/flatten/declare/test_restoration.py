@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
@@ -22,6 +23,7 @@ from tests.flatten.pair import Pair, flatten, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten import (
     Undo,
+    make_dynamic_cache,
     register_cache_flattening,
     register_class_flattening,
     register_flattening_functions,
@@ -108,6 +110,44 @@ def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
     with block():
         pytree._deregister_pytree_node(DynamicCache)
     assert in_force() is other_libraries.their_flatten
+
+
+# transformers < 5.17 asks for the positions of the new tokens, later versions for their number
+TAKES_POSITIONS = "cache_position" in DynamicLayer.get_mask_sizes.__code__.co_varnames
+
+
+class Attention(torch.nn.Module):
+    """Two layers of attention over a cache, one of them sliding."""
+
+    def forward(self, x, cache):
+        for index, layer in enumerate(cache.layers):
+            new = x.shape[-2]
+            if TAKES_POSITIONS:
+                new = torch.arange(layer.get_seq_length(), layer.get_seq_length() + new)
+            length, offset = layer.get_mask_sizes(new)
+            keys, values = cache.update(x, 2 * x, index)
+            x = torch.nn.functional.scaled_dot_product_attention(x, keys, values) * (length + offset)
+        return x
+
+
+def generated():
+    """Twelve steps with a window of 8, the first of them on three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1, 2, 3, 4, generator=generator)
+    layers = ["DynamicLayer", "DynamicSlidingWindowLayer"]
+    cache = make_dynamic_cache([(start, start)] * 2, layers, [{}, {"sliding_window": 8}])
+    outputs = []
+    for _ in range(12):
+        outputs.append(Attention()(torch.randn(1, 2, 1, 4, generator=generator), cache))
+    return torch.cat(outputs)
+
+
+def test_a_model_runs_inside_as_outside(left_as_found):
+    """Eagerly the same bits, below the window and past it: replacements are for traces."""
+    outside = generated()
+    with block():
+        inside = generated()
+    assert torch.equal(inside, outside)
 
 
 def test_a_block_replaces_no_method_of_a_cache(left_as_found):

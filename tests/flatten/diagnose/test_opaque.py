@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from transformers import DynamicCache
 
 from tests import fresh_process
 from tests.flatten.core.test_contents import Trap
@@ -144,6 +145,16 @@ def test_the_text_names_place_class_size_and_line():
         "2 tensors, 2.02 kB. Register it first:\n"
         "    register(Plain, children=['a', 'b'])"
     )
+
+
+def test_a_cache_of_transformers_is_one_finding():
+    """Its layers come apart with it."""
+    cache = DynamicCache()
+    for layer in range(3):
+        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
+    (found,) = find_unregistered({"past_key_values": cache}, name="kwargs")
+    assert (found.path, found.tensors, found.nbytes) == ("kwargs['past_key_values']", 6, 6 * 96)
+    assert found.remedy == "with register_flattening_functions(patch_transformers=True): ..."
 
 
 def test_what_torch_takes_apart_is_not_found():

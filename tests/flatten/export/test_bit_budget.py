@@ -4,7 +4,9 @@ import dataclasses
 import math
 
 import onnx
+import onnxruntime
 import pytest
+import torch
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
@@ -109,3 +111,32 @@ def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
     assert widths[-1] == 8
     assert len(widths) == 15
     assert not [remark for remark in loose.remarks if remark.startswith("stored in")]
+
+
+def test_a_tied_table_is_in_the_file_once(tmp_path):
+    """The embedding returns what the head multiplies with, row by row, as onnxruntime itself computes both."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(80, 64)
+            self.head = torch.nn.Linear(64, 80, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids, x):
+            return self.table(ids), self.head(x)
+
+    torch.manual_seed(0)
+    module, ids = Tied().eval(), torch.tensor([[3, 79, 0]])
+    report = export_onnx(
+        module, (ids, torch.eye(64)), path=tmp_path / "m.onnx", cases=[], quantize="int8", dynamic_shapes=None
+    ).report
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert sum(len(tensor.raw_data) for tensor in graph.initializer) < 1.3 * 80 * 64
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    names = [one.name for one in session.get_inputs()]
+    rows, columns = session.run(None, dict(zip(names, (ids.numpy(), torch.eye(64).numpy()), strict=True)))
+    table = module.table.weight.detach()
+    torch.testing.assert_close(torch.from_numpy(rows), table[ids], atol=0.02, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(columns.T[ids.numpy()]), torch.from_numpy(rows), atol=0.02, rtol=0)
+    assert any("is in the file once" in remark for remark in report.remarks)

@@ -18,6 +18,7 @@ from yobx_flatten.errors import ReplayError
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.quantized import _channels
+from yobx_flatten.export.onnx.rounding import round_with_feedback
 from yobx_flatten.export.proof import quality
 from yobx_flatten.model_folder.source.classes import small_model
 
@@ -87,6 +88,21 @@ def test_channels_make_large_ones_smaller_and_leave_the_product_as_it_is():
     assert math.isclose(float(channels.log().mean()), 0, abs_tol=1e-6)
     still = _channels(torch.zeros(4, 4), [torch.zeros(4)])
     assert torch.equal(still, torch.ones(4))
+
+
+def test_seven_bits_share_one_zero_and_lose_less_than_rounding_to_nearest():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 96, generator=draw) @ torch.randn(96, 96, generator=draw)
+    weight = torch.randn(96, 24, generator=draw)
+    grid = round_with_feedback(weight, x.T @ x / 512, 96, torch.float32, 7)
+    assert grid.zeros is None
+    assert grid.middle == 64
+    assert grid.numbers.shape == (24, 1, 96)
+    assert int(grid.numbers.max()) <= 127
+    steps = weight.abs().amax(0) / 63
+    nearest = (weight / steps).round() * steps
+    lost = [float((x @ (one - weight)).square().mean()) for one in (torch.from_numpy(grid.weights()).T, nearest)]
+    assert lost[0] < 0.7 * lost[1]
 
 
 def _tokenizer(folder, words=96):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.flatten.export.test_weight_grid import COLUMNS, ROWS, _made
-from yobx_flatten import InvalidArgumentError, export_onnx
+from tests.flatten.export.trained_model import trained_model
+from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.proof.quality import Quality
@@ -120,6 +121,16 @@ def test_inputs_are_kept_where_rounding_them_costs_more_than_rounding_weights(
     said = [remark for remark in done.report.remarks if 'activations="split"' in remark]
     assert (len(said), "Split" in _kinds(tmp_path / "m.onnx")[1]) == (is_kept, is_kept)
     assert done.report.quality.divergence == (kept if is_kept else rounded)
+
+
+def test_a_language_model_is_nearer_with_inputs_of_full_precision(tmp_path):
+    """The divergence of a model that has learned something, on calls of it."""
+    model, found = trained_model(), {}
+    kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    for kept in ("float", "int8"):
+        how = Quantization("int8", activations=kept)
+        found[kept] = export_onnx(model, kwargs=kwargs, path=tmp_path / f"{kept}.onnx", quantize=how).report.quality
+    assert found["float"].divergence < 0.5 * found["int8"].divergence
 
 
 @pytest.mark.parametrize("activations", ["split", "token"])

@@ -54,6 +54,27 @@ def test_integers_take_the_room_of_their_bits(tmp_path, name):
     assert stored == linear.weight.numel() * bits / 8
 
 
+def test_a_product_with_a_bias_and_others_of_the_same_inputs(tmp_path):
+    """The sums of blocks are computed once for all products of an input."""
+
+    class Three(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(_linear(bias=True, seed=n, **FORMS["a lowest weight"]) for n in range(3))
+
+        def forward(self, x):
+            return sum(part(x) for part in self.parts)
+
+    model, path = Three().eval(), tmp_path / "m.onnx"
+    x = torch.from_numpy(numpy.random.default_rng(0).standard_normal((2, 5, COLUMNS)).astype(numpy.float32))
+    export_onnx(model, (x,), path=path, cases=[], quantize="keep")
+    kinds = [node.op_type for node in _graph(path).node]
+    assert (kinds.count("MatMulNBits"), kinds.count("ReduceSum")) == (3, 1)
+    found = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})[0]
+    with torch.no_grad():
+        assert float((torch.from_numpy(found) - model(x)).norm() / model(x).norm()) < 0.01  # activations in 8 bits
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_an_embedding_alone_is_kept_too(tmp_path, name):
     """Its rows are gathered from the integers."""

@@ -104,6 +104,14 @@ def test_norms_of_heads_are_not_swapped_with_tokens(exported):
     assert not nodes_of(path, "Transpose")
 
 
+def test_half_precision_has_the_same_operator(tmp_path):
+    """Weights of float16 come to the same two operators; the replay allows what half precision rounds."""
+    model = make("Gemma2", {**SMALL, **MIXED}).half()
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+
+    assert (report.opset, report.operators["Attention"]) == (23, 2)
+
+
 @needs_transformers("5.17", "no trace can follow the experts of gpt-oss")
 def test_attention_sinks_stay_spelled_out(tmp_path):
     """The operator has no sinks: gpt-oss keeps its softmax over one more column."""

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from torch.export import Dim
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel, DetrConfig, DetrForObjectDetection, ResNetConfig
 
 from yobx_flatten import Case, export_program, register_flattening_functions
 from yobx_flatten.runners.open import open_runner
@@ -16,6 +16,26 @@ from yobx_flatten.runners.open import open_runner
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
 SLOW = pytest.mark.slow
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def _unet():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),  # between them is one block that attends
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    return model, lambda rows: {
+        "sample": torch.randn(rows, 4, 8, 8),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": torch.randn(rows, 5, 8),
+    }
 
 
 def _diffusion_transformer():
@@ -53,6 +73,24 @@ def _clip():
     }
 
 
+def _detection():
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 2, depths=[1] * 2, out_features=["stage2"])
+    sizes = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=16,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_queries=5,
+        num_labels=3,
+        **sizes,
+    )
+    return DetrForObjectDetection(config), lambda rows: {"pixel_values": torch.randn(rows, 3, 32, 32)}
+
+
 def _segmentation():
     from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
@@ -69,21 +107,32 @@ def _classifier_of_timm():
 
 # fields of the output, in the order of its class
 MODELS = {
+    "unet": (_unet, ["sample"]),
     "diffusion transformer": (_diffusion_transformer, ["sample"]),
     "clip": (_clip, ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]),
+    "detection": (_detection, ["logits", "pred_boxes", "last_hidden_state", "encoder_last_hidden_state"]),
     "segmentation": (_segmentation, ["out"]),
     "classifier of timm": (_classifier_of_timm, ["output"]),
 }
 # what is not installed everywhere; torchvision raises a RuntimeError next to a torch that it was not compiled for
-NEEDS = {"diffusion transformer": "diffusers", "segmentation": "torchvision", "classifier of timm": "timm"}
+NEEDS = {
+    "unet": "diffusers",
+    "diffusion transformer": "diffusers",
+    "segmentation": "torchvision",
+    "classifier of timm": "timm",
+}
 
 
-def _marks(runtime):
-    return (SLOW, pytest.mark.extended) if runtime in ("aotinductor", "executorch") else ()  # they compile for a minute
+def _marks(name, runtime):
+    if runtime in ("aotinductor", "executorch"):  # a model compiles for a minute
+        return SLOW, pytest.mark.extended
+    return pytest.mark.extended if name in ("unet", "detection") else ()
 
 
 PAIRS = [
-    pytest.param(name, runtime, id=f"{name}, {runtime}", marks=_marks(runtime)) for name in MODELS for runtime in SUFFIX
+    pytest.param(name, runtime, id=f"{name}, {runtime}", marks=_marks(name, runtime))
+    for name in MODELS
+    for runtime in SUFFIX
 ]
 
 

@@ -241,6 +241,14 @@ def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
     assert any("sizes of 0 and 1 in the example stay fixed" in remark for remark in report.remarks)
 
 
+def test_a_case_that_the_program_refuses_is_an_error_with_its_reason():
+    """A program of fixed sizes does not take another one; the report says why."""
+    args, kwargs = _scale_inputs(2)
+    other_args, other_kwargs = _scale_inputs(5)
+    with pytest.raises(ReplayError, match=r"five rows\s+torch\.export\s+0\s+step 0: "):
+        export_program(Scale(), args, kwargs, dynamic_shapes=None, cases=[Case("five rows", other_args, other_kwargs)])
+
+
 def test_a_file_appears_only_when_it_is_done(tmp_path, monkeypatch):
     """A conversion that fails leaves nothing half-written behind, and what was there before stays."""
     path = tmp_path / "scale.onnx"

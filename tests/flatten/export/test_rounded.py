@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from yobx_flatten import export_onnx
 from yobx_flatten.export.quantization import Quantization
@@ -27,6 +28,29 @@ class Reader(torch.nn.Module):
 def _initializers(path):
     graph = onnx.load(path).graph
     return graph, {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+def _encoder():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(**sizes, vocab_size=1200, max_position_embeddings=64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertModel(config, add_pooling_layer=False).eval()
+
+
+def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
+    """The table of the words is most of it, and is in 8 bits; embeddings of sentences stay where they are."""
+    model, path = _encoder(), tmp_path / "m.onnx"
+    ids = torch.randint(0, 1200, (8, 12), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    report = export_onnx(model, kwargs=given, path=path, quantize="int8").report
+    assert any("embedding tables, in int8" in remark for remark in report.remarks)
+    assert path.stat().st_size < 0.3 * sum(weight.nbytes for weight in model.parameters()) + 60_000
+    found = onnxruntime.InferenceSession(path).run(None, {name: value.numpy() for name, value in given.items()})[0]
+    with torch.no_grad():
+        expected = model(**given).last_hidden_state.mean(1)
+    cosines = torch.nn.functional.cosine_similarity(torch.from_numpy(found).mean(1), expected)
+    assert float(cosines.min()) >= 0.995
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])

@@ -5,6 +5,7 @@ import math
 import onnxruntime
 import pytest
 import torch
+import transformers
 from torch.export import Dim
 
 from yobx_flatten import export_onnx, export_program, prove_program
@@ -17,9 +18,15 @@ def _padded(self, x):
     return F.pad(x, (0, missing), value=9.0) if missing > 0 else x * 2
 
 
+def _padded_upwards(self, x):
+    missing = -(-x.shape[1] // 4) * 4 - x.shape[1]
+    return x + 5 if missing > 0 else x * 2
+
+
 # name of a module -> its forward
 FORWARDS = {
     "Padded": _padded,
+    "PaddedUpwards": _padded_upwards,
     "Remainder": lambda self, x: x + 5 if x.shape[1] % 4 == 1 else x * 2,
     "Either": lambda self, x: x + 5 if x.shape[1] % 2 == 1 or x.shape[0] % 5 == 4 else x * 2,
     "Both": lambda self, x: x + 5 if x.shape[1] % 2 == 0 and x.shape[1] % 4 == 0 else x * 2,
@@ -164,6 +171,42 @@ def test_a_given_program_that_takes_too_much_is_named():
     )
     report = prove_program(program, made("Rounded")).report
     assert any(remark.startswith("the program was traced for x.shape[1] == 8") for remark in report.remarks)
+
+
+@pytest.mark.slow
+def test_depth_anything_takes_pictures_of_any_size(tmp_path):
+    """Its head computes ``int(patch_height * self.patch_size)``, which fixed the size of the example."""
+    torch.manual_seed(0)
+    bone = transformers.Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=56,
+        patch_size=14,
+        out_indices=[1, 2],
+        reshape_hidden_states=False,
+        apply_layernorm=True,
+    )
+    config = transformers.DepthAnythingConfig(
+        backbone_config=bone,
+        patch_size=14,
+        neck_hidden_sizes=[16, 16],
+        reassemble_factors=[2, 1],
+        fusion_hidden_size=16,
+        head_hidden_size=8,
+        reassemble_hidden_size=32,
+        initializer_range=0.1,
+    )
+    model = transformers.DepthAnythingForDepthEstimation(config).eval()
+    export_onnx(model, kwargs={"pixel_values": torch.randn(2, 3, 70, 84)}, path=tmp_path / "depth.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "depth.onnx")
+    for rows, columns in ((112, 56), (56, 56), (28, 140)):
+        pixels = torch.randn(3, 3, rows, columns)
+        with torch.no_grad():
+            expected = model(pixel_values=pixels).predicted_depth
+        (found,) = session.run(None, {"pixel_values": pixels.numpy()})
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
 
 
 class Biased(torch.nn.Module):

@@ -40,6 +40,19 @@ def targets(program):
     return {node.target for node in program.graph.nodes if node.op == "call_function"}
 
 
+def test_the_decomposed_program_computes_the_same():
+    """For the example's size and another one, next to the eager module."""
+    module = Mixed().eval()
+    found = decompose_untranslated(exported(module, torch.randn(3, 4), shapes=(BATCH,)), table())
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        state = [found.state_dict[name] for name in found.graph_signature.parameters]
+        values = torch.fx.Interpreter(found.graph_module).run(*state, x)
+        for value, expected in zip(values, module(x), strict=True):
+            assert torch.equal(value, expected)
+            assert value.dtype == expected.dtype
+
+
 def test_only_what_has_to_be_is_decomposed_in_a_copy():
     """``linear`` is kept, ``__and__`` is not, and a cast to the same type is gone. The given program is read only."""
     program = exported(Mixed().eval(), torch.randn(3, 4), shapes=(BATCH,))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
 from yobx_flatten.recipe.attributes import checked, functions_from_fields
 
@@ -139,6 +140,27 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
     for function in (flatten, flatten_with_keys):
         with pytest.raises(StaticDataError, match=found):
             function(Cell(1, 2, value))
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="dynamo of torch 2.11 reads no `__dict__` of a frozen dataclass"
+)
+def test_a_program_takes_generated_functions_apart():
+    """`torch.export`, strict and not, traces through them."""
+
+    class Half(torch.nn.Module):
+        def forward(self, frozen):
+            return Frozen(frozen.a / 2, frozen.b)
+
+    flatten, flatten_with_keys, unflatten = functions_from_fields(Frozen, ["a", "b"])
+    register_class_flattening(Frozen, flatten, unflatten, flatten_with_keys)
+    try:
+        example = Frozen(torch.ones(2), torch.zeros(3))
+        for strict in (False, True):
+            program = torch.export.export(Half(), (example,), strict=strict)
+            assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
+    finally:
+        unregister_class_flattening(Frozen)
 
 
 def test_a_slot_that_was_never_set_is_named():

@@ -345,6 +345,22 @@ def test_a_static_field_of_a_pydantic_model_is_checked(pydantic):
         functions_of(Model)[0](Model(size=torch.ones(1)))
 
 
+@pytest.mark.parametrize("mappable", [False, True])
+def test_a_chex_dataclass_comes_apart_by_its_fields(mappable):
+    """Also one that has the methods of a mapping."""
+    chex = pytest.importorskip("chex", reason="chex writes the class")
+
+    class Params:
+        w: Any
+        b: Any = None
+
+    cls = chex.dataclass(Params, mappable_dataclass=mappable)
+    flatten, _, unflatten = functions_of(cls)
+    obj = cls(w=1, b=2)
+    assert flatten(obj) == ([1, 2], ["w", "b"])
+    assert unflatten(*flatten(obj)) == obj
+
+
 def objects_of_every_kind():
     """Tensors inside, one object per reader; JAX takes floats in their place."""
     attrs = pytest.importorskip("attrs", reason="attrs writes one class")

@@ -343,6 +343,13 @@ def test_other_data_is_another_key(one, other):
     assert hashable(one) != hashable(other)
 
 
+def test_the_order_of_a_dict_does_not_count():
+    """As two dicts are equal whatever the order of their items is."""
+    one, other = hashable({"a": [1], "b": [2]}), hashable({"b": [2], "a": [1]})
+    assert one == other
+    assert hash(one) == hash(other)
+
+
 def test_changing_the_data_does_not_change_the_key():
     """What goes in is copied, and what comes out as well."""
     static = {"names": ["a"]}

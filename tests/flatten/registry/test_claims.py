@@ -155,6 +155,18 @@ def test_a_second_library_that_fails_undoes_the_first(two_libraries):
     assert registry.recipe_in_force(Pair) is None
 
 
+def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
+    """She has the class in optree, the block in torch; each goes by itself."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("optree",))
+    claim = registry.claim(recipe_for())
+    assert claim is not None
+    registry.release_user(Pair)
+    assert list(shelves["torch"].held) == [Pair]
+    registry.release(claim)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
+
+
 def test_libraries_are_chosen_by_name(two_libraries):
     """One name, several in any order, or all; they are told in our order."""
     pytest.importorskip("optree", reason="optree is not installed")

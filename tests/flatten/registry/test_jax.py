@@ -4,12 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
-from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten import pytree_dataclass, register_class_flattening, static_field, unregister_class_flattening
 from yobx_flatten.errors import AlreadyRegisteredError, StaticDataError
 from yobx_flatten.registry.claims import REGISTRY
 
@@ -41,6 +42,15 @@ def test_grad_works_through_the_class(cls):
     grads = jax.grad(lambda l: jnp.sum(l.weights))(layer)  # noqa: E741 # as in the lesson
     assert grads.weights.tolist() == [[1.0] * 4] * 3
     assert grads.activation == "relu"
+
+
+@pytest.mark.parametrize("cls", [DenseParams, Dense])
+def test_vmap_maps_the_class(cls):
+    """A row at a time, and rows of the class come back."""
+    layer = cls(jnp.ones((5, 3)), jnp.zeros(5), activation="gelu")
+    mapped = jax.vmap(lambda row: cls(row.weights + 1, row.bias, row.activation))(layer)
+    assert mapped.weights.tolist() == [[2.0] * 3] * 5
+    assert mapped.activation == "gelu"
 
 
 def test_jit_compiles_anew_for_other_static_data_only():
@@ -213,6 +223,29 @@ def test_writing_over_a_class_of_others_is_refused():
 
     with pytest.raises(AlreadyRegisteredError, match="by other code, and JAX cannot replace a registration"):
         backend.write(Recipe.from_functions(cls, lambda pair: ([], None), lambda c, s: None, None))
+
+
+def test_a_dataclass_may_be_a_program_of_both():
+    """The same class, exported by torch and compiled by JAX, with the same answer."""
+
+    @pytree_dataclass
+    class Layer:
+        weights: Any
+        scale: float = static_field(default=2.0)
+
+    def apply(layer, x):
+        return (x @ layer.weights) * layer.scale
+
+    class Module(torch.nn.Module):
+        def forward(self, layer, x):
+            return apply(layer, x)
+
+    weights, x = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0]]
+    args = Layer(torch.tensor(weights)), torch.tensor(x)
+    exported = torch.export.export(Module(), args).module()(*args)
+    compiled = jax.jit(apply)(Layer(jnp.array(weights)), jnp.array(x))
+    unregister_class_flattening(Layer)
+    assert exported.tolist() == compiled.tolist() == [[8.0, 12.0]]
 
 
 LATE = """

@@ -134,6 +134,13 @@ def test_the_second_file_is_asked_for_by_name(path):
         load_nested(path)
 
 
+def test_both_files_may_move_together(path, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    for file in (path, path.with_name("x.onnx.data")):
+        file.rename(tmp_path / "elsewhere" / file.name)
+    assert torch.equal(load_nested(tmp_path / "elsewhere" / "x.onnx")["x"], VALUES["x"])
+
+
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "..", "", "a/b"])
 def test_a_file_reads_nothing_but_what_is_beside_it(path, location):
     def change(model):

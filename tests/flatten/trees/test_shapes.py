@@ -1,5 +1,7 @@
 """`dynamic_shapes` written from the inputs, and checked before torch sees them."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.export import Dim
@@ -15,7 +17,10 @@ from yobx_flatten import (
     decode_inputs,
     dynamic_shapes,
     make_dynamic_shapes_kv_cache,
+    make_flattening_function_for_dataclass,
+    register_class_flattening,
     register_flattening_functions,
+    unregister_class_flattening,
 )
 
 AUTO = Dim.AUTO
@@ -145,6 +150,30 @@ def test_a_cache_whose_specification_is_too_short_is_named_by_path():
     cache = start("mistral").cache
     with pytest.raises(DynamicShapesError, match=r"kwargs\.past: DynamicCache has 5 children .*'length'\].* has 4"):
         check_dynamic_shapes({"kwargs": {"past": cache}}, {"kwargs": {"past": [None] * 4}})
+
+
+def test_a_users_own_class_is_written_as_a_list_of_its_children():
+    """What torch wants for a registered class, and what it takes."""
+
+    @dataclasses.dataclass
+    class Pair:
+        a: torch.Tensor
+        b: torch.Tensor
+
+    class Model(torch.nn.Module):
+        def forward(self, pair):
+            return pair.a + pair.b.sum()
+
+    flatten, with_keys, unflatten = make_flattening_function_for_dataclass(Pair, set())
+    register_class_flattening(Pair, flatten, unflatten, with_keys)
+    try:
+        pair = Pair(torch.ones(3), torch.ones(4))
+        shapes = dynamic_shapes({"pair": pair})
+        assert shapes == {"pair": [{0: AUTO}, {0: AUTO}]}
+        program = torch.export.export(Model(), (), {"pair": pair}, dynamic_shapes=shapes)
+        assert program.module()(pair=Pair(torch.ones(5), torch.ones(7))).tolist() == [8.0] * 5
+    finally:
+        unregister_class_flattening(Pair)
 
 
 def test_bounds_hold_for_all_leaves_of_one_meaning():

@@ -163,6 +163,14 @@ def test_a_planted_fault_is_found(plant, right, model, tmp_path):
     assert all(case.error is None or "expected" in case.error for case in report.files["model.onnx"].report.cases)
 
 
+def test_a_lost_window_is_found(model, tmp_path):
+    """A file that attends to all tokens is wrong past the window."""
+    proto = written(small_mistral(window=None), tmp_path / "all.onnx")
+    report = verdict(proto, model, tmp_path).files["model.onnx"].report
+    wrong = {case.case: case.error for case in report.failed()}
+    assert wrong["batch 4, past 19, new 1, 9 padded"] is None, "it runs, and returns other numbers"
+
+
 NAMES = {
     "tuples": lambda layer, kind: (
         f"past_key_values.{layer}.{kind == 'value':d}",

@@ -51,8 +51,8 @@ those of eager PyTorch (relative tolerance 1e-4). Input values for which eager P
 
 `yobx_flatten/trace/onnx_repairs.py` contains corrected translations of operators that `torch.onnx.export` translates
 wrongly. The operators that are marked wrong below also return wrong values in files of `torch.onnx.export`, mostly for
-infinities and NaN. `export_onnx` does not check files with infinities or NaN. If your program uses one of these
-operators with such values, pass your own translation:
+infinities and NaN. `export_onnx` does not check files with infinities or NaN. If your program passes infinities or NaN
+to one of these operators, give `export_onnx` your own translation:
 `export_onnx(..., translations={{torch.ops.aten.NAME.default: function}})`.
 
 ## What is not correct

@@ -48,9 +48,9 @@ by alternating measurements on one machine.
 Peak memory includes memory-mapped files. Of the 1.7 GB for float32, 1.2 GB are libraries and the mapped weights of the
 checkpoint and of the new file; Linux frees these pages when memory is short. The process needs 0.5 GB of other memory.
 
-"Other weights" are the model's weights, each changed by up to 0.05 %. The original weights are integers of 4 and 8
-bits, which the export finds and keeps exactly; the changed weights must be rounded. Like fine-tuned weights, the
-changed weights are still close to the 16 quantization steps of their block, so int4 loses little. The
+"Other weights" are the model's weights, each changed by up to 0.05 %. The original weights are exact multiples of 4-bit
+and 8-bit integers; the export detects and stores these integers. The changed weights must be rounded. Like fine-tuned
+weights, the changed weights are still close to the 16 quantization steps of their block, so int4 loses little. The
 [guide](guide/quantize.md) shows the error for weights that are not close to any step. "Rounded inputs" is
 `--activations int8`, which also rounds the activations to 8 bits. Rounded activations are faster, but greedy tokens
 change where two logits are close, as in some answers below. "Split inputs" is `--activations split`, where large

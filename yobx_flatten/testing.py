@@ -45,11 +45,10 @@ def recipe_tests(*samples: Any) -> Callable[..., None]:
     """Make a pytest test of the samples' classes and their flatten functions; assign the test to a ``test_...`` name.
 
     Args:
-        samples: instances; their classes must be registered when the tests run, not before.
+        samples: instances of classes that are registered when the tests run; not necessarily before.
 
     Returns:
-        A function that pytest runs once for each sample and each check of
-        :func:`~yobx_flatten.check_recipe`.
+        A function that pytest runs once for each sample and each check of :func:`~yobx_flatten.check_recipe`.
 
     Raises:
         MissingDependencyError: when pytest is not installed.

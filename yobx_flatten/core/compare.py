@@ -15,11 +15,11 @@ kind           measure                                     float32, float64    f
 
 1. Different kernels compute in a different order, and each layer adds rounding. 316 model types with random weights
    have smaller differences.
-2. The same kernels run in a different place, such as in a split model: 8 roundings in 32 bits and more.
-3. The gradients of a parameter that is used several times are added in a different order.
-4. The same terms are added in a different order and in different groups, such as the losses of parts of a batch.
-5. The same kernels run on the same numbers in one file.
-6. Rows are computed together and in parts: different kernels are used, and each layer amplifies their rounding.
+2. The same kernels run in a different program, such as in a split model: 8 roundings in 32 bits and more. 3. The
+gradients of a parameter that is used several times are added in a different order. 4. The same terms are added in a
+different order and in different groups, such as the losses of parts of a batch. 5. The same kernels run on the same
+numbers in one file. 6. Rows are computed together and in parts: different kernels are used, and each layer amplifies
+their rounding.
 """
 
 from __future__ import annotations

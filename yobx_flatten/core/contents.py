@@ -173,7 +173,7 @@ QUALNAME_OF: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 def is_known_base(cls: type, names: Iterable[str]) -> bool:
-    """Return whether a class or one of its bases is defined in one of the packages."""
+    """Return whether a class or one of its bases is defined in one of the named packages."""
     return any(str(MODULE_OF(base)).partition(".")[0] in names for base in _mro(cls))
 
 

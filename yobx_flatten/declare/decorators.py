@@ -271,7 +271,7 @@ def pytree_dataclass(cls: C, *, backends: Backends = "all", **options: Any) -> C
 def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options: Any) -> Callable[[C], C]: ...
 @dataclass_transform(field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
-    """Make a class a dataclass and a pytree node: its fields are flattened, except those of :func:`static_field`.
+    """Make a class a dataclass and a pytree node: its fields are flattened, except each :func:`static_field`.
 
     An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; a
     value that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).

@@ -221,8 +221,8 @@ def register_cache_flattening(
 
     Args:
         patch_transformers: whether to register every cache class of transformers and of its models, also of those
-            imported later, and to let one trace cover all lengths (see :mod:`.support`). The ``ModelOutput`` family
-            keeps the registration that transformers makes. ``False`` by default.
+            imported later, and to let a trace serve inputs of all lengths (see :mod:`.support`). The ``ModelOutput``
+            family keeps the registration that transformers makes. ``False`` by default.
         patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
             imported later. ``False`` by default.
         verbose: 1 or more logs each change of a registration; 0 by default.

@@ -1,4 +1,4 @@
-"""Explain objects, examples, error messages and recipes, without changing anything."""
+"""Explain objects, examples, error messages and flatten functions, without changing anything."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class Findings(tuple[Finding, ...]):
         """Raise an exception if :func:`check_inputs` found errors; warnings alone raise nothing.
 
         Raises:
-            FlattenError: the class that fits the first error: ``InvalidArgumentError``, ``NotRegisteredError`` or
-                ``DynamicShapesError``. The message lists all errors.
+            FlattenError: of the class that describes the first error: ``InvalidArgumentError``, ``NotRegisteredError``
+                or ``DynamicShapesError``. The message lists all errors.
         """
         if self.errors:
             raise self.errors[0].kind("\n".join(finding.text for finding in self.errors))

@@ -261,7 +261,7 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
 
 
 def _own(cls: type, obj: object, layouts: Layouts) -> str:
-    """Return the line that registers a class for which this package has no recipe."""
+    """Return the line that registers a class for which this package has no flatten functions."""
     name = cls.__qualname__.rpartition("<locals>.")[2]
     if _is_registered_with_jax(cls):
         return f"mirror({name})"

@@ -181,7 +181,7 @@ class Explanation:
         text: the meaning of the error.
         paths: the inputs or outputs that cause the error, as Python.
         remedy: the line to type; empty if there is none.
-        known: whether the message is one of those that :func:`explain_error` knows.
+        known: whether :func:`explain_error` has an explanation for the message.
     """
 
     text: str

@@ -73,7 +73,7 @@ class RoundTripError(VersionDependentError, FlattenError, ValueError):
 
 
 class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
-    """The nested structure of an object differs from that of the example that a program was exported with."""
+    """The nested structure of an object differs from the structure of the example in the export of a program."""
 
 
 class StaticDataError(VersionDependentError, FlattenError, TypeError):

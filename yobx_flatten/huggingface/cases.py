@@ -72,7 +72,7 @@ class DecodeSizes:
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why the inputs of a model cannot be made in other sizes; ``None`` if they can."""
+    """Return why no inputs of other sizes can be made for a model; ``None`` if inputs can be made."""
     # cache_is: the name of the cache among the inputs; `""` without a cache
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"

@@ -44,7 +44,7 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why a model cannot run without the token counter of its cache as input; ``None`` if it can."""
+    """Return why a model needs the token counter of its cache as input; ``None`` if the model runs without."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
     lacking += [] if cache_is in takes else ["cache"]

@@ -22,9 +22,9 @@ of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the pr
 
 transformers registers every ``ModelOutput`` itself, once, when the class is created; a removed registration would be
 lost for the rest of the process. A registration that contains the names of the fields stays. transformers before 5.17
-registers no names, which :mod:`.support` adds inside the ``with`` block. Then only ``BaseModelOutput`` gets a recipe of
-this package: a recipe has its own stored name, and a new process that loads a program could not find the class of that
-name.
+registers no names, which :mod:`.support` adds inside the ``with`` block. Then only ``BaseModelOutput`` is registered by
+this package: a registration has its own stored name, and a new process that loads a program could not find the class of
+that name.
 """
 
 from __future__ import annotations

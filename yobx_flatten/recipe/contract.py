@@ -61,7 +61,7 @@ class Recipe:
         *,
         remedy: str | None = None,
     ) -> Recipe:
-        """Check a user's flatten and unflatten functions, and make a recipe from them."""
+        """Check a user's flatten and unflatten functions, and return a ``Recipe`` with these functions."""
         require_class(target)
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
@@ -80,7 +80,7 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        """Return whether two recipes have the same flatten, keyed flatten and unflatten functions."""
+        """Return whether both ``Recipe`` objects have the same flatten, keyed flatten and unflatten functions."""
         mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
         return all(map(_same_function, mine, theirs))
 

@@ -68,7 +68,7 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a recipe for a class that declares its fields, such as a dataclass, with :func:`functions_of`."""
+    """Make a ``Recipe`` for a class that declares its fields, such as a dataclass, with :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 

@@ -17,7 +17,7 @@ from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
-    """Raise an error if a sample differs after the recipe's functions have flattened and unflattened it."""
+    """Raise an error if a sample, flattened and unflattened with the recipe's functions, differs."""
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
@@ -94,7 +94,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     if operators:
         raise RoundTripError(
             f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor created "
-            "in f_unflatten becomes a constant of the program. Return it as a child, or create it where it is used."
+            "in f_unflatten becomes a constant of the program. Return the tensor as a child, or create it in the model."
         )
 
 

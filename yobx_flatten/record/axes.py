@@ -201,7 +201,7 @@ class _AxisReading:
                 self.axes.relations += [relation] if relation else []
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
-        """Return a formula, such as ``n = 2 * batch``, that fits a varying size in all calls, or ``None``."""
+        """Return a formula, such as ``n = 2 * batch``, that is true for a size in all calls, or ``None``."""
         sizes = self.axes.sizes[name]
         if len(set(sizes.values())) < 2:
             return None

@@ -149,7 +149,7 @@ class RecordedCalls(Sequence[Call]):
         """Return the arguments without tensors that are equal in all recorded calls; :meth:`module` passes them itself.
 
         Args:
-            phase: name of the phase; it can be omitted if there is only one.
+            phase: name of the phase, which can be omitted if all calls are in one phase.
 
         Returns:
             The constant arguments by parameter name.
@@ -166,7 +166,7 @@ class RecordedCalls(Sequence[Call]):
         ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
 
         Args:
-            phase: name of the phase; it can be omitted if there is only one.
+            phase: name of the phase, which can be omitted if all calls are in one phase.
             **sizes: sizes of the example, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
 
         Returns:
@@ -182,7 +182,7 @@ class RecordedCalls(Sequence[Call]):
         """Return the ``dynamic_shapes`` of :meth:`example`, in the form that ``torch.export.export`` accepts.
 
         Args:
-            phase: name of the phase; it can be omitted if there is only one.
+            phase: name of the phase, which can be omitted if all calls are in one phase.
             **sizes: the sizes passed to :meth:`example`; each of these sizes varies.
 
         Returns:
@@ -198,7 +198,7 @@ class RecordedCalls(Sequence[Call]):
         """Return the module to export: it accepts what :meth:`example` returns, and also passes :meth:`constants`.
 
         Args:
-            phase: name of the phase; it can be omitted if there is only one.
+            phase: name of the phase, which can be omitted if all calls are in one phase.
 
         Returns:
             The module, which calls the recorded object.
@@ -222,7 +222,7 @@ class RecordedCalls(Sequence[Call]):
         Args:
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
                 called with the arguments of :meth:`example`.
-            phase: name of the phase; it can be omitted if there is only one.
+            phase: name of the phase, which can be omitted if all calls are in one phase.
             tolerance: largest absolute difference allowed; 1e-4 by default.
 
         Returns:

@@ -1,8 +1,8 @@
 """Store which blocks claim each class, and restore the earlier registration after the last claim.
 
 A *library* is torch (three tables), optree or JAX. The first claim on a class reads the entry of the class in each
-table of the library (*found*), and registers the recipe. The last release restores *found*. Claims are released in any
-order.
+table of the library (*found*), and registers the flatten functions. The last release restores *found*. Claims are
+released in any order.
 
     claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
@@ -60,7 +60,7 @@ class Registry:
         self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
-        """Return the recipe by which this package registered a class with a library; ``None`` without a claim."""
+        """Return the functions that this package registered for a class with a library; ``None`` without a claim."""
         with self._lock:
             slot = self._slots.get((library, cls))
             return None if slot is None else slot.recipe
@@ -172,7 +172,7 @@ class Registry:
         self._retired[claim.recipe.cls] = slot.recipe.remedy
 
     def _open(self, recipe: Recipe, libraries: tuple[str, ...], *, by_user: bool) -> Claim:
-        """Register the recipe in all tables of the libraries, or in none."""
+        """Register the flatten functions in all tables of the libraries, or in no table."""
         found = {library: [b.read(recipe.cls) for b in self._libraries[library]] for library in libraries}
         written: list[tuple[Backend, Any]] = []
         try:
@@ -237,7 +237,7 @@ class Backend(Protocol):
         """Return the library's entry for ``cls``, or ``None``."""
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe's class, replacing its current registration."""
+        """Register a class with the functions in ``recipe``, replacing the class's registration."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
-        """Remove the recipe, and restore the registration ``found``, which ``read`` returned before ``write``."""
+        """Unregister the functions in ``recipe``, and restore the registration ``found`` that ``read`` returned."""

@@ -27,7 +27,7 @@ NAMESPACE = "yobx_flatten"
 
 
 class Optree:
-    """The classes registered in optree's namespace ``"yobx_flatten"``; before optree is imported, those to register."""
+    """Registers classes in optree's namespace ``"yobx_flatten"``, or stores the classes until optree is imported."""
 
     name = "optree"
 
@@ -35,12 +35,12 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the recipe to register when optree is imported, or ``None``."""
+        """Return optree's entry of a class, or the ``Recipe`` to register when optree is imported, or ``None``."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe's class with optree, or when optree is imported, replacing its current registration."""
+        """Register a class with optree, now or when optree is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
@@ -142,7 +142,7 @@ _THEIRS = "registered with JAX by other code"
 
 
 class Jax:
-    """The classes registered in JAX's pytree registry; before JAX is imported, those to register."""
+    """Registers classes in JAX's pytree registry, or stores the classes until JAX is imported."""
 
     name = "jax"
 
@@ -161,11 +161,11 @@ class Jax:
             return _THEIRS if _is_node(cls) else None
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe's class with JAX, or when JAX is imported, replacing its current registration."""
+        """Register a class with JAX, now or when JAX is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Note that the recipe is no longer registered; JAX, which cannot unregister a class, continues to use it."""
+        """Mark the functions as unregistered; JAX, which cannot unregister a class, continues to call them."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
@@ -193,7 +193,7 @@ class Jax:
 
 
 class _Node:
-    """JAX's entry for one class: three methods, and the recipes that they look up."""
+    """JAX's entry for one class: three methods, and the flatten functions that these methods call."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.in_force: Recipe | None = recipe
@@ -201,7 +201,7 @@ class _Node:
         self._current = (0, recipe)  # one tuple, so that another thread never reads a number with a different recipe
 
     def put(self, recipe: Recipe) -> None:
-        """Make JAX flatten the class by this recipe instead of the earlier recipe."""
+        """Make JAX flatten the class with the functions in ``recipe`` instead of the earlier functions."""
         same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
         number = next(same, len(self._recipes))
         self._recipes[number : number + 1] = [recipe]
@@ -256,7 +256,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """Recipes to register with a library when it is imported."""
+    """Classes to register with a library when the library is imported, with their flatten functions."""
 
     # deliver: registers one recipe with the library; called while `lock` is held
     # lock: a backend holds the lock from its check of the library until its change is done, so that no other thread
@@ -270,7 +270,7 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library is imported, after the waiting recipes were registered with the library."""
+        """Return whether the library is imported; if so, first register the classes that wait for the import."""
         # no import and no wait for an import: the importing thread may wait for our lock
         with self.lock:
             if not self._there:
@@ -282,7 +282,7 @@ class Waiting:
             return True
 
     def put(self, recipe: Recipe) -> None:
-        """Register a recipe with the library now, or as soon as the library is imported."""
+        """Register a class with the library now, or as soon as the library is imported."""
         with self.lock:
             if self.library_is_there():
                 self._deliver(recipe)
@@ -290,18 +290,18 @@ class Waiting:
                 self.add(recipe)
 
     def get(self, cls: type) -> Recipe | None:
-        """Return the recipe of a class that waits for the library's import; ``None`` if there is none."""
+        """Return the functions of a class that waits for the library's import; ``None`` if the class does not wait."""
         return self._recipes.get(cls)
 
     def add(self, recipe: Recipe) -> None:
-        """Add a recipe to register when the library is imported, replacing an earlier recipe of the same class."""
+        """Let a class wait for the library's import, with these functions instead of earlier functions."""
         with self.lock:
             if not self._recipes:
                 self._hook.install()
             self._recipes[recipe.cls] = recipe
 
     def drop(self, recipe: Recipe) -> None:
-        """Remove a recipe that waits for the library's import; a different recipe of its class stays."""
+        """Remove a class that waits for the library's import, unless it waits with other functions."""
         with self.lock:
             if self._recipes.get(recipe.cls) is recipe:
                 del self._recipes[recipe.cls]

@@ -21,8 +21,8 @@ _MISSING = object()
 class AttributePatch:
     """An attribute or dict entry that is replaced while it has at least one holder.
 
-    Holders, such as a ``with`` block, may acquire and release it in any order, from any thread. A replacement that
-    other code made later is kept.
+    Holders, such as a ``with`` block, may acquire and release it in any order, from any thread. If other code replaced
+    the attribute later, the other replacement stays.
     """
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:

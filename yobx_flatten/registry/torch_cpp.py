@@ -44,7 +44,7 @@ class TorchCpp:
             return None
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe's class with torch's C++ pytree, replacing its current registration."""
+        """Register a class with torch's C++ pytree, replacing the class's current registration."""
         if not of_torch.cxx_pytree_exists():
             return
         with of_torch.NODE_REGISTRY_LOCK:
@@ -85,7 +85,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class, or one recipe of it, from the pending list; return its first position."""
+    """Remove a class, or only its entry made from ``recipe``, from the pending list; return the first position."""
     pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]

@@ -34,12 +34,12 @@ class TorchPython:
         return _FoundNode(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether torch has the recipe's class registered with the recipe's functions."""
+        """Return whether torch has a class registered with the functions in ``recipe``."""
         node = pytree.SUPPORTED_NODES.get(recipe.cls)
         return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
 
     def write(self, recipe: Recipe) -> None:
-        """Register the recipe's class in torch's tables, replacing its current registration."""
+        """Register a class in torch's tables, replacing the class's current registration."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
             name = _free_name(recipe)
@@ -95,7 +95,7 @@ class TorchPython:
 
 
 def _free_name(recipe: Recipe) -> str:
-    """Return the name of a recipe, or a numbered name if a different class has that name."""
+    """Return the serialized name for a class, with a number if a different class has that name."""
     name, count = recipe.name, 1
     while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, recipe.cls) is not recipe.cls:
         count += 1
@@ -135,12 +135,12 @@ class TorchFx:
         return _FoundRules(fx_pytree.SUPPORTED_NODES[cls], exact)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether the rule of ``torch.fx`` for the recipe's class was made from this recipe."""
+        """Return whether the rule of ``torch.fx`` for a class was made from the functions in ``recipe``."""
         rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
         return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Register a rule made from the recipe with ``torch.fx``, replacing the class's current rule."""
+        """Register a rule for a class with ``torch.fx``, replacing the class's current rule."""
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:

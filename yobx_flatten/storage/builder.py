@@ -82,7 +82,7 @@ class MiniOnnxBuilder:
         The outputs have the names ``<name>___keys`` and ``<name>___values``.
 
         Args:
-            name: prefix of both names.
+            name: prefix of the names of the two outputs.
             tensors: at least one tensor or array, by text keys.
 
         Raises:

@@ -82,7 +82,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
             any value.
 
     Returns:
-        The values, bitwise identical to those that were stored.
+        The values, bitwise identical to the stored values.
 
     Raises:
         InvalidArgumentError: when the value is not of the class that ``expected`` names.

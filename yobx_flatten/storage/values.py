@@ -303,7 +303,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
-    """Describe why a tensor cannot be stored directly; ``None`` if it can.
+    """Describe why a tensor cannot be stored directly; ``None`` if nothing prevents direct storage.
 
     >>> obstacle_of(torch.eye(2).to_sparse()).line
     'tensor.to_dense()'

@@ -65,7 +65,7 @@ def explain_failure(
 
 
 def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the ``KeyboardInterrupt`` that caused an error, such as that of an interrupted import, or ``None``."""
+    """Return the ``KeyboardInterrupt`` that caused an error, such as an error of an interrupted import, or ``None``."""
     below = error.__cause__ or error.__context__
     behind = None if below is None else interruption_behind(below)
     return error if isinstance(error, KeyboardInterrupt) else behind

@@ -84,7 +84,7 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
 def _own_specs(program: ExportedProgram) -> None:
     """Copy the static parts of a program, so that a change to an object of the caller does not change the program.
 
-    The recipes of this package return copies of lists. A user's flatten function may return the list of the object.
+    This package's flatten functions return copies of lists. A user's flatten function may return the object's own list.
     """
     with contextlib.suppress(Exception), warnings.catch_warnings():  # objects that cannot be copied stay shared
         warnings.simplefilter("ignore", FutureWarning)  # a warning of torch 2.13 about the class of its own leaves

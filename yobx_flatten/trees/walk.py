@@ -159,7 +159,7 @@ def _meaning(place: Place) -> dict[int, str] | None:
 
 
 class Node(NamedTuple):
-    """The children of an object, their keys, and the recipe of the object's class."""
+    """The children of an object, their keys, and the flatten functions of the object's class."""
 
     keys: list[Any]
     children: list[Any]

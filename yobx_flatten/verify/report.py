@@ -17,7 +17,7 @@ class VerifiedFile:
 
     Attributes:
         call: the call of the model that the file implements; ``""`` if no such call was found.
-        report: the results of all cases, as in an export; ``None`` if no call was found.
+        report: the results of all test inputs; ``None`` if no call was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
         names: for each name in the file, the name of this input or output in files of this package.
         not_compared: outputs of the file that the model does not return.

@@ -62,19 +62,19 @@ def verify_file(
     explain: bool = True,
     on_file: Callable[[str], None] | None = None,
 ) -> FileReport:
-    """Compare a file from any exporter with its model: at other sizes, with a cache, with padding, and in a loop.
+    """Compare a file from any exporter with its model: for several input sizes, a cache, padding, and a loop of calls.
 
     Inputs and outputs are found by the names that optimum, onnxruntime-genai, transformers.js, transformers' exporters
     and ``torch.onnx.export`` use. The model is called with the inputs of the file, in the sizes that the file fixes.
 
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of them.
-        model: the model from which the file was exported: a module, or a model as for ``export_folder``.
-        cases: inputs for the comparison, the first in the sizes of the export; by default, the cases of our own
-            exports, which need a Hugging Face model.
-        names: the name in our files of an input or output, by its name in the file, for names that are not found; none
-            by default.
-        trust: whether the source of the file is trusted; only ``.pt2`` files need it. ``False`` by default.
+        model: the model from which the file was exported: a module, or any ``model`` of ``export_folder``.
+        cases: inputs for the comparison, the first in the sizes of the export; by default, inputs that this package
+            makes for a Hugging Face model.
+        names: a dict from unknown input or output names in the file to the names in files of this package; empty by
+            default.
+        trust: whether you trust the file; a ``.pt2`` file can run code when it is loaded. ``False`` by default.
         explain: whether to search a wrong ONNX file for the first node that differs; ``True`` by default.
         on_file: a function that is called with the name of each file before the file is opened.
 

@@ -35,7 +35,7 @@ _KNOWN: dict[Hashable, list[KnownState]] = {}
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten the attributes of an object; reuse the template of an earlier object at the same place if it fits."""
+    """Flatten the attributes of an object; reuse the template of an earlier object at ``place`` if the types match."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)

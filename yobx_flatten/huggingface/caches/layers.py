@@ -12,7 +12,7 @@ letter    class                        leaves                   counter         
           ``Layer``                    ``position``             ``length``          drops a token
 ========  ===========================  =======================  ==================  ==============================
 
-Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
+Every other class is flattened by its attributes: the letters are in :data:`OTHER_LETTERS`, or are the class's name.
 
 ``position`` is the layer's own counter, a tensor. ``length`` is an integer in the layer and a tensor among the leaves:
 a sliding layer has fewer keys than tokens seen, so positions need ``length``. All layers of a cache share one

@@ -103,7 +103,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
 
 
 def hold_length_leaf(layers: list[Any]) -> None:
-    """Store the count of sliding layers as a tensor, as in a trace, so that each flattening returns the same tensor."""
+    """Store the token count of sliding layers as a tensor, so that each flattening returns the same tensor."""
     values, names = flatten_layers(layers, plain=True)
     if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):
         return
@@ -341,7 +341,7 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Return a leaf as a number if it can be read, else the leaf itself."""
+    """Return a leaf as a number, or unchanged if its value is not known, as in a trace."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     has_no_value = torch.compiler.is_compiling() or is_jit_tracing()
     if has_no_value or not isinstance(leaf, torch.Tensor) or leaf.dim():

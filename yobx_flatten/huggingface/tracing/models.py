@@ -310,7 +310,7 @@ POSITIONS = (
 
 
 def _caches_have(*methods: str) -> bool:
-    """Return whether the caches of the installed transformers have these methods, which 5.23 added."""
+    """Return whether the caches of the installed transformers have these methods, which transformers 5.23 added."""
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
 
 

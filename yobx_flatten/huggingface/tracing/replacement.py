@@ -54,7 +54,7 @@ def replacement(make: Make) -> Make:
 
 
 def misfit(version: Function, original: Function) -> str | None:
-    """Return why a replacement cannot be used for an original; ``None`` if it can."""
+    """Return why a replacement does not match an original function; ``None`` if the replacement can be used."""
     own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
     takes = inspect.signature(version).parameters
     reads = {name for name in _named(version) if name != "again"}

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 class Footprint(TorchDispatchMode):
     """Counts bytes and floating point operations of the code in its ``with`` block, in this thread.
 
-    A storage is counted once, however many views it has, from the operation that made it to its end.
+    A storage is counted once for all its views, from the operation that creates the storage until it is freed.
 
     >>> with Footprint() as found:
     ...     a = torch.empty(4, 8, device="meta")
@@ -49,7 +49,7 @@ class Footprint(TorchDispatchMode):
             self._note(tensor, counted=False)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count the memory of a tensor that was made outside the with block, until the tensor is freed."""
+        """Count the memory of a tensor that was created outside the with block, until the tensor is freed."""
         self._note(tensor, counted=True)
 
     def restart(self) -> int:
@@ -58,7 +58,7 @@ class Footprint(TorchDispatchMode):
         return self.alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what it made."""
+        """Run an operation, and count the tensors that the operation creates."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(out):
@@ -113,7 +113,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _grouped(args: Any) -> int:
-    """Return the operations of a grouped product, in which each row is multiplied by the matrix of its group."""
+    """Return the operation count of a grouped product, in which each row is multiplied by its group's matrix."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
     if len(first) == 2:  # rows times a matrix per group, or times other rows, for the gradients of the matrices
@@ -141,7 +141,7 @@ def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
 
 
 def _product_of_four_bits(args: Any) -> int:
-    """Return the operations of a product with a matrix of bitsandbytes, whose shape is an argument."""
+    """Return the operation count of a product with a 4-bit matrix of bitsandbytes, whose shape is an argument."""
     rows, (outputs, _) = args[0], args[2]
     return 2 * int(rows.numel()) * int(outputs)
 
@@ -258,7 +258,7 @@ def _meta_grouped(
 class MetaResults:
     """A cache of the shapes, strides and dtypes that operations on ``meta`` tensors return, by their arguments.
 
-    Only operations of torch that return one new tensor are kept: no views, and none that write.
+    Results are cached only for torch operations that return one new tensor, not for views or in-place operations.
 
     >>> results = MetaResults()
     >>> one, two = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
@@ -273,7 +273,7 @@ class MetaResults:
         self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        """Return the result of an operation, made from the cache if possible, otherwise by calling ``compute``."""
+        """Return the result of an operation, from the cache if possible, otherwise by calling ``compute``."""
         # compute: function that runs the operation if its result is not in the cache
         makes_new = self._makes_new.get(func)
         if makes_new is None:

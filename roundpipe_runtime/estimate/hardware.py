@@ -36,17 +36,17 @@ class Hardware:
     """The devices and the host for which a training is planned.
 
     Attributes:
-        names: names of the devices.
+        names: names of the devices, such as ``cuda:0``.
         kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
         flops: operations per second of one device, in matrix products.
-        link: bytes per second from the host to one device; also back, unless ``down`` is given.
-        memory: bytes of one device; ``None`` if not known.
+        link: bytes per second from the host to one device, and back unless ``down`` is given.
+        memory: bytes of memory of one device; ``None`` if not known.
         host: bytes of free memory of the host; ``None`` where the system does not report it.
         host_rate: bytes per second that the host reads and writes.
         origin: source of ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or
             ``"unknown"``.
         down: bytes per second from one device to the host (default: ``link``).
-        call: seconds of the host for a layer and microbatch of a step, whatever it computes (default: 0).
+        call: seconds that the host needs to call a layer once, without the layer's computation (default: 0).
         disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads (default: not known).
         disk_write: bytes per second that this disk writes (default: not known).
     """
@@ -92,7 +92,7 @@ def describe_hardware(
         The devices and the host.
 
     Raises:
-        ConfigError: a name is not that of a device.
+        ConfigError: a name is not the name of a device.
     """
     names = device_names(devices)
     kind = device_kind(names)
@@ -154,7 +154,7 @@ def device_kind(names: tuple[str, ...]) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Return the operations per second of a matrix product; it takes a fraction of a second."""
+    """Measure the operations per second of a matrix product, in a fraction of a second."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)

@@ -31,28 +31,28 @@ class LayerFootprint:
     Attributes:
         name: name of the layer.
         param_bytes: size of parameters and buffers, which are copied to the device.
-        grad_bytes: sums of the gradients of its parameters, which are copied back.
-        inputs: tensors that come in.
-        outputs: tensors of the output; inputs that are returned count in both.
-        grads_in: gradients of the inputs.
-        grads_out: gradients of the outputs.
-        forward_peak: peak of its forward in addition to the inputs, with its graph.
-        held: size held after the forward in addition to the inputs: tensors for its backward, and new outputs.
-        backward_peak: peak of its backward in addition to its inputs, the gradients of its outputs and
-            the sums of its own gradients; what its forward left is part of it.
-        forward_flops: operations of a forward.
-        backward_flops: operations of a backward, without the forward that is computed again.
-        frozen_bytes: parameters that do not train; part of ``param_bytes`` (default: 0).
-        trained_bytes: parameters that train; part of ``param_bytes`` (default: 0).
-        slice_bytes: slices of tables that a device holds at one time; part of ``param_bytes``, like buffers.
-        parts_forward: rows and slices of tables that are copied in for a forward (default: 0).
-        parts_backward: rows and slices that are also copied in for a backward (default: 0).
-        parts_down: gradients of rows and slices, which are copied back (default: 0).
-        table_grad_bytes: gradients of whole tables, which only the host has (default: 0).
-        expert_bytes: parameters with one matrix per expert; part of ``param_bytes`` (default: 0).
+        grad_bytes: size of the summed gradients of parameters, which are copied to the host.
+        inputs: size of the input tensors.
+        outputs: size of the output tensors; an input that is returned counts as input and as output.
+        grads_in: size of the gradients of the inputs.
+        grads_out: size of the gradients of the outputs.
+        forward_peak: peak memory of the forward with its autograd graph, without the inputs.
+        held: memory in use after the forward, without the inputs: tensors saved for backward, and new outputs.
+        backward_peak: peak memory of the backward, with the tensors that the forward saved, without ``inputs``,
+            ``grads_out`` and ``grad_bytes``.
+        forward_flops: number of operations of a forward.
+        backward_flops: number of operations of a backward, without the recomputed forward.
+        frozen_bytes: size of the frozen parameters, which ``param_bytes`` includes (default: 0).
+        trained_bytes: size of the trained parameters, which ``param_bytes`` includes (default: 0).
+        slice_bytes: size of the table slices on a device at one time, which ``param_bytes`` includes.
+        parts_forward: size of the table rows and slices that are copied to the device for a forward (default: 0).
+        parts_backward: size of the table rows and slices that a backward copies in addition (default: 0).
+        parts_down: size of the gradients of table rows and slices, which are copied to the host (default: 0).
+        table_grad_bytes: size of the gradients of whole tables, which are only on the host (default: 0).
+        expert_bytes: size of the parameters with one matrix per expert, which ``param_bytes`` includes (default: 0).
         experts: number of experts (default: 0).
-        routed_rows: rows that are multiplied with the matrix of one expert each: tokens, by the experts that each is
-            routed to (default: 0).
+        routed_rows: number of products of a token with an expert: tokens times the number of experts per token
+            (default: 0).
         experts_train: whether the experts train (default: ``False``).
     """
 
@@ -104,12 +104,12 @@ def measure_layers(
         layers: the layers of a pipeline, in order, in the mode in which they are trained.
         args: positional arguments of the first layer; each other layer gets the previous output.
         kwargs: keyword arguments of the first layer.
-        names: the names of the layers (default: their numbers and classes).
+        names: the names of the layers (default: index and class of each layer).
         gradient_dtype: the dtype in which gradients of a parameter are summed.
-        last_call: calls the last layer (default: ``layer(value)``).
-        kind: the kind of the devices that are planned for, ``"cpu"`` for virtual devices.
+        last_call: function that calls the last layer (default: ``layer(value)``).
+        kind: device type of the planned machine, such as ``"cuda"``; ``"cpu"`` for virtual devices.
         start: index of the first layer that is measured; earlier layers are only called (default: 0, all layers).
-        rule: which tables are copied in parts (default: none).
+        rule: decides which tables are copied in parts (default: no table).
 
     Returns:
         The memory and operations of each layer that is measured.
@@ -147,7 +147,7 @@ def _invoke(module: nn.Module, index: int, value: Any) -> Any:
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
-    """Call the layer; return its graph, and the inputs of the next layer."""
+    """Call a layer; return the autograd graph of the call, and the inputs of the next layer."""
     entries, entered = enter(given, as_leaves=False)
     structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
     results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])

@@ -38,13 +38,13 @@ class DeviceMemory:
 
     Attributes:
         stage: index of the stage in which the peak is reached.
-        parameters: parameters of the stage, without those that stay from step to step.
-        gradients: sums of the gradients of the stage; of copies of the last stage, also gradients of microbatches.
-        activations: activations of the microbatch that is computed.
-        staying: layers of earlier stages, which stay on the device for their backward.
-        arriving: parameters of the next stage.
-        copies: tensors of other microbatches that may be in transit.
-        kept: parameters that stay from step to step (``keep_parameters``) (default: 0).
+        parameters: bytes of the stage's parameters, except parameters that stay on the device from step to step.
+        gradients: bytes of the stage's summed gradients; in copies of the last stage, also microbatches' gradients.
+        activations: bytes of the activations of the current microbatch.
+        staying: bytes of layers of earlier stages, which stay on the device until their backward.
+        arriving: bytes of the parameters of the next stage, which are already being copied.
+        copies: bytes of tensors of other microbatches that may be in transit.
+        kept: bytes of parameters that stay from step to step, see ``keep_parameters`` (default: 0).
     """
 
     stage: int
@@ -68,14 +68,14 @@ class HostMemory:
     """Memory of the host in bytes, and the parts of which it consists.
 
     Attributes:
-        parameters: parameters and buffers of the model, which are master weights too unless ``update`` is
-            ``"masters"``.
-        gradients: gradients of the trainable parameters; those of a few layers with ``update="in_backward"``.
-        masters: master weights, if the optimizer has another dtype.
-        optimizer: state of Adam, two numbers per parameter.
-        activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
-            the last stage send each other.
-        reference: weights of a frozen model that the training compares with (default: 0).
+        parameters: bytes of the model's parameters and buffers; the optimizer updates the parameters themselves unless
+            ``update`` is ``"masters"``.
+        gradients: bytes of the gradients of trainable parameters; with ``update="in_backward"``, of a few layers only.
+        masters: bytes of the master weights, if the optimizer works in another dtype.
+        optimizer: bytes of the state of Adam, two numbers per parameter.
+        activations: bytes of the inputs of backward stages, and of tensors that are being copied, such as gradients
+            that copies of the last stage send each other.
+        reference: bytes of the weights of a frozen reference model (default: 0).
     """
 
     parameters: int
@@ -149,7 +149,7 @@ def device_memory(
 
 
 class _Here(NamedTuple):
-    """The layers on a device in addition to the stage: kept for their backward, or kept between steps."""
+    """Layers on a device in addition to the current stage: layers before their backward, and resident layers."""
 
     staying: set[int]
     came: set[int]
@@ -259,7 +259,7 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
-    """Return how many bytes of each layer's parameters stay on a device with this room, frozen parameters first.
+    """Return how many bytes of each layer's parameters stay in ``room`` bytes of a device, frozen parameters first.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]
@@ -294,7 +294,7 @@ def _stage_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
-    """Return how many bytes of each size fit into the room, in order, and the rest of the room."""
+    """Fill ``room`` bytes with items of these sizes, in order; return the used bytes of each item, and the rest."""
     found = []
     for size in sizes:
         here = size if size <= room else int(room)

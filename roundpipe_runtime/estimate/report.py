@@ -47,7 +47,7 @@ class PlanReport:
 
     @property
     def layers(self) -> Sequence[LayerFootprint]:
-        """Layers as measured on one microbatch."""
+        """Memory and operations of each layer, measured on one microbatch."""
         return self.step.layers
 
     def simulate(
@@ -93,7 +93,7 @@ class PlanReport:
 
     @property
     def simulation(self) -> Simulation:
-        """Simulation of one iteration, with its transfers."""
+        """The simulation of one training step, including transfers."""
         return self.simulated.run
 
     @property
@@ -214,7 +214,7 @@ def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> i
 
 
 def _cost(guessed: LayerCost, layer: LayerFootprint, flops: float) -> LayerCost:
-    """Return the cost of a layer, with times from its operations; the bytes are those of the runtime."""
+    """Return the cost of a layer: times from its number of operations, and bytes as the runtime counts them."""
     forward = layer.forward_flops / flops + _NEXT_TO_NOTHING
     return dataclasses.replace(
         guessed, forward=forward, backward=forward + layer.backward_flops / flops + _NEXT_TO_NOTHING

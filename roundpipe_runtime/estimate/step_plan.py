@@ -31,12 +31,12 @@ class StepPlan:
         layers: memory and operations of each layer on one microbatch.
         num_microbatch: number of microbatches.
         tokens: number of tokens in a step, over all microbatches; number of samples if the inputs are not text.
-        host_memory: host memory that the training needs.
+        host_memory: host memory that the training needs, by purpose.
         optimizer_bytes: bytes that AdamW reads and writes in a step.
         measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself (default:
-            ``None``, seconds follow from operations).
+            ``None``, the seconds are computed from the operations).
         update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
-        least_host: bytes of the host with ``update="in_backward"`` (default: 0).
+        least_host: bytes of host memory that the training needs with ``update="in_backward"`` (default: 0).
     """
 
     plan: ModelExecutePlan
@@ -65,7 +65,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step for a machine with so many devices, which has at most so many copies of the last stage.
+        """Return this step for ``num_devices`` devices: the last stage has at most as many copies as there are devices.
 
         Args:
             num_devices: number of devices.
@@ -101,8 +101,8 @@ class StepPlan:
             machine: devices and host.
 
         Returns:
-            The seconds, calls of its layers included. Virtual devices compute after the host has called each layer,
-            accelerators meanwhile.
+            The seconds, including the host's calls of the layers. Virtual devices compute after each call, accelerators
+            during the call.
         """
         called = len(stage.layers) * _SHARE[stage.kind] * machine.call
         computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)
@@ -135,15 +135,15 @@ def step_plan(
         num_microbatch: number of microbatches.
         tokens: number of tokens of a step, all microbatches.
         optim_dtype: dtype in which the optimizer works (default: the dtype of each parameter).
-        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps (default: seconds
-            follow from operations).
+        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps (default: computed
+            from the operations).
         update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
 
     Returns:
         The description.
 
     Raises:
-        PlanError: the plan is not one for these layers.
+        PlanError: the plan does not fit these layers.
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
     stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
@@ -211,8 +211,8 @@ MOST_READ = 0.75
 def expected_share(experts: int, per_token: float, tokens: float) -> float:
     """Return the expected share of a layer's experts that tokens are routed to, if routing is even.
 
-    Routing that prefers some experts reaches fewer on average, so this is the most that is to be expected. A batch may
-    reach more than is expected, and at most all of them.
+    Routing that prefers some experts reaches fewer experts on average, so the share is an upper bound of averages. A
+    single batch may reach more experts.
 
     Args:
         experts: number of experts of the layer.

@@ -33,19 +33,19 @@ class StepSimulation:
 
     Attributes:
         seconds: time from one step to the next.
-        run: forward and backward, with bytes of each link and every stage's times.
-        unhindered: the same, if transfers and the optimizer took no time.
+        run: simulated forward and backward, with bytes of each link and every stage's times.
+        unhindered: the same simulation with transfers and an optimizer that take no time.
         loads: time and traffic of each stage, in the order of dispatch.
         optimizer_seconds: time of AdamW on the host.
-        exposed_optimizer: seconds of it in which the devices wait.
+        exposed_optimizer: seconds of the optimizer in which the devices wait.
         device_memory: peak memory of each device.
-        host_memory: memory of the host.
+        host_memory: host memory that the training needs, by purpose.
         stays: whether layers stay on a device from their forward to their backward.
-        keep_parameters: what stays from step to step: GB of each device, or ``"auto"``.
+        keep_parameters: GB of each device for parameters that stay from step to step, or ``"auto"``.
         tokens: tokens of the step.
-        busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
-            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` where the state is on one.
-        disk: bytes that the step stores and moves on a disk; ``None`` in memory.
+        busy: seconds in which each resource is busy, as the mean of all devices: ``"compute"``,
+            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` if the state is on a disk.
+        disk: bytes that the step stores, reads and writes on a disk; ``None`` if the state is in memory.
     """
 
     seconds: float
@@ -102,10 +102,10 @@ def simulate(
         plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
         machine: devices and host: :func:`describe_hardware`, or :func:`load_machine` for a file.
         is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
-            layer next to the next run; ``True``, next to it with weights one step old.
-        stays: whether layers stay on a device from their forward to their backward (default: if there is room).
-        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig` (default: 0). The
-            step is one of those in which parameters that do not train are there already.
+            layer during the next run; ``True``, during a next run that uses the old weights.
+        stays: whether layers stay on a device from their forward to their backward (default: if there is memory).
+        keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
+            (default: 0). In the simulated step, frozen parameters that stay are on the devices already.
         host: ``"disk"``: the state is on a disk with the rates of the machine, as with ``RoundPipe(host="disk:DIR")``,
             and gradients are clipped to a norm (default: ``"memory"``).
 
@@ -113,7 +113,7 @@ def simulate(
         The simulated step.
 
     Raises:
-        ConfigError: ``keep_parameters`` is none of these, or the rates of the disk are not known.
+        ConfigError: ``keep_parameters`` has an invalid value, or the rates of the disk are not known.
 
     >>> import torch
     >>> from roundpipe_runtime import ModelExecutePlan
@@ -197,13 +197,13 @@ def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: 
 
 
 def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
-    """Return whether every device has room for all parameters and gradients at once, so that layers stay there."""
+    """Return whether every device has memory for all parameters and gradients, so that layers stay on devices."""
     needed = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
     return machine.memory is None or needed <= FOR_PARAMETERS * machine.memory
 
 
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
-    """Return the seconds in which each part of the machine is busy, the mean over all devices."""
+    """Return the seconds in which each resource of the machine is busy, as the mean over all devices."""
     devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
     # a copy of the last stage runs some of the microbatches

@@ -138,7 +138,7 @@ class DiskStore(ParameterStore):
         return self.memory.copy(("gradient", -1, id(parameter)), gradient)
 
     def show_gradients(self) -> None:
-        """Do nothing: ``grad`` of each parameter stays on the disk, as memory has no room for copies."""
+        """Do nothing: Do nothing: the gradients stay on the disk, because copies might not fit into memory."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class LayersAtHand:
 
     @contextlib.contextmanager
     def __call__(self, layer: int) -> Iterator[None]:
-        """Keep the tensors of a layer in memory during the block. Several devices may do so in parallel."""
+        """Keep the tensors of a layer in memory during the with block, which several devices may run in parallel."""
         self._arrive(layer)
         try:
             yield

@@ -42,7 +42,7 @@ _SLICES_AT_ONCE = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """A place of a parameter in a layer: ``owner._parameters[name]``."""
+    """The entry of a parameter in a module of a layer: ``owner._parameters[name]``."""
 
     owner: nn.Module
     name: str
@@ -51,7 +51,7 @@ class ParameterSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BufferSlot:
-    """A place of a buffer in a layer: ``owner._buffers[name]``."""
+    """The entry of a buffer in a module of a layer: ``owner._buffers[name]``."""
 
     owner: nn.Module
     name: str
@@ -69,7 +69,7 @@ class BufferSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """How a large matrix of a layer is copied in parts."""
+    """The rule by which a large matrix of a layer is copied to a device in parts."""
 
     slice_rows: int | None  # rows of a slice; `None` if products are computed with the whole matrix
     is_head: bool = False  # whether the layer computes products with the matrix; otherwise it looks up rows
@@ -316,7 +316,7 @@ class ParameterStore(InMemory):
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return the function that copies a parameter for its master weight; it must not refer to the store."""
+        """Return a function that copies a parameter for its master weight; the function must not refer to the store."""
         return _copy_in_memory
 
     # -- copies that stages read during an asynchronous step ----------------------------------------------------------
@@ -376,7 +376,7 @@ class ParameterStore(InMemory):
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
+        """Return why gradients of these parameters cannot be clipped; ``None`` if clipping works."""
         return None
 
     def originals(self) -> dict[int, torch.Tensor]:
@@ -418,7 +418,7 @@ def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor
 
 
 class _Master:
-    """The master weight of a parameter, and the state of both when they last had the same values.
+    """The master weight of a parameter, and the versions of both tensors when they last had the same values.
 
     The version of a tensor does not show all writes, because torch's fused optimizers write without a new version. So
     the master weight also counts as changed after a step. While the parameter is frozen, the tensor has the shape of
@@ -449,7 +449,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Freeze or unfreeze the master weight like the parameter, and copy the values once it is trainable."""
+        """Freeze or unfreeze the master weight like the parameter, and copy the values of a trainable parameter."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -469,7 +469,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Copy changes of the parameter's ``grad`` to the master weight and clear it; report whether it was shown."""
+        """Copy changes of the parameter's ``grad`` to the master weight, clear ``grad``, and report if it was set."""
         # adds: whether a gradient that the caller has set is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key

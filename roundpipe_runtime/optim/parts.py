@@ -1,7 +1,7 @@
 """Run an optimizer's step in parts, bitwise identical to the whole step.
 
-Most optimizers update each parameter from its value, its gradient and its own state only. Then steps of some parameters
-each, in any order, are the same as a step of all parameters. Each part is run by an optimizer of the same class, with
+Most optimizers update each parameter from its value, its gradient and its own state only. Then updating parts of the
+parameters, in any order, equals one step of all parameters. Each part is run by an optimizer of the same class, with
 the options of the groups, that shares the state.
 """
 
@@ -366,14 +366,14 @@ class InMemory:
         return _in_memory
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the optimizer state of a parameter to the place where this store keeps such state."""
+        """Move the optimizer state of a parameter to the memory in which this store keeps optimizer states."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """Update the parameters of this store; return an optimizer whose step updates the rest."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Return the gradients of a layer from where this store keeps them until the optimizer step."""
+        """Store the gradients of a layer until the optimizer step, and return the stored gradients."""
         return gradients
 
     def wait_landed(self) -> None:
@@ -383,7 +383,7 @@ class InMemory:
         """Check, before a run begins, that this store can take the gradients of the run."""
 
     def note_failed(self, error: BaseException) -> None:
-        """Record that a run has failed, of which this store may already have gradients."""
+        """Record that a run has failed after this store may have received some of its gradients."""
 
     def end_run(self) -> None:
         """Record that all results of a run are in the model."""
@@ -430,7 +430,7 @@ class Mark:
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Report whether some values of the tensor, spread over it, are still those of the mark."""
+        """Report whether some values, spread over the tensor, still equal the values that the mark has stored."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 

@@ -60,7 +60,7 @@ class LayerReadiness:
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """Make the next version current; if the write is not ``done``, keep the previous one."""
+        """Make the next version current; if the write is not ``done``, keep the previous version."""
         _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done

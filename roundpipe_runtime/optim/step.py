@@ -36,7 +36,7 @@ from .torch_steps import Optimizer, install, other_post_hooks, taking_over, unde
 class GradScaler(_GradScaler):
     """torch's gradient scaler, for gradients on the host and losses on any device.
 
-    The loss function scales, the step function steps, and the loop updates::
+    The loss function calls ``scale``, the step function ``step``, and the training loop ``update``::
 
         loss_fn=lambda outputs, labels: scaler.scale(criterion(outputs, labels))
         model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))

@@ -1,4 +1,4 @@
-"""Count or take over the steps of torch's optimizers, and refuse those of parameters that have master weights.
+"""Count or take over the steps of torch's optimizers, and refuse steps of parameters that have master weights.
 
 torch calls global hooks around the step of every optimizer. The first pipeline registers these hooks, because an import
 must not change torch.
@@ -172,7 +172,7 @@ class HasMasters(Protocol):
         """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` if they can."""
+        """Return why gradients of these parameters cannot be clipped; ``None`` if clipping works."""
 
 
 _STORES: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -95,7 +95,7 @@ class EngineHandle(ModelProxy):
     def drop_kept_parameters(self) -> None:
         """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
 
-        The next run uploads the parameters again. Call it after writes that torch does not count: through
+        The next run uploads the parameters again. Call this method after writes that torch does not count: through
         ``parameter.data``, or by another library.
         """
         with self._rp_engine.lock:

@@ -48,7 +48,7 @@ class OtherForward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the ``forward`` that user code has set on a module; ``None`` if the class's own is used."""
+    """Return the ``forward`` that user code has set on a module; ``None`` if the class's ``forward`` is used."""
     found = module.__dict__.get("forward")
     while isinstance(found, OtherForward):
         found = found.before

@@ -89,7 +89,7 @@ def wrapped_model(module: nn.Module) -> nn.Module:
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a model as one module; layers in a list become an ``nn.Sequential``."""
     if isinstance(model, ModelProxy):
-        raise ConfigError("The model is a RoundPipe already: use it as it is.")
+        raise ConfigError("The model is a RoundPipe already: do not wrap the model again.")
     found = f"the class {model.__qualname__}" if isinstance(model, type) else type(model).__qualname__
     if type(model) is nn.Sequential or isinstance(model, (nn.ModuleList, list, tuple)):
         layers = list(model)

@@ -27,8 +27,8 @@ class OptimizedModel(EngineHandle):
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter that the optimizer updates, once.
 
-        Without ``optim_dtype`` these are the parameters of the model. With ``optim_dtype`` they are copies of that
-        dtype, which have the gradients.
+        Without ``optim_dtype``, the parameters of the model are yielded. With ``optim_dtype``, master weights are
+        yielded: copies of that dtype, which have the gradients.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter
@@ -71,7 +71,7 @@ class OptimizedModel(EngineHandle):
         """Yield names and modules of the model.
 
         A module that contains the pipeline calls this method with ``memo`` to find parameters. Inside
-        :class:`OptimizerCtx`, it finds the optimizer's parameters.
+        :class:`OptimizerCtx`, such a module finds the optimizer's parameters.
 
         Args:
             memo: modules that were yielded already.
@@ -90,14 +90,14 @@ class OptimizedModel(EngineHandle):
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
-        Still call ``optimizer.step()`` after each ``forward_backward``, because schedulers expect the call. It updates
-        parameters outside of the layers, such as parameters of a loss; gradients of layers have been released then.
+        Still call ``optimizer.step()`` after each ``forward_backward``, because schedulers expect the call. The call
+        updates only parameters outside of the layers, such as parameters of a loss.
 
         Args:
             *optimizers: optimizers of :meth:`optim_parameters`; each trained parameter belongs to one of them.
 
         Raises:
-            ConfigError: the pipeline has a different ``update``.
+            ConfigError: the pipeline does not have ``update="in_backward"``.
 
         >>> from roundpipe_runtime import RoundPipe
         >>> layer = nn.Linear(4, 4).bfloat16()
@@ -125,9 +125,9 @@ class OptimizedModel(EngineHandle):
 
         Args:
             step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: ``"exact"``: the step runs in the background, layer by layer (default: the step runs before this
-                method returns). The next run waits for the update of each layer, so results are unchanged. ``True``:
-                the step runs in the background, and the next run reads the parameters from before the step.
+            is_async: when the step runs (default: before this method returns). ``"exact"``: in the background, layer by
+                layer; the next run waits for the update of each layer, so results are unchanged. ``True``: in the
+                background; the next run reads the parameters from before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 
@@ -161,11 +161,11 @@ class OptimizedModel(EngineHandle):
     ) -> torch.Tensor:
         """Scale the gradients of the optimizer's parameters so that their total norm is at most ``max_norm``.
 
-        The norm is computed from the gradients of all ranks, so all ranks must call it. The result is bitwise identical
-        for every number of ranks.
+        The norm is computed from the gradients of all ranks, so all ranks must call this method. The result is bitwise
+        identical for every number of ranks.
 
         Args:
-            max_norm: largest norm.
+            max_norm: largest total norm of the gradients.
             norm_type: exponent of the norm; ``inf`` for the largest absolute value.
             error_if_nonfinite: whether to raise an error if the norm is not finite.
 

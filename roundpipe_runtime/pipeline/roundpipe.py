@@ -59,15 +59,15 @@ class RoundPipe(OptimizedModel, SavedModel):
             else ``"virtual:2"``.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
             process alone). Each process has the optimizer state for a part of the rows of every matrix, and passes its
-            part of the batch to ``forward_backward``. With two axes, the first axis has copies, so with ``(N, 1)`` each
-            process has everything.
+            part of the batch to ``forward_backward``. In a mesh with two axes, processes along the first axis have
+            copies, so with ``(N, 1)`` each process has all rows.
         replicas: number of groups that a batch is split into; group g runs on rank g modulo N (default: number of
             ranks). Results are the same for every number of ranks.
-        reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype in which they are summed).
+        reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
         gradient_dtype: dtype of the gradients of master weights between a run and the step; a run still sums gradients
             in ``optim_dtype`` (default: ``optim_dtype``).
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once (default:
-            layers are not compiled). Unless stated otherwise, ``dynamic=True``.
+            layers are not compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
         large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: only the embedding rows that a
             microbatch needs; the head of a transformers model in slices, if it does not fit into a stage.
             ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``: tables are
@@ -78,7 +78,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters themselves, which
             get the dtype ``optim_dtype``, and are rounded to their original dtype during the upload. ``"in_backward"``:
             as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
-            see :meth:`step_with`. Results are the same.
+            see :meth:`step_with`. Results do not change.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -253,7 +253,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that accumulates gradients on each rank, without exchanging them.
 
-        The first ``forward_backward`` after it sends them, together with its own.
+        The first ``forward_backward`` after the with block sends these gradients together with new gradients.
         """
         return self._rp_engine.groups.no_sync()
 

@@ -65,7 +65,7 @@ def layer_costs(model: Any) -> list[LayerCost]:
         One cost per layer.
 
     Raises:
-        PlanError: for anything else, and for a model without layers.
+        PlanError: for an object of another type, and for a model without layers.
 
     >>> [cost.forward for cost in layer_costs(nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 8, bias=False)))]
     [8192.0, 8192.0]
@@ -94,8 +94,8 @@ def analytic_cost(
     parameters, such as attention over a long sequence, is only known after times are measured.
 
     Args:
-        layer: layer.
-        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed (default: its own).
+        layer: layer whose cost is estimated.
+        gradient_dtype: function that returns the dtype of a parameter's summed gradients (default: its own dtype).
 
     Returns:
         The cost, in multiplications and bytes.

@@ -160,7 +160,7 @@ def _fastest(
 
 
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Return the caps to try: sums of the times of neighbouring layers; smaller caps make more stages."""
+    """Return the caps on stage time to try: sums of the times of neighbouring layers; small caps make more stages."""
     rows = [[cost.forward for cost in costs] for costs in models]
     if run_type != "infer":
         rows += [[cost.backward for cost in costs] for costs in models]

@@ -117,7 +117,7 @@ class RoundRobin:
 
     Attributes:
         num_devices: number of devices.
-        cursor: the device of the next stage.
+        cursor: index of the device that gets the next stage.
 
     >>> deal = RoundRobin(3)
     >>> deal.assign(4), deal.assign(2)
@@ -172,7 +172,7 @@ def clock_cycles(
         stages: the stages; copies share the microbatches (default: each stage takes all microbatches).
 
     Returns:
-        An iterator over the clock cycles: the steps of each.
+        An iterator over the clock cycles, each a list of steps.
 
     >>> for steps in clock_cycles([0, 1], 2):
     ...     print([(s.stage, s.microbatch) for s in steps])

@@ -111,7 +111,7 @@ class Timeline:
 
         Args:
             uploaded: bytes that were copied to devices.
-            skipped: bytes that were not, because no layer read them.
+            skipped: bytes of parameters that were not copied, because no layer read the parameters.
         """
         self.uploaded += uploaded
         self.skipped += skipped
@@ -208,7 +208,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     """Load the timelines of several processes, in the order of ranks, into one timeline.
 
-    The timelines are aligned by their start times; if a file has no start time, all begin together.
+    The timelines are aligned by their start times; if a file has no start time, all timelines begin together.
     """
     # if there are several files, the names of devices are `"rank 0 cuda:0"` and so on
     if len(paths) == 1:

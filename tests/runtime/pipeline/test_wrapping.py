@@ -69,7 +69,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 def test_a_pipeline_is_not_wrapped_again(wrap):
     """The error states what to do."""
     pipeline = wrap(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
+    with pytest.raises(ConfigError, match="is a RoundPipe already: do not wrap the model again"):
         RoundPipe(pipeline, devices="virtual:1")
 
 

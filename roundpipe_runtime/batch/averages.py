@@ -69,7 +69,7 @@ class _Watch(TorchFunctionMode):
         return found
 
     def finish(self) -> None:
-        """Read the counts, after the whole loss: reading a value earlier would break the graph of a compiled loss."""
+        """Read the counts after the loss is computed: an earlier read would break the graph of a compiled loss."""
         counts = [(float(count), is_trained) for count, is_trained in self.counts]
         self.items.counts += [count for count, _ in counts]
         self.items.trained += [count for count, is_trained in counts if is_trained]
@@ -138,7 +138,7 @@ class _HasState(Protocol):
 class SteadyDraws(NoDropout):
     """Replaces all random numbers in the with block by constants, and disables dropout.
 
-    Integers become the reversed range, which is a permutation, so that functions that exchange rows still do so.
+    Integers become the numbers from n - 1 down to 0, a permutation, so functions that exchange rows still do that.
     """
 
     # generator: random generator of the device. Default: only the host draws.

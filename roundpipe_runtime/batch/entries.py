@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor, batch and heads of a mask, else ``()``."""
+        """The shape of a tensor; ``(batch, heads)`` of a mask; ``()`` for any other leaf."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
@@ -208,7 +208,7 @@ class FlatMicrobatch:
 
 
 def _with_held_masks(tree: Any) -> Any:
-    """Replace masks by leaves, because torch flattens a registered mask class into tensors that cannot be split."""
+    """Wrap each mask as one leaf, because torch flattens a registered mask class into tensors that cannot be split."""
     return tree if leaf_test() is None else held(tree)
 
 
@@ -327,8 +327,8 @@ def rows_of_parts(
 ) -> list[int | None]:
     """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
 
-    An object that is the same in all parts was not split. The rows of other leaves are the sizes along the batch axis.
-    If leaves differ, the sizes are used that sum to the original size, or that ``others`` also has.
+    An object that is the same in all parts was not split. The rows of another leaf are counted along its batch axis.
+    If leaves differ in size, the function returns sizes that sum to the original size, or that ``others`` contains.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -350,7 +350,7 @@ def rows_of_parts(
 
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
-    """Return the sizes of leaves in the parts along known batch axes, and their sizes along axis 0 with key paths."""
+    """Return, for leaves in all parts, the sizes along known batch axes, and the key paths by size along axis 0."""
     tables = [{entry.path: entry for entry in _entries(part)} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}

@@ -31,8 +31,8 @@ def join(
 
     Args:
         outputs: one nested output per microbatch, at least one.
-        weights: weight of each microbatch in an average: its rows, or the weight that its loss returned. Nothing can be
-            averaged if a weight is ``None``.
+        weights: weight of each microbatch in an average: the number of rows, or the weight that the loss function
+            returned. Without a weight (``None``), scalars cannot be averaged.
         rows: rows of each microbatch, to find tensors that have a batch axis. Default: ``weights``.
         merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
             for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
@@ -149,7 +149,7 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
-    """Return the weighted mean; a value with weight zero may be NaN."""
+    """Return the weighted mean of tensors; a tensor with weight zero is ignored, even if it is NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value

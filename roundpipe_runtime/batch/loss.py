@@ -123,7 +123,7 @@ class LossContract:
     each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``, of losses that are not pairs.
+        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``; has no effect on losses that are pairs.
         rows: rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -202,7 +202,7 @@ class LossContract:
             read: loss of the microbatch, detached.
 
         Raises:
-            LossError: the value is of another kind than that of another microbatch.
+            LossError: the loss function returned another kind of loss for another microbatch.
         """
         with self._lock:
             for other, before in self._values.items():
@@ -245,7 +245,7 @@ class LossContract:
         """Return the loss of the whole batch, detached: a list for a sequence, otherwise a tensor.
 
         Raises:
-            LossError: a microbatch has not been added.
+            LossError: the loss of a microbatch has not been added.
         """
         missing = [index for index in range(len(self.rows)) if index not in self._values]
         if missing:

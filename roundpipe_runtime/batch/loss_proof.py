@@ -44,14 +44,14 @@ class Part:
 
     @property
     def value(self) -> str:
-        """The losses, and the weight if there is one, as text for messages."""
+        """The losses as text for messages, with the weight if the loss function returned a weight."""
         numbers = ", ".join(f"{loss.item():.4g}" for loss in self.losses)
         return numbers if self.weight is None else f"({numbers}, {self.weight:g})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights with which losses of parts of the rows add up to the loss of all rows, or losses that never do."""
+    """The weights with which losses of parts of the rows add up to the loss of all rows, if such weights exist."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -150,7 +150,7 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Return whether weighted losses of the parts give the loss and all gradients of the rows in one piece."""
+        """Return whether the weighted losses of the parts give the loss and all gradients of all rows at once."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -272,7 +272,7 @@ def _without_mask(column: Column) -> Column:
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Return the values with padding in the last row, except for a few places."""
+    """Return the values with padding in the last row, except at a few positions."""
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool

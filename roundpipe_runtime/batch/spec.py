@@ -52,7 +52,7 @@ class RoundPipePackedData(list[Any]):
 def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
     """Return the number of rows in each microbatch that the data stores; ``None`` if it does not store them.
 
-    The rows are unknown for a list whose length has changed since then.
+    The rows are unknown if the caller has changed the length of the list.
 
     >>> known_rows(RoundPipePackedData(["a", "b"], rows=[2, 1])), known_rows(RoundPipePackedData(["a", "b"]))
     ((2, 1), None)
@@ -125,11 +125,11 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
     Args:
         batch: number of rows.
-        num_microbatch: number of microbatches asked for.
+        num_microbatch: requested number of microbatches.
 
     Returns:
-        One number per microbatch. With fewer rows than microbatches, there is one microbatch per row, because an empty
-        microbatch has no mean. A batch without rows is one microbatch without rows.
+        The rows of each microbatch. With fewer rows than microbatches, there is one microbatch per row, because an
+        empty microbatch has no mean. A batch without rows is one microbatch without rows.
 
     Raises:
         ConfigError: ``num_microbatch`` is not a number of at least 1.

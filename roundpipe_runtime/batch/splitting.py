@@ -84,7 +84,7 @@ def split(
         args: positional arguments, of any nesting.
         kwargs: keyword arguments, of any nesting.
         label: labels, of any nesting.
-        num_microbatch: number of microbatches to make. There are fewer when there are fewer rows.
+        num_microbatch: number of microbatches; a batch with fewer rows gets one microbatch per row.
         split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
             :class:`TensorChunkSpec` and :class:`Replicate`, where a mark applies to all that is below it; or a mapping
             from key paths to marks, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a
@@ -186,7 +186,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """Return the rows of each microbatch: those of packed data, otherwise numbers as equal as possible."""
+    """Return the number of rows of each microbatch, as in packed data, otherwise as equal as possible."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -234,7 +234,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split by a function for inputs, labels or both; without a function, they get the sizes of the other side."""
+    """Split inputs, labels or both by a function; inputs or labels without one get the same sizes as the others."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}

@@ -160,8 +160,8 @@ def appearing(
 ) -> Iterator[pathlib.Path]:
     """Yield a hidden folder that is renamed to ``path`` at the end of the with block, or removed on an exception.
 
-    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. A folder that had
-    the name before is removed last.
+    All files are flushed to the disk before the folder is renamed, so a crash leaves the whole folder or nothing. An
+    older folder with the same name is removed last.
     """
     # half: path before the rename, on the same disk. Default: `.{name}.writing` in the same folder.
     half = half or writing_path(path)

@@ -49,7 +49,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint does not fit these objects, or another process failed to load it; nothing was
             changed.
-        DamagedCheckpointError: there are checkpoints, and none can be used.
+        DamagedCheckpointError: the folder has checkpoints, but all are damaged.
         MissingDependencyError: safetensors is not installed.
 
     >>> import tempfile
@@ -95,7 +95,7 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Return the damage of a checkpoint's files, of which each process reads a part; ``None`` without damage."""
+    """Check a checkpoint, each process some of the files; return the first error, or ``None`` without damage."""
 
     def check() -> str | None:
         try:
@@ -119,7 +119,7 @@ def _check_writer(path: pathlib.Path) -> None:
 def _restore(
     path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """Read and check everything, then change the parts, then the model; each in all processes or in none."""
+    """Read and check the checkpoint, then load the optimizers, then the model; each in all processes or in none."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.
@@ -186,7 +186,7 @@ def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], mod
 
 
 def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
-    """Check that the requested parts are in the checkpoint; warn about parts that were not requested."""
+    """Check that the checkpoint has the requested optimizers, schedulers and scaler; warn if it has others."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),

@@ -107,18 +107,18 @@ def save_checkpoint(
         optimizer: optimizer of torch for parameters of the model, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
-        data: place in the data: numbers, strings and tensors, of any nesting.
+        data: position in the training data: a dictionary of numbers, strings and tensors, of any nesting.
         keep: number of checkpoints to keep; ``None`` keeps all.
         is_async: whether to copy the state in memory and write it in the background. ``wait``, or the next call for
-            this folder, then raises an error of the write.
+            this folder, then raises the error if writing failed.
         max_shard_bytes: largest number of bytes of a file, unless one tensor is larger.
 
     Returns:
-        The checkpoint, which can still be being written if ``is_async``.
+        The checkpoint; with ``is_async``, it is perhaps not written yet.
 
     Raises:
         CheckpointError: something cannot be stored, or another process is writing a checkpoint into the folder.
-        ConfigError: an argument has a value that it cannot have.
+        ConfigError: an argument has an invalid value.
         OSError: the checkpoint could not be written; what was there before is unchanged.
         MissingDependencyError: safetensors is not installed.
 

@@ -72,7 +72,7 @@ def read_shards(
 ) -> dict[str, torch.Tensor]:
     """Read tensors whose shards were written by any number of processes.
 
-    Each process reads for itself.
+    Each process reads independently, without communication.
     """
     # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
@@ -204,7 +204,7 @@ class CheckpointRanks:
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """Return the processes that hold a model: those of a pipeline's mesh, or of sharded tensors."""
+    """Return the processes that share a model: the processes in the mesh of a pipeline or of sharded tensors."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

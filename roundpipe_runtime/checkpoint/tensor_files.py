@@ -134,7 +134,7 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
 
 
 class _Copies(Mapping[str, torch.Tensor]):
-    """A mapping that copies each tensor when it is read; larger tensors are returned without a copy."""
+    """A mapping that copies each tensor when it is read, except tensors of more than ``largest`` bytes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
         self._tensors, self._largest = tensors, largest

@@ -8,7 +8,7 @@
                                                +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
 Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
-What a device holds at most is counted before, in separate steps, as counting takes time.
+The peak memory of a device is measured before the training, in separate steps, because measuring takes time.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ _ROUNDING = 1e-4
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
     """Run all checks, and return their findings in order; a check that raises an error is also a finding.
 
-    Two steps of a small training run on every kind of device that is here; it takes seconds.
+    A check trains a small model for two steps on every kind of device of the machine, which takes seconds.
     """
     # folder: folder whose disk is checked. Default: the current one.
     checks: list[tuple[str, Callable[[], list[Check]]]] = [

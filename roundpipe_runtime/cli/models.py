@@ -1,4 +1,4 @@
-"""Resolve the name of a model on the command line: a folder, the hub, a configuration, or a type."""
+"""Resolve the name of a model on the command line: a folder, a hub name, a configuration, or a model type."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_by(source: ModelSource, tokenizer: Tokenizer) -> ModelSource:
 
 
 def row_length(source: ModelSource, length: int | None) -> int:
-    """Return the tokens of a row: as given, or as many as the model takes, up to 512."""
+    """Return the number of tokens per row: ``length``, or by default the model's maximum, but at most 512."""
     longest = source.longest
     if length is not None and longest is not None and length > longest:
         raise UserError(f"{source.name} accepts rows of at most {longest} tokens: --length {longest}")

@@ -158,7 +158,7 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
     """Estimate the memory and step time of a training, without allocating anything.
 
     The report states whether the training fits, which settings would fit if it does not, and the time of a step. With
-    --details, the report also lists layers, stages, parts of memory, and how many tokens hide the transfers.
+    --details, the report also lists layers, stages, memory by use, and how many tokens hide the transfers.
 
     Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """

@@ -258,7 +258,7 @@ def _experts(report: PlanReport) -> list[str]:
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:
-    """Return the gradient bytes that a stage copies to the host; a copy sends those of each microbatch."""
+    """Return the gradient bytes that a stage copies to the host, once per step or per microbatch."""
     if stage.kind == "forward":
         return 0
     if stage.is_last_copy:

@@ -29,7 +29,7 @@ def timeline(
     chrome://tracing and ui.perfetto.dev also open these files. Several files are drawn together, with one row per rank
     and device.
 
-    Exit status: 0 drawn; 2 there is no such file, or it is not a timeline.
+    Exit status: 0 drawn; 2 a file does not exist, or is not a timeline.
     """
     read = merge_timelines(files)
     devices, slowest = device_totals(read.records), stage_totals(read.records)

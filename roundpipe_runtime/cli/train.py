@@ -275,7 +275,7 @@ def _named(rank: int, error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def _naming_memory(step: StepOptions) -> Iterator[None]:
-    """Raise an error that names ``--memory`` if the devices have no room for the model."""
+    """Raise an error that names ``--memory`` if the devices have too little memory for the model."""
     try:
         yield
     except PlanError as error:

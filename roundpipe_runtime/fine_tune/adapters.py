@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, in one word such as ``8,16,q_proj``, and training in the integers that are shipped."""
+"""LoRA adapters of PEFT, described by a text such as ``8,16,q_proj``, and quantization-aware training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lora:
         """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless it is given.
 
         Raises:
-            FineTuneError: the text does not have this form.
+            FineTuneError: the text does not have the form ``rank[,alpha[,target,...]]``.
 
         >>> Lora.parse("8")
         Lora(rank=8, alpha=16, targets=())
@@ -61,7 +61,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
     Args:
         model: Hugging Face model.
         lora: settings of the adapters.
-        seed: seed of their initial weights.
+        seed: seed of the adapters' initial weights.
 
     Returns:
         PEFT's model.
@@ -181,21 +181,21 @@ class RoundedLinear(nn.Linear):
 def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
     """Replace the linear layers of a model, in place, by layers that multiply their weights as integers with scales.
 
-    The layers are those in lists of modules. The embedding and the head are rounded to 8 bits once, and do not
-    learn. A folder written by :func:`save_model` has the integers, and ``quantize="keep"`` exports them.
+    Only linear layers in lists of modules are replaced. The embedding and the head are rounded to 8 bits once, and are
+    not trained. A folder written by :func:`save_model` contains the integers, and ``quantize="keep"`` exports them.
 
     Args:
         model: Hugging Face causal language model in float32.
         kind: ``"int4"`` or ``"int8"``, with a scale for 32 weights of a row.
-        lora: adapters that are added to the weights before these are rounded, and that alone learn. Default: none, all
-            weights of layers learn.
+        lora: LoRA adapters, added to the weights before rounding; then only the adapters are trained. Without adapters,
+            the weights of the layers are trained.
         seed: seed of the initial adapters.
 
     Returns:
         The model itself.
 
     Raises:
-        ConfigError: there is no such kind, a weight is not in float32, or no layer has whole blocks of 32 inputs.
+        ConfigError: ``kind`` is unknown, a weight is not in float32, or no layer has a multiple of 32 inputs.
         FineTuneError: no module has the name of a target of the adapters.
     """
     if kind not in get_args(AwareBits):

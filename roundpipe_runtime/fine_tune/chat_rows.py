@@ -35,11 +35,11 @@ class ChatRows:
 
     Attributes:
         ids: tokens of each row, int32.
-        labels: the same, but -100 where a token does not count.
+        labels: ``ids``, with -100 for tokens that are excluded from the loss.
         positions: position of each token in its conversation, for packed rows; empty otherwise.
         training: indices of the training rows, of shape (rows,).
         held_out: indices of the rows that only evaluation reads.
-        length: tokens of the longest row that there may be.
+        length: largest number of tokens that a row can have.
         conversations: number of conversations.
         left_out: number of conversations without an answer in their first ``length`` tokens.
         cut: number of conversations that were cut to ``length`` tokens.
@@ -61,7 +61,7 @@ class ChatRows:
 
     @property
     def lengths(self) -> torch.Tensor | None:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return torch.tensor([len(ids) for ids in self.ids])
 
     @property
@@ -91,7 +91,7 @@ class ChatRows:
         return {**batch, "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()}
 
     def tokens_in(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of some rows."""
+        """Return the total number of tokens of the given rows."""
         return sum(len(self.ids[row]) for row in rows)
 
 
@@ -120,11 +120,11 @@ def read_chats(
         names: JSON lines, JSON files with a list, folders of such or of the library datasets, and patterns.
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; conversations are cut there.
-        template: file with a chat template. Default: the tokenizer's own.
+        template: file with a chat template. Default: the tokenizer's chat template.
         ignored: fields of rows and messages that are ignored. Any other unknown field is an error.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
-        seed: seed of the choice of these rows.
+        seed: seed for the choice of the held-out rows.
         vocab_size: vocabulary size of the model, which all tokens must be below. Default: not checked.
 
     Returns:
@@ -152,10 +152,10 @@ def make_chat_rows(
         length: largest number of tokens of a row; conversations are cut there.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of held-out rows, from 0 to 1.
-        seed: seed of the choice.
+        seed: seed for the choice of the held-out rows.
 
     Returns:
-        The rows, and those that are held out.
+        The rows, split into training rows and held-out rows.
 
     Raises:
         FineTuneError: no conversation has an answer in its first ``length`` tokens, or one row cannot be held out.

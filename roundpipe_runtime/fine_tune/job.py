@@ -68,7 +68,7 @@ class Job:
         Raises:
             FineTuneError: a request cannot be served in one of the processes.
             DistributedError: one of the processes failed with a different error.
-            Exception: all of them failed with the same error.
+            Exception: all processes failed with the same error.
         """
         if self.size == 1:
             return work()
@@ -87,7 +87,7 @@ class Job:
         """Report whether this process is the first one that claims ``what``, without waiting for other processes.
 
         Args:
-            what: name of what is claimed.
+            what: name of the claimed task, equal in all processes.
         """
         if self.size == 1:
             return True
@@ -101,10 +101,10 @@ class Job:
         """Check that ``stated`` is equal in all processes; every process must call this method.
 
         Args:
-            stated: what this process is to train, by the name of the thing.
+            stated: settings and other values of this process, by name.
 
         Raises:
-            DistributedError: one of them states a different value.
+            DistributedError: a process has a different value.
         """
         if error := ranks_disagree(self.exchange(stated)):
             raise error
@@ -130,7 +130,7 @@ def named_error(rank: int, error: Exception) -> Exception:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return whether an error is a request that cannot be served, and its text."""
+    """Return whether an error is a request that cannot be served, and the text of the error."""
     if error is None:
         return None
     is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))

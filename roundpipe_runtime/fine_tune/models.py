@@ -34,11 +34,11 @@ class ModelSource:
     Attributes:
         name: name that the user gave.
         config: configuration of transformers.
-        folder: folder of its tokenizer and its weights; ``None`` if there is none.
-        has_weights: whether the folder holds weights; otherwise they are random.
+        folder: folder of the tokenizer and the weights; ``None`` without a folder.
+        has_weights: whether the folder contains weights; otherwise the weights are random.
         unmatched_weights: ``"refuse"`` raises if the weights do not match the model; ``"unused"`` ignores weights
             that the model does not have; ``"random"`` also initializes weights that the folder lacks.
-        gguf: GGUF file of its tokenizer and its weights; ``None`` for all others.
+        gguf: GGUF file of the tokenizer and the weights; ``None`` for any other source.
     """
 
     name: str
@@ -54,13 +54,13 @@ class ModelSource:
 
         Args:
             config: configuration of transformers.
-            name: name in messages.
+            name: name of the model in messages.
 
         Returns:
             The source.
 
         Raises:
-            FineTuneError: it is not a causal language model.
+            FineTuneError: transformers has no causal language model for the configuration.
         """
         return cls(name, _causal(config, name))
 
@@ -71,7 +71,7 @@ class ModelSource:
 
     @property
     def longest(self) -> int | None:
-        """The largest number of tokens per row, where the model has a limit."""
+        """The largest number of tokens per row; ``None`` if the configuration states no limit."""
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
@@ -86,20 +86,20 @@ class ModelSource:
         """Load the model with its stored weights, or initialize it with random weights.
 
         Args:
-            dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
-                for random ones, and for those of a GGUF file, which are read in floating point.
+            dtype: dtype of the weights. Default: the stored dtype, but bfloat16 for float16 weights, whose gradients
+                vanish; float32 for random weights and for weights of a GGUF file.
             seed: seed of random weights.
-            quantize: few bits for the linear layers, as for :func:`quantize_frozen`. Weights in files of safetensors
-                are read one after the other; all others are loaded before they are quantized.
+            quantize: quantization of the linear layers, as for :func:`quantize_frozen`. Weights in safetensors files
+                are read one after the other; weights in other files are all loaded before quantization.
             host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
-                never holds them all; random ones, and those that are stored in another form, are made in memory first.
+                never contains all weights; random weights and weights in other files are created in memory first.
 
         Returns:
             The model, on the host.
 
         Raises:
-            FineTuneError: the weights cannot be read, or are not those of this configuration.
-            ModelSourceError: those of a GGUF file cannot be read.
+            FineTuneError: the weights cannot be read, or do not match the configuration.
+            ModelSourceError: the weights of a GGUF file cannot be read.
         """
         if quantize is not None:
             unread = self._unread(dtype)
@@ -182,14 +182,14 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     """Return the source of the model in a folder, a GGUF file or a configuration file; no weights are read.
 
     Args:
-        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of such a file, or of a
-            GGUF file.
+        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of a ``config.json`` or
+            a GGUF file.
 
     Returns:
         The source, from which :meth:`ModelSource.load` loads the model.
 
     Raises:
-        FineTuneError: there is no model, or it is not a causal language model.
+        FineTuneError: ``name`` is not a model, or the model is not a causal language model.
         ModelSourceError: a GGUF file cannot be read.
     """
     path = pathlib.Path(name)
@@ -349,7 +349,7 @@ class ByteTokenizer:
     Attributes:
         vocab_size: number of tokens; every token is below it.
         eos_token_id: token after each document.
-        pad_token_id: token of padding, not used here but stored for tools that batch.
+        pad_token_id: token of padding, stored for other programs; this package does not use the token.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode(["né"])
@@ -377,7 +377,7 @@ class ByteTokenizer:
 
         Args:
             ids: tokens in order.
-            special: for the signature of other tokenizers; special tokens are left out in either case.
+            special: has no effect, because special tokens are always left out.
 
         Returns:
             The text.

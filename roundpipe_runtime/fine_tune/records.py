@@ -58,7 +58,7 @@ class EvalRecord:
     """Metrics of one evaluation.
 
     Attributes:
-        step: number of steps done before it.
+        step: number of training steps before the evaluation.
         eval_loss: mean over the tokens of the held-out rows.
         eval_tokens: number of tokens of these rows.
         seconds: duration of the evaluation.

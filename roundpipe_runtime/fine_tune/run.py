@@ -56,7 +56,7 @@ def run(
     After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
     failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
     from which the training continues bitwise identically; a second signal ends the process at once. Of several
-    processes, the first one writes metrics, and each its own timeline.
+    processes, the first process writes metrics, and each process writes its own timeline.
 
     Args:
         training: training to run; after :meth:`Training.restore`, it continues.
@@ -64,7 +64,7 @@ def run(
         every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
-        metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
+        metrics: file with a line of JSON per step and evaluation; after a restore, lines are appended.
         timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
         show: function that is called with each record, in each process.
         show_evaluation: function that is called after each batch of an evaluation, with the batch number and count.

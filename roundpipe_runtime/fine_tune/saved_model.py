@@ -53,11 +53,11 @@ def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = 
 
     Args:
         path: file or folder.
-        option: option that names it.
-        in_parent: whether its folder is what is written to: it gets its name when it is complete.
+        option: command line option for the path, used in the error.
+        in_parent: whether the parent folder must be writable, because the file is written there and renamed at the end.
 
     Raises:
-        FineTuneError: it cannot be written.
+        FineTuneError: the file or folder cannot be written.
     """
     try:
         check_writable(path, in_parent=in_parent)
@@ -75,7 +75,7 @@ def check_disk(
         settings: settings of the training; checkpoints hold moments and master weights in ``optim_dtype``.
         output: folder in which the model is saved.
         checkpoints: folder of the checkpoints.
-        kept: number of checkpoints that are there at the same time.
+        kept: number of checkpoints that exist at the same time.
 
     Raises:
         FineTuneError: the disk is too small; names the folder, the needed and the free space.
@@ -126,8 +126,8 @@ def save_model(
         tokenizer: tokenizer, saved with the model.
         folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
         source: source of the model, into which adapters are loaded for the check.
-        overwrite: whether the folder may exist; it is replaced then.
-        card: text of ``README.md``. Default: none, or that of PEFT.
+        overwrite: whether to replace an existing folder.
+        card: text of ``README.md``. Default: no card, or for adapters the card that PEFT writes.
 
     Returns:
         The folder.
@@ -299,7 +299,7 @@ def check_curve(path: str | os.PathLike[str]) -> None:
         path: path of the image.
 
     Raises:
-        FineTuneError: the suffix of the path is not that of an image.
+        FineTuneError: the path does not end in .png, .svg or .pdf.
         MissingDependencyError: matplotlib is not installed.
     """
     if pathlib.Path(path).suffix not in (".png", ".svg", ".pdf"):
@@ -315,7 +315,7 @@ def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLi
         path: path of the image; its suffix determines the format: ``.png``, ``.svg``, ``.pdf``.
 
     Raises:
-        FineTuneError: the suffix of the path is not that of an image.
+        FineTuneError: the path does not end in .png, .svg or .pdf.
         MissingDependencyError: matplotlib is not installed.
     """
     check_curve(path)

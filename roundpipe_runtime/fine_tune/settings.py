@@ -22,16 +22,16 @@ class BatchSettings:
 
     Attributes:
         batch: number of rows per batch, of all processes together.
-        microbatches: number of microbatches per batch, or per group of it. Default: number of devices + 1, but at most
-            the number of rows.
-        replicas: number of groups that a batch is cut into; group g is trained by process g modulo their number, and
-            the numbers do not depend on how many there are. Default: number of processes; no groups in one process.
+        microbatches: number of microbatches per batch, or per group of rows (default: number of devices + 1, but at
+            most the number of rows).
+        replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
+            and results do not depend on ``N``. Default: number of processes; no groups in one process.
         accumulate: number of batches per step; their gradients are averaged.
         steps: number of steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
 
     Raises:
-        ConfigError: a field has a value that it cannot have.
+        ConfigError: a field has an invalid value.
     """
 
     batch: int = 8
@@ -94,7 +94,7 @@ class LearningSettings:
         seed: seed of the order of rows, and of dropout.
 
     Raises:
-        ConfigError: a field has a value that it cannot have.
+        ConfigError: a field has an invalid value.
     """
 
     lr: float = 3e-4
@@ -146,7 +146,7 @@ class LearningSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(BatchSettings, LearningSettings):
-    """All settings of a training: those of both base classes, and for example devices, dtypes and evaluation.
+    """All settings of a training: batches, learning, devices, dtypes, memory and evaluation.
 
     Attributes:
         devices: devices, as for :class:`RoundPipe`.
@@ -157,12 +157,12 @@ class Settings(BatchSettings, LearningSettings):
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; the numbers are the same.
         update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results are the same.
-        eval_every: number of steps between two evaluations; ``None``: only at the end.
+        eval_every: number of steps between two evaluations; ``None`` evaluates only at the end.
         check: whether to compare the cut model with the reference model first.
         report_to: additional targets of the Trainer's logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
 
     Raises:
-        ConfigError: a field has a value that it cannot have.
+        ConfigError: a field has an invalid value.
     """
 
     devices: DeviceSpec = None

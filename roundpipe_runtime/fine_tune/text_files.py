@@ -184,7 +184,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder of one data set; if the folder has several data sets, that of ``train``."""
+    """Return the folder of one data set: the only data set in the folder, or the data set ``train``."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
     if is_saved(folder / "train"):
@@ -242,7 +242,7 @@ class Rows(Protocol):
         """Return the arguments of the model for a batch."""
 
     def tokens_in(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of some rows."""
+        """Return the total number of tokens of the given rows."""
 
 
 def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +307,7 @@ class Blocks:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def tokens_in(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of some rows."""
+        """Return the total number of tokens of the given rows."""
         return len(rows) * self.length
 
 
@@ -329,7 +329,7 @@ def read_blocks(
         length: tokens of a row.
         field: field of JSON lines, and of folders of ``datasets``, that holds the text.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
-        seed: seed of the choice of these rows.
+        seed: seed for the choice of the held-out rows.
         vocab_size: vocabulary size of the model, which all tokens must be below. Default: not checked.
 
     Returns:
@@ -391,11 +391,11 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
     """Cut a sequence of tokens into rows, and hold out a share of the rows for evaluation.
 
     Args:
-        tokens: tokens, of shape (tokens,).
+        tokens: sequence of tokens, of shape (tokens,).
         length: tokens of a row.
         eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one row is
             left for training.
-        seed: seed of the choice.
+        seed: seed for the choice of the held-out rows.
 
     Returns:
         The rows, split into training rows and held-out rows.

@@ -238,7 +238,7 @@ _STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of neighbouring epochs
 class Order(Sampler[int]):
     """A sampler that yields every training row once per epoch, for as many epochs as the training needs.
 
-    A batch at the end of an epoch is filled from the next one, so all batches have the same size.
+    The last batch of an epoch is filled with rows of the next epoch, so all batches have the same size.
 
     >>> order = Order(torch.arange(3), seed=0, count=6)
     >>> sorted(order[place] for place in range(3)), len(list(order))
@@ -333,7 +333,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         self.is_model_saved = False
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Start the timeline, if this is the step that it records."""
+        """Start the timeline if the step is the step to record."""
         if state.global_step + 1 == self.recorded:
             self.recording.enter_context(self.timeline)
 

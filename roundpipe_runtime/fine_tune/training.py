@@ -131,7 +131,7 @@ class Training:
 
         Raises:
             FineTuneError: the loss or a gradient is not finite; the parameters are unchanged, except with
-                ``update="in_backward"``. Or it was stopped before.
+                ``update="in_backward"``. The error is also raised if the training was stopped before.
         """
         found, self._checkpoint = self._checkpoint, None
         if found is None and self.step == self.steps:
@@ -200,7 +200,7 @@ class Training:
             keep: number of checkpoints to keep; ``None`` keeps all.
 
         Raises:
-            FineTuneError: nothing can be written there.
+            FineTuneError: the folder cannot be written.
         """
         self.job.together(
             lambda: check_place(folder, "--checkpoint DIR", in_parent=False) if self.job.is_first else None
@@ -211,14 +211,14 @@ class Training:
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the last checkpoint, and return whether a checkpoint existed.
 
-        Unless the settings state otherwise, batches are cut into as many groups and microbatches as they were, so that
-        the results are bitwise identical on any number of devices and processes.
+        Unless the settings state otherwise, batches are split into as many groups and microbatches as the checkpoint
+        states, so that the results are bitwise identical on any number of devices and processes.
 
         Args:
             folder: folder that was passed to :meth:`save`.
 
         Raises:
-            FineTuneError: the checkpoint is of another text, or of other batches.
+            FineTuneError: the checkpoint was saved by a training with other text or other batches.
             CheckpointError: the checkpoint is for a different model.
         """
         from ..huggingface.trainer.pipeline_trainer import newest_whole
@@ -257,7 +257,7 @@ class Training:
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """Return the settings that must be equal to those of a checkpoint, so that its step is at the same rows."""
+        """Return the settings that must equal a checkpoint's settings, so that both read the same rows in each step."""
         settings = self.settings
         return {
             "length": self.blocks.length,
@@ -362,6 +362,6 @@ def _check_causal(model: nn.Module) -> None:
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(
-            f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. Is it "
-            'an encoder? Then set "is_decoder": true in config.json'
+            f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. If the "
+            'model is an encoder, set "is_decoder": true in config.json'
         )

@@ -155,7 +155,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """Return the axis to join along if axis 0 does not have the rows: another axis, or axis 0 with a multiple."""
+    """Return the axis to join along if axis 0 does not have the rows; axis 0 if its size is a multiple of the rows."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -369,8 +369,8 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 def keeps_texts_apart(model: nn.Module) -> bool | None:
     """Return whether a text gives the same results alone and packed after another text in one row.
 
-    The model is called with both, on the host. Recurrent models pass their state from text to text. The result is
-    ``None`` if the model does not run on tokens alone.
+    The model is called with the text alone and with the packed texts, on the host. Recurrent models pass their state
+    from text to text. The result is ``None`` if the model does not run on tokens alone.
     """
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]

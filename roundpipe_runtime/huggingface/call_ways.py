@@ -141,7 +141,7 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
-        """Return how a call runs: a part that mixes rows runs once for the whole batch."""
+        """Return how a call runs: pieces that mix rows run once for the whole batch."""
         # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
@@ -174,7 +174,7 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Return how a loss is computed whose labels are of an unchecked kind."""
+        """Return how a loss is computed for labels of a kind for which no check was made."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
@@ -254,8 +254,8 @@ class CutModel(RoundPipe):
         if name is None or cache is None or not has_layers(cache) or not callable(merge):
             made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(
-                "A pipeline can use a cache only if outputs are joined and the cache has a list of layers. Pass such "
-                f"a cache, or none:\n{made}    model(..., use_cache=False)"
+                "A pipeline can use a cache only if outputs are joined and the cache has a list of layers. Pass "
+                f"a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
             )
         joined = functools.partial(batches.merge_with_cache, cache, merge)
         cut = config.split_input

@@ -87,7 +87,7 @@ _ROWS = 2
 class GenerationPath:
     """Runs the encoder or the whole model of an encoder-decoder in ``generate``, in a pipeline made at the first call.
 
-    The model's own forward runs on the host if the pipeline fails, or if both outputs differ.
+    The model's own forward runs on the host if the pipeline fails, or if its outputs differ from the model's outputs.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -135,7 +135,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return a path for the encoder and a path for the whole model of an encoder-decoder; none for other models."""
+    """Return one :class:`GenerationPath` for an encoder, one for its encoder-decoder; none for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):

@@ -119,7 +119,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch of one row with the row repeated three times, and its settings; other batches as they are."""
+        """Return a batch of one row with the row three times, and its settings; return other batches unchanged."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)

@@ -114,7 +114,7 @@ class PlannedTraining:
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
         """Return the memory of a loss that is computed once for the whole batch.
 
-        The first batch of a training shows which losses need that; on ``meta``, tensors have no values.
+        Only the first batch of a training shows which losses cannot be added; on ``meta``, tensors have no values.
         """
         # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])

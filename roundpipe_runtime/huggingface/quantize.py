@@ -29,7 +29,7 @@ def quantize_frozen(
 ) -> nn.Module:
     """Quantize the linear layers of a model in place, and freeze all of its weights.
 
-    The layers are those in lists of modules; embeddings, norms and the head stay unchanged. Weights of a model on
+    Only layers in lists of modules are quantized; embeddings, norms and the head stay unchanged. Weights of a model on
     ``meta`` are read one after the other, and each is quantized before the next one is read.
 
     Args:
@@ -42,7 +42,7 @@ def quantize_frozen(
         The model itself.
 
     Raises:
-        ConfigError: there is no such kind, a weight has a different shape, the model has no linear layer in a list, or
+        ConfigError: ``kind`` is unknown, a weight has a different shape, the model has no linear layer in a list, or
             ``weights`` is given and a buffer on ``meta`` is not part of the state dict.
         MissingDependencyError: bitsandbytes or torchao is not installed.
 

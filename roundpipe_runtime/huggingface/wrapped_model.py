@@ -38,7 +38,7 @@ class WrappedModel(CutModel):
     """A Hugging Face model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
 
     Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
-    ``forward`` and ``forward_backward`` take the arguments of its forward.
+    ``forward`` and ``forward_backward`` take the arguments of the model's forward.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import RoundPipe
@@ -54,11 +54,11 @@ class WrappedModel(CutModel):
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return its joined output.
 
-        With labels, the output's loss is that of the whole batch.
+        With labels, the output contains the loss of the whole batch.
 
         Args:
             *args: positional arguments of the model.
-            roundpipe_run_config: settings of this call, which override those of the model.
+            roundpipe_run_config: settings of this call, which override the settings of the pipeline.
             **kwargs: keyword arguments of the model. Default of ``use_cache``: ``False``. A cache is split into caches
                 of the microbatches, and afterwards has the entries that all microbatches wrote.
 
@@ -79,7 +79,7 @@ class WrappedModel(CutModel):
         return outputs[0] if config.merge_output is False else outputs
 
     def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay) -> PyTree:
-        """Run forward such that a loss in the output is that of the whole batch."""
+        """Run forward such that a loss in the output is the loss of the whole batch."""
         if way in ("items", "rows", "sum"):
             try:
                 return super().forward(*args, roundpipe_run_config=config, **kwargs)
@@ -165,7 +165,7 @@ class WrappedModel(CutModel):
             loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
                 `SmoothedLoss`, the labels can also be among ``input_kwargs``.
             return_outputs: whether to also return the outputs, joined and detached.
-            run_config: settings of this call, which override those of the model.
+            run_config: settings of this call, which override the settings of the pipeline.
 
         Returns:
             The loss of the batch, detached, on the host; or the list of losses if ``loss_fn`` returns several. With
@@ -297,7 +297,7 @@ class WrappedModel(CutModel):
             The value that the model's ``resize_token_embeddings`` returns.
 
         Raises:
-            ConfigError: an optimizer has copies, because of ``optim_dtype``.
+            ConfigError: an optimizer has copies of the embeddings, because of ``optim_dtype``.
         """
         self.synchronize()
         if (args or kwargs) and (self._rp_engine.store.masters() or self._rp_options.update != "masters"):

@@ -67,7 +67,7 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Context manager that yields the cache for a layer; entries that are read are on ``device`` until the end."""
+        """Context manager that yields the cache for a layer; entries stay on ``device`` in the with block."""
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
         view = with_layers(cache, entries, read)

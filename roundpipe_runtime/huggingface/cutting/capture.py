@@ -47,7 +47,7 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
-    The lists get the right lengths, and code that computes with a captured output ends the phase.
+    So the lists of outputs get the right lengths, and code that computes with a placeholder ends the phase.
     """
     for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
@@ -90,7 +90,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks with which transformers captures outputs, on the layers themselves and before any forward.
 
-    Otherwise transformers installs them in the first forward, which is that of a copy without layers.
+    Otherwise transformers installs the hooks in the first forward, which runs a copy of the model without layers.
     """
     module = sys.modules.get(_MODULE)
     if module is None:

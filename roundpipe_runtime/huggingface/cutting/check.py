@@ -189,8 +189,8 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
     """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
-    Otherwise autograd sums the gradients of an embedding and its tied head, which needs three more tensors of that
-    size. The digests are summed instead.
+    Otherwise autograd sums the gradients of an embedding and its tied head, which needs three more tensors of the
+    embedding's size. The digests of both gradients are summed instead.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:

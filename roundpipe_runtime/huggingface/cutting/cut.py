@@ -172,7 +172,7 @@ def cut(
         skip_modules: lists of layers, or modules around them, that must not be split.
 
     Returns:
-        The pieces and a report.
+        The split, with the pieces and a report.
 
     Raises:
         CutError: the model does not run on the example.

@@ -86,7 +86,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight that computes the logits."""
+        """The weight of the layer that computes the logits."""
         return weight_of_head(self.copy)
 
     @property
@@ -145,7 +145,7 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """The model's own code reads an output of a layer that it did not read for the example, and so was not kept."""
+    """The model's own code reads an output that is not stored, because the code did not read it for the example."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(
@@ -174,7 +174,7 @@ class Whole(nn.Module):
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight that computes the logits."""
+        """The weight of the layer that computes the logits."""
         return weight_of_head(self.model)
 
     @property

@@ -26,7 +26,7 @@ from .capture import collect_on_copy
 
 
 class Session(Protocol):
-    """An object that answers the calls of stubs."""
+    """An object that computes the results of calls of stubs, which are modules that replace layers."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it."""
@@ -253,7 +253,7 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
-        """Make a placeholder with the shape, dtype and device of ``like``; ``None`` if these are not known."""
+        """Make a placeholder with the shape, dtype and device of ``like``, which is ``None`` if they are unknown."""
         known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
         with DisableTorchFunctionSubclass():
             form = like if known and like is not None else torch.empty(0)

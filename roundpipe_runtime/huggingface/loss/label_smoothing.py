@@ -28,7 +28,7 @@ class SmoothedLoss(Static):
     """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
 
     The loss is ``(1 - factor)`` times the cross-entropy with the labels, plus ``factor`` times the cross-entropy with
-    uniform labels. A Hugging Face model computes it without keeping the logits of all tokens.
+    uniform labels. With a Hugging Face model, the loss is computed without storing the logits of all tokens.
 
     Args:
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
@@ -36,7 +36,7 @@ class SmoothedLoss(Static):
             causal language models.
         num_items_in_batch: divisor of the sum. Default: the number of labels in the batch that are not ignored.
         ignore_index: label that is ignored.
-        scale: factor of the loss.
+        scale: factor by which the loss is multiplied.
 
     Raises:
         LossError: the factor is not between 0 and 1.

@@ -3,7 +3,7 @@
 The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
 (a scale, a soft cap, a wider dtype) and selections of rows. Its `cross_entropy` is computed in chunks. For other
 operations the real logits are computed. Code that writes into logits, or calls operators instead of torch functions,
-ends the forward with `NotLazy`, and the forward is repeated with the real head. So results are always the model's own.
+ends the forward with `NotLazy`, and the forward is repeated with the real head. Results equal the real head's results.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """End the forward: an operation here would not be recorded in the graph."""
+        """End the forward: an operation called below the torch functions would not be recorded in the graph."""
         raise NotLazy
 
 
@@ -139,7 +139,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
 
 
 def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Return the result without computing the logits; ``None`` if that is impossible."""
+    """Return the result of an operation on lazy logits without the values of the logits; ``None`` if impossible."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
@@ -175,7 +175,7 @@ def _reshaped(logits: LazyLogits, sizes: Sequence[int]) -> LazyLogits | None:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Return rows that are selected by slices; ``None`` if the index cuts the vocabulary."""
+    """Return rows that are selected by slices; ``None`` if the index selects a part of the vocabulary."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:

@@ -225,8 +225,8 @@ def chunked_cross_entropy(
         weight: weight of the head, ``(vocabulary, width)``.
         labels: tokens, with the shape of ``hidden`` without its last axis; not shifted, row i predicts label i.
         bias: bias of the head, ``(vocabulary,)``.
-        transform: function of the logits of any number of rows before the loss, such as a soft cap. It must be
-            elementwise, and depend on no parameter.
+        transform: function of the logits of any number of rows before the loss, such as a soft cap. The function must
+            be elementwise, and must not depend on a parameter.
         reduction: ``"mean"`` over the labels that are not ignored, or ``"sum"``.
         ignore_index: label that is ignored.
         label_smoothing: amount of smoothing, as for :func:`torch.nn.functional.cross_entropy`.
@@ -236,7 +236,7 @@ def chunked_cross_entropy(
         The loss, without axes, in float32; in float64 if the logits have float64.
 
     Raises:
-        LossError: shapes do not fit, or the reduction is unknown.
+        LossError: the shapes do not match, or the reduction is unknown.
 
     >>> hidden, weight = torch.randn(2, 5, 4), torch.randn(9, 4)
     >>> labels = torch.tensor([[1, 2, -100, 8, 0], [-100, 3, 3, 4, 5]])

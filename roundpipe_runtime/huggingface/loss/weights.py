@@ -63,7 +63,7 @@ def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) ->
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the sum of microbatch losses weighted by ``items``; a loss with -1 items is added as it is."""
+    """Return the sum of microbatch losses weighted by ``items``; a loss with -1 items is added with weight 1."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()

@@ -328,16 +328,17 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    The arguments and the written files are those of a Trainer. ``from_pretrained`` loads its checkpoints, which appear
-    when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of one
-    batch, which is split into microbatches; loss and gradients are computed for the whole batch. Under torchrun, each
-    process has its own devices and a group of this many rows, and loss and gradients are computed for all groups. Each
-    process keeps a part of the optimizer's state if the Trainer makes the optimizer, and the optimizer is elementwise.
+    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` loads its checkpoints,
+    which appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of
+    rows of one batch, which is split into microbatches; loss and gradients are computed for the whole batch. Under
+    torchrun, each process trains a group of this many rows on its own devices; loss and gradients cover all groups.
+    Each process keeps a part of the optimizer's state if the Trainer makes the optimizer, and the optimizer is
+    elementwise.
 
     Args:
         model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
-        *positional: further arguments, in the order of the other base class's parameters.
+        *positional: further arguments, in the order of the parameters of the Trainer that is the base class.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for

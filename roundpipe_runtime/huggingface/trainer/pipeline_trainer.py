@@ -156,7 +156,7 @@ def _settle(run: pathlib.Path) -> None:
 
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left. The newest and the best one stay."""
+    """Remove the oldest checkpoints until ``limit`` are left, but never the newest or the best checkpoint."""
     # limit: number of checkpoints to keep; `None` and 0 keep all
     if not limit or limit < 0:
         return

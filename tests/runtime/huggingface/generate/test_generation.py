@@ -171,7 +171,7 @@ def test_a_cache_of_another_kind_is_refused_and_generated_with_on_the_host(name)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(pipeline.generate(**prompt(), **options), plain.generate(**prompt(), **options))
     if name == "rwkv":
-        with torch.no_grad(), pytest.raises(ConfigError, match=r"or none:\n    model\(\.\.\., use_cache=False"):
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"or no cache:\n    model\(\.\.\., use_cache=False"):
             pipeline(**prompt(), use_cache=True)
 
 

@@ -332,8 +332,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     which appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of
     rows of one batch, which is split into microbatches; loss and gradients are computed for the whole batch. Under
     torchrun, each process trains a group of this many rows on its own devices; loss and gradients cover all groups.
-    Each process keeps a part of the optimizer's state if the Trainer makes the optimizer, and the optimizer is
-    elementwise.
+    Each process keeps a part of the optimizer's state if the Trainer makes an elementwise optimizer.
 
     Args:
         model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
